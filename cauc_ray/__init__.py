@@ -1,0 +1,41 @@
+"""Calibrated model cascades on Ray: pay for the dear model only where it helps.
+
+    policy = cauc_ray.fit("LOGITS", models=["resnet20", "resnet56"], method="rf", budget=0.08)
+    print(cauc_ray.evaluate("LOGITS", policy, split="test").measures)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cauc_ray.errors import CaucError, CaucWarning
+    from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
+    from cauc_ray.front.online import run
+    from cauc_ray.policies.policy import Policy
+
+# Loaded at first use, so that importing the package costs nothing.
+_PUBLIC = {
+    "CaucError": "cauc_ray.errors",
+    "CaucWarning": "cauc_ray.errors",
+    "Policy": "cauc_ray.policies.policy",
+    "evaluate": "cauc_ray.front.offline",
+    "fit": "cauc_ray.front.offline",
+    "replace_model": "cauc_ray.front.offline",
+    "run": "cauc_ray.front.online",
+    "sweep": "cauc_ray.front.offline",
+}
+
+__all__ = ["CaucError", "CaucWarning", "Policy", "evaluate", "fit", "replace_model", "run", "sweep"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'cauc_ray' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*_PUBLIC, "__version__"])

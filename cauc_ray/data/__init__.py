@@ -1,0 +1,1 @@
+"""Logit tables, splits and the files that runs read and write."""

@@ -1,0 +1,341 @@
+"""The logit table: every model's logits on labelled examples, hive-partitioned Parquet.
+
+LOGITS/model=<name>/split=<split>/*.parquet with example_id, label, logits and optionally cost, and
+LOGITS/pool.json with the models' costs and the kind of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
+from cauc_ray.errors import ConfigError, DataError, explain, unknown_name
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+
+class PoolModel(BaseModel):
+    """One model of a logit table: its name, the cost of a call and where its logits come from."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    cost: float = Field(ge=0, allow_inf_nan=False)
+    source: str | None = None
+
+
+class TableInfo(BaseModel):
+    """LOGITS/pool.json."""
+
+    model_config = ConfigDict(extra="forbid")
+    cost_unit: str
+    logit_kind: str = "unknown"
+    note: str | None = None
+    models: list[PoolModel]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """One model's rows of one split, in order of example_id.
+
+    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   logits: float32 (N, K),
+    -inf beyond a row's options.   n_options: int (N,).   costs: float64 (N,) or None.
+    """
+
+    example_ids: pa.Array
+    labels: Ints
+    logits: Floats
+    n_options: Ints
+    costs: Floats | None
+
+
+class LogitTable:
+    """A folder of logit tables, opened by its path."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"there is no logit table at {self.path}: not a folder")
+        self.models = sorted(p.name.partition("=")[2] for p in self.path.glob("model=*") if p.is_dir())
+        if not self.models:
+            raise DataError(f"{self.path} is no logit table: it has no folders model=<name>")
+
+    def info(self) -> TableInfo | None:
+        """Return what pool.json says, or None where there is none. Raises DataError if it is malformed."""
+        path = self.path / "pool.json"
+        if not path.is_file():
+            return None
+        try:
+            return TableInfo.model_validate(read_json(path))
+        except ValidationError as error:
+            raise DataError(f"{path}: {explain(error)}") from error
+
+    def splits(self, model: str) -> list[str]:
+        """Return the names of a model's splits."""
+        return sorted(p.name.partition("=")[2] for p in self._folder(model).glob("split=*") if p.is_dir())
+
+    def read_model(self, model: str, split: str) -> ModelTable:
+        """Read one model's rows of one split.
+
+        Raises DataError, naming file, model and example, for NaN or +inf, a duplicate id, a label outside the
+        row's options, a row without options, an empty split, a wrong column type or an unreadable file.
+        """
+        splits = self.splits(model)
+        if split not in splits:
+            raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
+        parts = [
+            _read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")
+        ]
+        where = f"{self.path}: model {model!r}, split {split!r}"
+        ids = pa.chunked_array([p.example_ids for p in parts], type=pa.string()).combine_chunks()
+        if len(ids) == 0:
+            raise DataError(f"{where}: the split is empty")
+        order = pc.array_sort_indices(ids)
+        ids = ids.take(order)
+        doubled = pc.equal(ids[1:], ids[:-1])
+        if pc.any(doubled).as_py():
+            example = ids[pc.index(doubled, True).as_py()].as_py()
+            files = [p.file.name for p in parts if pc.is_in(pa.scalar(example), value_set=p.example_ids).as_py()]
+            raise DataError(f"{where}: example {example!r} stands twice ({', '.join(files)})")
+        if len({p.costs is None for p in parts}) > 1:
+            raise DataError(f"{where}: some files have a column 'cost' and some have not")
+
+        place = order.to_numpy(zero_copy_only=False)
+        width = max(p.logits.shape[1] for p in parts)
+        logits = parts[0].logits if len(parts) == 1 else np.concatenate([_padded(p.logits, width) for p in parts])
+        costs = [p.costs for p in parts if p.costs is not None]
+        return ModelTable(
+            example_ids=ids,
+            labels=np.concatenate([p.labels for p in parts])[place],
+            logits=logits[place],
+            n_options=np.concatenate([p.n_options for p in parts])[place],
+            costs=np.concatenate(costs)[place] if costs else None,
+        )
+
+    def read_chain(
+        self,
+        models: Sequence[str],
+        split: str,
+        *,
+        costs: Sequence[float] | None = None,
+        per_call_costs: bool | None = None,
+    ) -> ChainLogits:
+        """Read a chain of models on one split, joined on example_id.
+
+        costs: of one call of each model, in the order of models; without them the calls' own costs where
+        every model's table has them, else those of pool.json. per_call_costs says which of these a policy
+        was fitted with and therefore needs.
+        Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
+        costs are to be had; ConfigError when costs and models differ in number or a model stands twice.
+        """
+        if not models:
+            raise ConfigError("a chain needs at least one model")
+        twice = next((m for m in models if list(models).count(m) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"model {twice!r} stands twice in the chain")
+        if costs is not None and len(costs) != len(models):
+            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
+        for model in models:
+            self._folder(model)
+        tables = [self.read_model(model, split) for model in models]
+        first = tables[0]
+        source = f"{self.path}, split {split!r}"
+        labels = first.labels.copy()
+        for model, table in zip(models[1:], tables[1:], strict=True):
+            _require_same_ids(source, models[0], first, model, table)
+            _require_same(source, models[0], model, first.example_ids, first.n_options, table.n_options, "options")
+            both = (labels != UNKNOWN_LABEL) & (table.labels != UNKNOWN_LABEL)
+            other = np.where(both, table.labels, labels)
+            _require_same(source, models[0], model, first.example_ids, labels, other, "as label")
+            labels = np.where(labels == UNKNOWN_LABEL, table.labels, labels)
+        width = max(t.logits.shape[1] for t in tables)
+
+        info = self.info()
+        own = [t.costs for t in tables if t.costs is not None]
+        if per_call_costs is None:
+            per_call_costs = costs is None and len(own) == len(tables)
+        if per_call_costs and len(own) < len(tables):
+            model = next(m for m, t in zip(models, tables, strict=True) if t.costs is None)
+            raise DataError(f"{source}: model {model!r} has no column 'cost', and the policy counts each call's own")
+        return ChainLogits(
+            models=tuple(models),
+            logits=tuple(_padded(t.logits, width) for t in tables),
+            example_ids=tuple(first.example_ids.to_pylist()),
+            labels=labels,
+            costs=self._costs(models, costs, np.stack(own, axis=1) if per_call_costs else None, info),
+            per_call_costs=per_call_costs,
+            source=source,
+            logit_kind=info.logit_kind if info else "unknown",
+        )
+
+    def _costs(
+        self, models: Sequence[str], given: Sequence[float] | None, own: Floats | None, info: TableInfo | None
+    ) -> Costs:
+        unit = info.cost_unit if info else "cost units"
+        if given is not None:
+            return Costs(unit, np.array(given, dtype=np.float64))
+        if info is None:
+            raise DataError(
+                f"{self.path} has no pool.json that says what a call of each model costs; "
+                "give --costs, one number for each of --models"
+            )
+        if own is not None:
+            return Costs(unit, own)
+        declared = {m.name: m.cost for m in info.models}
+        for model in models:
+            if model not in declared:
+                raise DataError(f"{self.path / 'pool.json'} has no cost for model {model!r}; add it or give --costs")
+        return Costs(unit, np.array([declared[m] for m in models], dtype=np.float64))
+
+    def _folder(self, model: str) -> Path:
+        if model not in self.models:
+            raise ConfigError(f"{self.path}: {unknown_name('model', model, self.models)}")
+        return self.path / f"model={model}"
+
+
+def write_logits(
+    path: str | Path,
+    model: str,
+    split: str,
+    *,
+    example_ids: Iterable[str],
+    labels: Ints | None,
+    logits: Floats | Sequence[Floats],
+    costs: Floats | None = None,
+) -> Path:
+    """Write one model's rows of one split as LOGITS/model=<model>/split=<split>/part-0.parquet.
+
+    labels: int (N,), UNKNOWN_LABEL where there is none.   logits: float (N, K), or N vectors of any lengths.
+    Returns the file. It replaces one of that name, whole or not at all.
+    """
+    for name in (model, split):
+        if not name or "/" in name or "=" in name:
+            raise ConfigError(f"{name!r} cannot name a folder of a logit table: it is empty or holds '/' or '='")
+    rows = [np.asarray(row, dtype=np.float32) for row in logits]
+    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
+    values = np.concatenate(rows) if rows else np.zeros(0, np.float32)
+    ids = pa.array(example_ids, pa.string())
+    known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
+    columns = {
+        "example_id": ids,
+        "label": pa.array(known.astype(np.int32), mask=known == UNKNOWN_LABEL),
+        "logits": pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)),
+    }
+    if costs is not None:
+        columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
+    folder = Path(path) / f"model={model}" / f"split={split}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_parquet(folder / "part-0.parquet", pa.table(columns))
+    return folder / "part-0.parquet"
+
+
+def write_info(path: str | Path, info: TableInfo) -> None:
+    """Write LOGITS/pool.json."""
+    write_json(Path(path) / "pool.json", info.model_dump(exclude_none=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    file: Path
+    example_ids: pa.Array
+    labels: Ints
+    logits: Floats
+    n_options: Ints
+    costs: Floats | None
+
+
+def _read_part(file: Path, model: str) -> _Part:
+    table = read_parquet(file)
+    where = f"{file}: model {model!r}"
+    for column in ("example_id", "label", "logits"):
+        if column not in table.column_names:
+            raise DataError(f"{where}: no column {column!r}; it has {', '.join(table.column_names)}")
+    ids = _column(table, "example_id", pa.string(), where)
+    if ids.null_count:
+        raise DataError(f"{where}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
+
+    lists = _column(table, "logits", pa.list_(pa.float32()), where)
+    values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
+    if values.null_count:
+        raise DataError(f"{where}: column 'logits' holds nulls")
+    logits = _rows(values.to_numpy(zero_copy_only=False), n_options)
+    labels = _column(table, "label", pa.int32(), where).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+
+    def refuse(bad: Bools, what: str) -> None:
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise DataError(f"{where}, example {ids[row].as_py()!r}: {what.format(label=labels[row], n=n_options[row])}")
+
+    refuse(n_options == 0, "it has no logits")
+    # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
+    refuse(~np.isfinite(logits.max(axis=1, initial=-np.inf)), "a logit is NaN or +inf, or all are -inf")
+    nulls = table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
+    refuse(~nulls & ((labels < 0) | (labels >= n_options)), "label {label} is outside its {n} options")
+    chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
+    refuse(~nulls & np.isneginf(chosen), "the logit of its label {label} is -inf")
+    costs = None
+    if "cost" in table.column_names:
+        costs = _column(table, "cost", pa.float64(), where).to_numpy(zero_copy_only=False)
+        refuse(~(np.isfinite(costs) & (costs >= 0)), "its cost is not a number of at least 0")
+    return _Part(file, ids, labels, logits, n_options, costs)
+
+
+def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Array:
+    column = table.column(name)
+    try:
+        return column.cast(kind).combine_chunks()
+    except pa.ArrowException as error:
+        raise DataError(f"{where}: column {name!r} is {column.type}, not {kind}") from error
+
+
+def _rows(values: Floats, n_options: Ints) -> Floats:
+    """Lay lists out as (N, K), padded with -inf."""
+    width = int(n_options.max(initial=0))
+    if len(values) == len(n_options) * width:
+        return values.reshape(len(n_options), width)
+    logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)
+    logits[np.arange(width) < n_options[:, None]] = values
+    return logits
+
+
+def _padded(logits: Floats, width: int) -> Floats:
+    if logits.shape[1] == width:
+        return logits
+    padded = np.full((len(logits), width), -np.inf, dtype=logits.dtype)
+    padded[:, : logits.shape[1]] = logits
+    return padded
+
+
+def _require_same_ids(source: str, first: str, expected: ModelTable, model: str, table: ModelTable) -> None:
+    if expected.example_ids.equals(table.example_ids):
+        return
+    for a, b, has, lacks in (
+        (expected.example_ids, table.example_ids, first, model),
+        (table.example_ids, expected.example_ids, model, first),
+    ):
+        missing = pc.invert(pc.is_in(a, value_set=b))
+        if pc.any(missing).as_py():
+            example = a[pc.index(missing, True).as_py()].as_py()
+            raise DataError(
+                f"{source}: example {example!r} of model {has!r} is missing from model {lacks!r} "
+                f"({pc.sum(missing).as_py()} such)"
+            )
+
+
+def _require_same(
+    source: str, first: str, model: str, ids: pa.Array, expected: Ints, got: Ints, what: str
+) -> None:
+    differ = np.flatnonzero(expected != got)
+    if len(differ):
+        row = int(differ[0])
+        raise DataError(
+            f"{source}: example {ids[row].as_py()!r} has {expected[row]} {what} for model {first!r} "
+            f"and {got[row]} for model {model!r}"
+        )

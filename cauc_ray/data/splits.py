@@ -1,0 +1,110 @@
+"""Calibration, validation and test splits by the paper's appendix ("Dataset splits"): seeded, disjoint.
+
+Every split is a set of row numbers of one partition of the dataset as published (train, validation, test).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.numbers.types import Ints
+
+Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way"]
+
+PAPER_RULES: Mapping[str, Rule] = {
+    "mmlu": "halve-validation",
+    "logiqa": "halve-validation",
+    "mathqa": "halve-validation",
+    "socialiqa": "halve-validation",
+    "caltech256": "halve-validation",
+    "iwildcam": "halve-validation",
+    "piqa": "sample-train",
+    "medmcqa": "sample-train",
+    "imagenet": "three-way",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """One split: the published partition that it is taken from, and its row numbers there, rising, int64."""
+
+    partition: str
+    rows: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Where calibration, cascade-validation and final test examples come from."""
+
+    calibration: SplitRows
+    validation: SplitRows
+    test: SplitRows
+
+
+def paper_splits(dataset: str, partition_sizes: Mapping[str, int], seed: int = 0) -> Splits:
+    """Split one of the paper's nine datasets as its appendix says.
+
+    partition_sizes: rows of each published partition. Tasks with a labelled test set halve their validation
+    set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
+    validation set is cut 25/25/50. An odd row goes to calibration.
+    Raises ConfigError for another dataset, DataError when a partition is missing or too small.
+
+    >>> splits = paper_splits("piqa", {"train": 16113, "validation": 1838})
+    >>> len(splits.calibration.rows), len(splits.validation.rows), splits.test.partition
+    (919, 919, 'validation')
+    """
+    if dataset not in PAPER_RULES:
+        raise ConfigError(unknown_name("dataset", dataset, PAPER_RULES))
+    return split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
+
+
+def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0) -> Splits:
+    """Split a dataset by one of the paper's three rules (see paper_splits)."""
+    rng = np.random.default_rng(seed)
+
+    def size(partition: str) -> int:
+        if partition_sizes.get(partition, 0) < 4:
+            raise DataError(f"splitting by {rule!r} needs a partition {partition!r} of at least four rows")
+        return partition_sizes[partition]
+
+    if rule == "three-way":
+        n = size("validation")
+        quarter, half = (n + 3) // 4, (n + 1) // 2
+        shuffled = rng.permutation(n)
+        return Splits(
+            *(
+                SplitRows("validation", np.sort(rows))
+                for rows in (shuffled[:quarter], shuffled[quarter:half], shuffled[half:])
+            )
+        )
+    if rule == "halve-validation":
+        partition, pool = "validation", rng.permutation(size("validation"))
+        test = SplitRows("test", np.arange(size("test")))
+    else:
+        n = size("validation")
+        if size("train") < n:
+            raise DataError(f"a train set of {size('train')} rows cannot give a sample of {n}, the test set's size")
+        partition, pool = "train", rng.choice(size("train"), size=n, replace=False)
+        test = SplitRows("validation", np.arange(n))
+    half = (len(pool) + 1) // 2
+    return Splits(SplitRows(partition, np.sort(pool[:half])), SplitRows(partition, np.sort(pool[half:])), test)
+
+
+def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str, Ints]:
+    """Split n rows into disjoint named parts of the given shares, which sum to 1; rows rising, int64.
+
+    >>> {name: len(rows) for name, rows in split_shares(10, {"train": 0.5, "test": 0.5}).items()}
+    {'train': 5, 'test': 5}
+    """
+    if min(shares.values()) <= 0 or abs(sum(shares.values()) - 1) > 1e-9:
+        raise ConfigError(f"the shares of a split must be positive and sum to 1, got {dict(shares)}")
+    ends = np.round(np.cumsum(list(shares.values())) * n).astype(int)
+    shuffled = np.random.default_rng(seed).permutation(n)
+    return {
+        name: np.sort(rows) for name, rows in zip(shares, np.split(shuffled, ends[:-1]), strict=True)
+    }

@@ -1,0 +1,72 @@
+"""The errors that cauc-ray raises for what a user can put right.
+
+CaucError
+├── DataError      a logit table, an input or an output does not hold what it must
+├── ConfigError    a pool file, an option or a name is wrong
+├── PolicyError    a policy file is unreadable, of another version or does not fit its chain
+├── BudgetError    no operating point costs so little
+└── ExecutionError a run could not be started or finished
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+
+class CaucWarning(UserWarning):
+    """Something that works but is seldom meant; the message says what was done."""
+
+
+class CaucError(Exception):
+    """Something a user can put right; its message is one line that says what and how."""
+
+
+class DataError(CaucError):
+    """A logit table, an input or an output folder does not hold what it must."""
+
+
+class ConfigError(CaucError):
+    """A pool file, an option or a name is wrong."""
+
+
+class PolicyError(CaucError):
+    """A policy is unreadable, of another version, or does not fit the chain it is used on."""
+
+
+class BudgetError(CaucError):
+    """No operating point costs as little as the budget asks."""
+
+
+class ExecutionError(CaucError):
+    """A run could not be started or finished."""
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Say that a name is unknown, with the nearest known one and all that there are.
+
+    >>> unknown_name("model", "resnet2", ["resnet20", "resnet56"])
+    "unknown model 'resnet2'; did you mean 'resnet20'? Available: resnet20, resnet56"
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"unknown {kind} {name!r}{hint} Available: {', '.join(names) or 'none'}"
+
+
+class _Validation(Protocol):
+    def errors(self) -> list[Any]: ...
+
+
+def explain(error: _Validation) -> str:
+    """Say in one line what a file's schema (pydantic) found wrong first: the place, the fault, the value."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {place!r}"
+    if first["type"] == "missing":
+        return f"missing key {place!r}"
+    said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+    got = f", got {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
+    return f"{place}: {said}{got}" if place else said

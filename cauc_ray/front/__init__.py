@@ -1,0 +1,1 @@
+"""The cauc command, reports and the demo."""

@@ -1,0 +1,207 @@
+"""Fit, evaluate and sweep policies on a logit table: the Python side of `cauc fit`, `evaluate` and `sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cauc_ray.data.files import write_parquet, write_text
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.predictions import predictions_table
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.sweep import Objective, reached_shares
+from cauc_ray.policies.cascade import Measures, Replay, measure_replay
+from cauc_ray.policies.fitting import ThresholdRule, refit
+from cauc_ray.policies.methods import fit_method, fit_policy
+from cauc_ray.policies.policy import Policy
+
+
+def fit(
+    logits: str | Path,
+    *,
+    models: Sequence[str],
+    method: str = "base",
+    costs: Sequence[float] | None = None,
+    calibration_split: str = "calibration",
+    validation_split: str = "validation",
+    budget: float | None = None,
+    threshold: float | None = None,
+    objective: Objective = "accuracy",
+) -> Policy:
+    """Fit a policy on a logit table.
+
+    logits: the table's folder.   models: the chain, cheapest first.   method: "base" or "rf".
+    costs: of a call of each model; without them the table's.   budget: mean cost per example that the
+    threshold is chosen for.   threshold: one to use as it is.   objective: what a chosen threshold maximises.
+    Raises CaucError: DataError for the table, ConfigError for the arguments, BudgetError for the budget.
+    """
+    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective)
+    names = (calibration_split, validation_split)
+    calibration, validation = _read_fitting_splits(table, models, names, costs=costs)
+    return fit_policy(method, calibration, validation, rule, names)
+
+
+def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str, str]) -> Policy:
+    """Put other models in the place of some of a policy's, refitting only what that changes.
+
+    logits: a table with the remaining and the new models on the examples that the policy was fitted on.
+    replacements: new model by the one that it replaces. The costs of the remaining models stay.
+    Every other number stays as it is, bit for bit: Base keeps the other models' temperatures and, unless the
+    last model went, their complementarity; RF keeps all before the first replaced stage. Raises CaucError.
+    """
+    for name in replacements:
+        if name not in policy.models:
+            raise ConfigError(unknown_name("model", name, policy.models))
+    table = LogitTable(logits)
+    models = [replacements.get(name, name) for name in policy.models]
+    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
+    if policy.costs == "per-call":
+        return refit(policy, *_read_fitting_splits(table, models, names, per_call_costs=True))
+    info = table.info()
+    declared = {m.name: m.cost for m in info.models} if info else {}
+    costs = []
+    for stage, model in zip(policy.stages, models, strict=True):
+        if model != stage.name and model not in declared:
+            raise DataError(f"{table.path} has no pool.json that gives the cost of {model!r}")
+        costs.append(stage.cost if model == stage.name else declared[model])
+    return refit(policy, *_read_fitting_splits(table, models, names, costs=costs))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A policy's answers on a split of a logit table, and what they are worth."""
+
+    policy: Policy
+    chain: ChainLogits
+    replay: Replay
+    measures: Measures
+
+    def predictions(self) -> pa.Table:
+        """Return the answers as a predictions table."""
+        replay, labels = self.replay, self.chain.labels
+        return predictions_table(
+            self.chain.example_ids,
+            replay.predictions,
+            replay.confidences,
+            replay.stages,
+            replay.costs,
+            labels if self.chain.labelled.any() else None,
+        )
+
+
+def evaluate(logits: str | Path, policy: Policy, *, split: str = "test") -> Evaluation:
+    """Replay a policy on a split of a logit table. Raises DataError where the table does not serve."""
+    chain = read_policy_chain(logits, policy, split)
+    return Evaluation(policy, chain, *measure_replay(policy, chain))
+
+
+def read_policy_chain(logits: str | Path, policy: Policy, split: str) -> ChainLogits:
+    """Read a policy's models on a split, with costs counted as the policy counts them."""
+    per_call = policy.costs == "per-call"
+    return LogitTable(logits).read_chain(
+        policy.models,
+        split,
+        costs=None if per_call else [stage.cost for stage in policy.stages],
+        per_call_costs=per_call,
+    )
+
+
+def sweep(
+    logits: str | Path,
+    *,
+    models: Sequence[str],
+    methods: Sequence[str] = ("base", "rf", "margin"),
+    costs: Sequence[float] | None = None,
+    calibration_split: str = "calibration",
+    validation_split: str = "validation",
+    split: str = "test",
+    points: int | None = None,
+) -> pa.Table:
+    """Trace each method's accuracy over cost: thresholds from validation, final figures on another split.
+
+    points: how many budgets, evenly spaced over the validation costs, to choose a threshold for; None takes
+    every distinct operating point of the validation split.
+    Returns one row per method and point, by rising threshold: method, budget (null without points), threshold,
+    validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
+    examples that never reach the last model). Raises CaucError as fit does.
+    """
+    if points is not None and points < 2:
+        raise ConfigError(f"a sweep needs at least 2 points, got {points}")
+    if not methods:
+        raise ConfigError("a sweep needs at least one method")
+    table = LogitTable(logits)
+    calibration, validation = _read_fitting_splits(
+        table, models, (calibration_split, validation_split), costs=costs
+    )
+    if validation is None:
+        raise DataError(f"{table.path} has no split {validation_split!r}, which a sweep takes its thresholds from")
+    validation.require_labels("choosing thresholds")
+    final = table.read_chain(models, split, costs=costs)
+    final.require_labels("measuring a sweep")
+    of_last = float(final.costs.means[-1])
+    parts = []
+    for name in methods:
+        cascade = fit_method(name, calibration)
+        on_validation = cascade.trace(validation).frontier(validation)
+        trace = cascade.trace(final)
+        on_final, f1_on_final = trace.frontier(final), trace.frontier(final, "macro-f1")
+        budgets, chosen = None, np.arange(len(on_validation.cost))
+        if points is not None:
+            budgets = np.linspace(on_validation.cost[0], on_validation.cost[-1], points)
+            best = [on_validation.best(float(b)).threshold for b in budgets]
+            chosen = on_validation.index(np.array(best))
+        thresholds = on_validation.thresholds[chosen]
+        place = on_final.index(thresholds)
+        cost = on_final.cost[place]
+        parts.append(
+            pa.table(
+                {
+                    "method": pa.array([name] * len(chosen), pa.string()),
+                    "budget": pa.array(budgets, pa.float64())
+                    if budgets is not None
+                    else pa.nulls(len(chosen), pa.float64()),
+                    "threshold": thresholds,
+                    "validation_accuracy": on_validation.quality[chosen],
+                    "validation_cost": on_validation.cost[chosen],
+                    "accuracy": on_final.quality[place],
+                    "macro_f1": f1_on_final.quality[place],
+                    "cost": cost,
+                    "relative_cost": cost / of_last if of_last > 0 else np.full(len(cost), np.nan),
+                    "avoided": 1.0 - reached_shares(trace.confidences[:, :-1], thresholds)[:, -1],
+                }
+            )
+        )
+    unit = {"cost_unit": final.costs.unit, "models": ",".join(models), "split": split}
+    return pa.concat_tables(parts).replace_schema_metadata(unit)
+
+
+def save_policy(policy: Policy, path: str | Path) -> None:
+    """Write a policy file, whole or not at all."""
+    write_text(Path(path), policy.to_json())
+
+
+def save_table(table: pa.Table, path: str | Path) -> None:
+    """Write a Parquet file, whole or not at all."""
+    write_parquet(Path(path), table)
+
+
+def _read_fitting_splits(
+    table: LogitTable,
+    models: Sequence[str],
+    names: tuple[str, str],
+    *,
+    costs: Sequence[float] | None = None,
+    per_call_costs: bool | None = None,
+) -> tuple[ChainLogits, ChainLogits | None]:
+    """Read calibration, and validation if the first model has it: a fit says when it cannot do without."""
+    if names[0] == names[1]:
+        raise ConfigError(f"calibration and validation must be two splits, both are {names[0]!r}")
+    calibration = table.read_chain(models, names[0], costs=costs, per_call_costs=per_call_costs)
+    if names[1] not in table.splits(models[0]):
+        return calibration, None
+    return calibration, table.read_chain(models, names[1], costs=costs, per_call_costs=per_call_costs)

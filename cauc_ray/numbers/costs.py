@@ -1,0 +1,59 @@
+"""What calling the models of a chain costs, in one named unit."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.numbers.types import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Cost of each model's call: float64 (M,), or (N, M) where calls of one model differ, as tokens do.
+
+    A cascade pays for every stage that it called: the cost of stopping at stage j is the sum of calls 0..j.
+
+    >>> Costs("GFLOPs", np.array([1.0, 4.0])).of_stops(np.array([0, 1, 0]))
+    array([1., 5., 1.])
+    """
+
+    unit: str
+    per_call: Floats
+
+    def __post_init__(self) -> None:
+        bad = ~(np.isfinite(self.per_call) & (self.per_call >= 0))
+        if bad.any():
+            where = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise DataError(f"cost {self.per_call[where]} {self.unit} at {where} is not a number of at least 0")
+
+    @property
+    def cumulative(self) -> Floats:
+        """Return the cost of stopping at each stage, of the shape of per_call."""
+        return np.cumsum(self.per_call, axis=-1)
+
+    @property
+    def means(self) -> Floats:
+        """Return the mean cost of one call of each model, float64 (M,)."""
+        return self.per_call if self.per_call.ndim == 1 else self.per_call.mean(axis=0)
+
+    def of_stops(self, stops: Ints) -> Floats:
+        """Return what rows that stopped at these stages cost, float64 (N,).   stops: int (N,)."""
+        cumulative = self.cumulative
+        if cumulative.ndim == 1:
+            return cumulative[stops]
+        return cumulative[np.arange(len(stops)), stops]
+
+    def warn_unless_rising(self, models: tuple[str, ...]) -> None:
+        """Warn where a later model is no dearer than the one before it; the order is used as given."""
+        for j, (cheaper, dearer) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
+            if dearer <= cheaper:
+                warnings.warn(
+                    f"{models[j + 1]!r} costs {dearer:g} {self.unit}, no more than {models[j]!r} before it "
+                    f"({cheaper:g}); the order is used as given",
+                    CaucWarning,
+                    stacklevel=2,
+                )

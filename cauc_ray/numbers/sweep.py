@@ -1,0 +1,219 @@
+"""The exact sweep of a stopping threshold over all of its distinct operating points.
+
+An example stops at the first stage whose confidence reaches the threshold, which is also the first whose
+running maximum does. As the threshold rises past a running maximum the example moves on to the stage where
+the maximum next rises, or to the last: a few events per example. One sort of the events and one cumulative
+sum give cost and quality at every threshold there can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.errors import BudgetError, DataError
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.types import Floats, Ints
+
+Objective: TypeAlias = Literal["accuracy", "macro-f1"]
+
+# Confidences lie in (0, 1]: the first threshold stops every example at stage 0, the second none early.
+STOP_ALL, STOP_NONE = 0.0, 2.0
+
+# Mean costs are sums of thousands of float64 terms: a budget equal to one must not miss it by rounding.
+_COST_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class OperatingPoint:
+    """A threshold with the mean cost per example and the quality that it had where it was swept."""
+
+    threshold: float
+    cost: float
+    quality: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """All P operating points of a cascade, by rising threshold; cost never falls along them.
+
+    confidences: float64 (P - 1,), rising: point p holds for thresholds in (confidences[p - 1], confidences[p]].
+    cost: float64 (P,), mean per example.   quality: float64 (P,), accuracy or macro-F1.
+    """
+
+    confidences: Floats
+    cost: Floats
+    quality: Floats
+    unit: str
+
+    @property
+    def thresholds(self) -> Floats:
+        """Return for each point the threshold to publish: midway between its neighbours, float64 (P,).
+
+        Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes.
+        """
+        low, high = self.confidences[:-1], self.confidences[1:]
+        middle = low + (high - low) / 2
+        # Between adjacent floats there is no middle; the upper end still belongs to the point.
+        middle = np.where(middle > low, middle, high)
+        return np.concatenate([[STOP_ALL], middle, [STOP_NONE]])
+
+    def index(self, thresholds: Floats) -> Ints:
+        """Return which point each threshold realises, int (same shape)."""
+        return np.searchsorted(self.confidences, thresholds, side="left")
+
+    def best(self, budget: float | None = None) -> OperatingPoint:
+        """Return the point of highest quality within the budget (paper, eq. 11); the cheapest among equals.
+
+        budget: mean cost per example, or None for no limit. Raises BudgetError when no point is so cheap.
+        """
+        within = np.full(len(self.cost), True)
+        if budget is not None:
+            within = self.cost <= budget + _COST_TOLERANCE * abs(budget)
+            if not within.any():
+                raise BudgetError(
+                    f"budget {budget:g} {self.unit} is below the cheapest operating point, "
+                    f"{self.cost[0]:g} {self.unit} (every example answered by the first stage); "
+                    "raise the budget or put a cheaper model first"
+                )
+        quality = np.where(within, self.quality, -np.inf)
+        # Points are in order of cost, so the first of the best is the cheapest of them.
+        point = int(quality.argmax())
+        return OperatingPoint(float(self.thresholds[point]), float(self.cost[point]), float(self.quality[point]))
+
+
+def sweep(
+    confidences: Floats, predictions: Ints, labels: Ints, costs: Costs, objective: Objective = "accuracy"
+) -> Frontier:
+    """Return all distinct operating points of one threshold shared by the non-final stages.
+
+    confidences: float64 (N, M - 1), of the non-final stages.   predictions: int (N, M), the answer of each
+    example if it stopped at each stage.   labels: int (N,).   costs: of the M models.
+    Quality is accuracy or macro-F1 (see metrics.macro_f1). A confidence equal to the threshold stops.
+
+    >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
+    ...                  Costs("GFLOPs", np.array([1.0, 4.0])))
+    >>> frontier.cost, frontier.quality, frontier.thresholds
+    (array([1., 3., 5.]), array([0.5, 1. , 1. ]), array([0.  , 0.75, 2.  ]))
+    """
+    n, m = predictions.shape
+    if n == 0 or confidences.shape != (n, m - 1) or labels.shape != (n,):
+        raise DataError(
+            f"a sweep needs confidences (N, M - 1), predictions (N, M) and labels (N,); got "
+            f"{confidences.shape}, {predictions.shape} and {labels.shape}"
+        )
+    events = _Events(confidences)
+    cumulative = np.broadcast_to(costs.cumulative, (n, m))
+    cost_change = np.cumsum(events.changes(cumulative.T))[events.ends]
+    cost = costs.cumulative[..., 0].mean() + np.concatenate([[0.0], cost_change / n])
+
+    if objective == "accuracy":
+        correct = (predictions == labels[:, None]).T.astype(np.int8)
+        n_correct = np.cumsum(events.changes(correct), dtype=np.int64)[events.ends]
+        quality = (int(correct[0].sum()) + np.concatenate([[0], n_correct])) / n
+    else:
+        quality = _macro_f1_path(events, predictions, labels)
+    return Frontier(events.values[events.ends], cost, quality, costs.unit)
+
+
+def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:
+    """Return the share of examples that reach each stage at each threshold, float64 (P, M).
+
+    confidences: float64 (N, M - 1).   thresholds: float64 (P,).
+    """
+    highest = np.maximum.accumulate(confidences, axis=1)
+    reached = [np.searchsorted(np.sort(column), thresholds, side="left") for column in highest.T]
+    return np.stack([np.full(len(thresholds), len(confidences)), *reached], axis=1) / len(confidences)
+
+
+class _Events:
+    """Moves of examples to deeper stages, in order of the confidence that the threshold rises past.
+
+    values: float64 (E,), rising.   ends: int, the last event of each distinct value.
+    """
+
+    def __init__(self, confidences: Floats) -> None:
+        highest = np.array(confidences.T, order="C")
+        for stage in range(1, len(highest)):  # maximum.accumulate takes ten times as long
+            np.maximum(highest[stage], highest[stage - 1], out=highest[stage])
+        self._rises = np.ones(highest.shape, dtype=bool)
+        np.greater(highest[1:], highest[:-1], out=self._rises[1:])
+        places = np.flatnonzero(self._rises)
+        values = highest.ravel()[places]
+        order = np.argsort(values)
+        self._places = places[order]
+        self.values = values[order]
+        self.ends = np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(order))))
+
+    def changes(self, of_stage: Floats | Ints) -> Floats | Ints:
+        """Return what each move changes of a quantity that an example has at each stage, (M, N) -> (E,)."""
+        change = np.empty(self._rises.shape, dtype=of_stage.dtype)
+        following = of_stage[-1]
+        for stage in range(len(change) - 1, -1, -1):
+            np.subtract(following, of_stage[stage], out=change[stage])
+            following = np.where(self._rises[stage], of_stage[stage], following)
+        return change.ravel()[self._places]
+
+    def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
+        """Return the row, the stage left and the stage reached of each move, int (E,)."""
+        before, rows = np.divmod(self._places, self._rises.shape[1])
+        stages = np.arange(len(self._rises) + 1, dtype=np.int64)[:, None]
+        moves = self.changes(np.broadcast_to(stages, (len(stages), self._rises.shape[1])))
+        return rows, before, before + moves
+
+
+def _macro_f1_path(events: _Events, predictions: Ints, labels: Ints) -> Floats:
+    """Return macro-F1 at every operating point, float64 (P,).
+
+    A move changes the F1 of two classes: that of the answer it takes back and that of the new one. Sorted by
+    class, cumulative counts give each class's F1 after each of its changes; the differences, summed in order
+    of confidence, give the sum over classes.
+    """
+    k = int(max(predictions.max(), labels.max())) + 1
+    first = predictions[:, 0]
+    n_labels = np.bincount(labels, minlength=k)
+    n_answers = np.bincount(first, minlength=k)
+    n_hits = np.bincount(labels[first == labels], minlength=k)
+
+    rows, before, after = events.rows_and_stages()
+    old, new = predictions[rows, before], predictions[rows, after]
+    moved = np.flatnonzero(old != new)
+    truth = labels[rows[moved]]
+    classes = np.stack([old[moved], new[moved]], axis=1).ravel()
+    sign = np.tile(np.array([-1, 1]), len(moved))
+    hit = np.where(classes == np.repeat(truth, 2), sign, 0)
+    time = np.repeat(moved, 2)
+
+    order = np.argsort(classes, kind="stable")
+    classes, sign, hit, time = classes[order], sign[order], hit[order], time[order]
+    starts = np.r_[True, classes[1:] != classes[:-1]] if len(classes) else np.zeros(0, dtype=bool)
+    answers = n_answers[classes] + _grouped_cumsum(sign, starts)
+    hits = n_hits[classes] + _grouped_cumsum(hit, starts)
+    either = n_labels[classes] + answers
+    f1 = np.divide(2.0 * hits, either, out=np.zeros(len(classes)), where=either > 0)
+    counted = (either > 0).astype(np.int64)
+
+    either_first = n_labels + n_answers
+    f1_first = np.divide(2.0 * n_hits, either_first, out=np.zeros(k), where=either_first > 0)
+    counted_first = (either_first > 0).astype(np.int64)
+    f1_before = np.where(starts, f1_first[classes], np.roll(f1, 1))
+    counted_before = np.where(starts, counted_first[classes], np.roll(counted, 1))
+
+    n_events = len(events.values)
+    f1_sum = np.cumsum(np.bincount(time, weights=f1 - f1_before, minlength=n_events))
+    n_counted = np.cumsum(np.bincount(time, weights=counted - counted_before, minlength=n_events))
+    f1_path = f1_first.sum() + np.append(0.0, f1_sum[events.ends])
+    counted_path = counted_first.sum() + np.append(0.0, n_counted[events.ends])
+    # Rounded, so that points of equal macro-F1 stay equal after thousands of additions.
+    return np.round(f1_path / counted_path, 12)
+
+
+def _grouped_cumsum(values: Ints, starts: Ints) -> Ints:
+    """Return the cumulative sums that begin anew wherever starts is true."""
+    if not len(values):
+        return values
+    total = np.cumsum(values)
+    before = total[starts] - values[starts]
+    return total - np.repeat(before, np.diff(np.r_[np.flatnonzero(starts), len(values)]))

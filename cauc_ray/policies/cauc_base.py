@@ -1,0 +1,74 @@
+"""CAUC Base (paper, algorithm 1): accept at a reference accuracy, fuse complementary models at the end."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from cauc_ray.numbers.softmax import top_option
+from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.policy import Policy, Stage, Step, same_width, scaled
+
+# The paper's epsilon, which only has to keep a model of constant logits from dividing by zero.
+EPSILON = 1e-12
+
+
+class BaseStage(Stage):
+    """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
+
+    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.
+    """
+
+    mean: float
+    std: float = Field(ge=0)
+    complementarity_rate: float | None = Field(ge=-1, le=1)
+    fused: bool
+
+
+class BasePolicy(Policy):
+    """CAUC Base.
+
+    A row's state is the weight sum p_j of its fused stages so far, then their weighted sum of standardised
+    logits over the K options: S = K + 1.
+    """
+
+    method: Literal["base"] = "base"
+    stages: tuple[BaseStage, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _last_stage_is_fused(self) -> BasePolicy:
+        if not self.stages[-1].fused:
+            raise ValueError("the last stage must be fused")
+        return self
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse.
+
+        The confidence of a fused answer is its softmax probability on the last stage's calibrated scale,
+        which is that stage's own confidence where nothing was fused with it: the paper gives none.
+        """
+        numbers = self.stages[stage]
+        scores = scaled(logits, numbers.temperature)
+        if state is None:
+            state = np.zeros((len(scores), 1 + scores.shape[1]))
+        weight, total = state[:, :1], state[:, 1:]
+        scores, total = same_width(scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
+
+        own, own_confidences = top_option(scores)
+        if numbers.fused:
+            p = own_confidences[:, None]
+            standardised = (scores - numbers.mean) / (numbers.std + EPSILON)
+            alone = weight[:, 0] == 0
+            weight, total = weight + p, total + p * standardised
+        if stage < len(self.stages) - 1:
+            accepted = own_confidences >= self.threshold
+            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1))
+
+        fused = total / weight
+        on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
+        confidences = np.where(alone, own_confidences, top_option(on_last_scale)[1])
+        # Standardising may round two logits of a row that stands alone into a tie.
+        predictions = np.where(alone, own, fused.argmax(axis=1)).astype(np.int32)
+        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)))

@@ -1,0 +1,71 @@
+"""CAUC-RF (paper, algorithm 2): recursive fusion of every stage, one threshold chosen for a budget."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from cauc_ray.numbers.softmax import top_option
+from cauc_ray.numbers.temperature import FitStatus
+from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.policy import FrozenModel, Policy, Stage, Step, same_width, scaled
+
+
+class PairDiagnostics(FrozenModel):
+    """How a stage's pair fit went on the calibration split; NLL in nats at alpha = beta = 1 and after."""
+
+    alpha_status: FitStatus
+    beta_status: FitStatus
+    alpha_standard_error: float | None
+    beta_standard_error: float | None
+    nll_before: float
+    nll_after: float
+
+
+class RFStage(Stage):
+    """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first."""
+
+    alpha: float | None = Field(gt=0)
+    beta: float | None = Field(gt=0)
+    pair_diagnostics: PairDiagnostics | None
+
+
+class RFPolicy(Policy):
+    """CAUC-RF. A row's state is the accumulated score vector r over the K options: S = K."""
+
+    method: Literal["rf"] = "rf"
+    stages: tuple[RFStage, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _every_later_stage_has_its_pair(self) -> RFPolicy:
+        for place, stage in enumerate(self.stages):
+            if (place == 0) != (stage.alpha is None) or (place == 0) != (stage.beta is None):
+                raise ValueError("alpha and beta must be null for the first stage and numbers for the others")
+        return self
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Fold the stage's logits into r (eq. 8) and stop where r's confidence (eq. 10) reaches the threshold."""
+        r = self.fold(stage, logits, state)
+        predictions, confidences = top_option(r)
+        last = stage == len(self.stages) - 1
+        accepted = np.full(len(r), True) if last else confidences >= self.threshold
+        return Step(predictions, confidences, accepted, r)
+
+    def fold(self, stage: int, logits: Floats, state: Floats | None) -> Floats:
+        """Return r after a stage, float64 (n, K) (paper, eq. 8)."""
+        numbers = self.stages[stage]
+        return fold(scaled(logits, numbers.temperature), numbers.alpha, numbers.beta, state, numbers.name)
+
+
+def fold(
+    scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = ""
+) -> Floats:
+    """Return (state / alpha + scores / beta) / 2, or the scores where there is no state yet (paper, eq. 8)."""
+    if state is None:
+        return scores
+    assert alpha is not None
+    assert beta is not None
+    scores, state = same_width(scores, state, (name, "the stages before"))
+    return (state / alpha + scores / beta) / 2.0
