@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cauc_ray.data.files import write_parquet, write_text
 from cauc_ray.data.logits import LogitTable
@@ -178,6 +180,24 @@ def sweep(
         )
     unit = {"cost_unit": final.costs.unit, "models": ",".join(models), "split": split}
     return pa.concat_tables(parts).replace_schema_metadata(unit)
+
+
+def sweep_highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
+    """Return for each method of a sweep, at a few budgets, the point that validation chooses.
+
+    The budgets are evenly spaced over the method's validation costs; equal choices are shown once.
+    """
+    highlights = []
+    for name in table.column("method").unique().to_pylist():
+        rows = table.filter(pc.equal(table.column("method"), name)).to_pydict()
+        cost, quality = np.array(rows["validation_cost"]), np.array(rows["validation_accuracy"])
+        seen: set[int] = set()
+        for budget in np.linspace(cost[0], cost[-1], n_budgets):
+            best = int(np.where(cost <= budget * (1 + 1e-9), quality, -np.inf).argmax())
+            if best not in seen:
+                seen.add(best)
+                highlights.append({key: values[best] for key, values in rows.items()} | {"budget": float(budget)})
+    return highlights
 
 
 def save_policy(policy: Policy, path: str | Path) -> None:

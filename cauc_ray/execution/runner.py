@@ -1,0 +1,399 @@
+"""The Ray shell around a run: actors for reader, stages and controller, and the loop that feeds them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cauc_ray.data.inputs import RunInput
+from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.execution.controller import BlockResult, Controller, InputLimits, StageLimits
+from cauc_ray.execution.ledger import RunTables
+from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.session import replicas_that_fit
+from cauc_ray.execution.stage import Part, StageWorker
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.policy import Policy
+
+BLOCK_ROWS = 2048
+BLOCKS_READ_AHEAD = 2
+OPEN_BYTES = 512 * 1024 * 1024
+START_DEADLINE_S = 600.0
+CALL_DEADLINE_S = 600.0
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All that a run needs: the chain's stages, the policy, where rows come from and go to."""
+
+    run_id: str
+    stages: tuple[StageSpec, ...]
+    policy: Policy
+    input: Path
+    out: Path
+    import_paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunProgress:
+    """How far a run is: rows of the input, rows finished, and rows waiting, computing and answered per stage."""
+
+    n_rows: int
+    n_finished: int
+    stages: tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTotals:
+    """What a stage did in a run: rows, calls, their cost in the policy's unit, and its computing time in s."""
+
+    name: str
+    reached: int
+    answered: int
+    calls: int
+    replicas: int
+    cost: float
+    compute_s: float
+    batch_fill: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunTotals:
+    """What a run did; wall_s from the first read to the last commit, without starting the stages."""
+
+    run_id: str
+    n: int
+    n_failed: int
+    wall_s: float
+    stages: tuple[StageTotals, ...]
+
+
+def new_run_id() -> str:
+    """Return an id for a run: its start in UTC and a few random digits."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+
+
+def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> RunTotals:
+    """Run a plan on the current Ray session and return its totals, reporting progress about twice a second.
+
+    Raises ExecutionError when the stages do not fit on the cluster, do not start or die; what was finished
+    before stays in the output.
+    """
+    counts = replicas_that_fit(plan.stages)
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    # Beside the user, whose files it reads and writes. It starts the stages itself, so that they end with it.
+    controller = _actor(_CascadeRun, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1}).remote(
+        plan, tuple(counts), here
+    )
+    try:
+        totals = controller.run.remote()
+        while not ray.wait([totals], timeout=POLL_S)[0]:
+            on_progress(_get(controller.progress.remote(), START_DEADLINE_S, "the controller"))
+        result: RunTotals = _get(totals, START_DEADLINE_S, "the controller")
+        on_progress(_get(controller.progress.remote(), START_DEADLINE_S, "the controller"))
+        return result
+    finally:
+        ray.kill(controller)
+
+
+@dataclass(frozen=True, slots=True)
+class StageAnswers:
+    """One model's answers to a block of input, undecided.   seconds: that the model took for them."""
+
+    stage: str
+    example_ids: Sequence[str]
+    labels: Ints | None
+    logits: Any
+    costs: Any
+    seconds: float
+
+
+def collect_answers(
+    stages: Sequence[StageSpec], inputs: Path, import_paths: Sequence[str]
+) -> Iterator[StageAnswers]:
+    """Let every stage answer every row of an input, side by side, and yield the answers block by block."""
+    replicas_that_fit(stages)
+    workers = _start_workers(
+        [(stage, stage.name) for stage in stages],
+        [_worker_class(stage).remote(stage, place, None, tuple(import_paths)) for place, stage in enumerate(stages)],
+    )
+    try:
+        for block in RunInput(inputs).blocks(BLOCK_ROWS):
+            columns = ray.put(block.columns)
+            n = len(block.example_ids)
+            pending = [
+                (stage, worker.answer.remote(columns, start, min(start + stage.batch_size, n)), start)
+                for stage, worker in zip(stages, workers, strict=True)
+                for start in range(0, n, stage.batch_size)
+            ]
+            for stage, ref, start in pending:
+                answers, seconds = _get(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
+                part = slice(start, start + len(answers.logits))
+                labels = None if block.labels is None else block.labels[part]
+                ids = block.example_ids[part]
+                yield StageAnswers(stage.name, ids, labels, answers.logits, answers.costs, seconds)
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+class _Reader:
+    """Reads the input block by block, in a process of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._input = RunInput(path)
+        self._blocks = self._input.blocks(BLOCK_ROWS)
+
+    def n_rows(self) -> int:
+        return self._input.n_rows
+
+    def next_block(self) -> tuple[tuple[list[str], Ints | None, int] | None, Any]:
+        """Return a block's ids, labels and size, and apart from them its columns; None after the last."""
+        block = next(self._blocks, None)
+        if block is None:
+            return None, None
+        return (block.example_ids, block.labels, block.n_bytes), block.columns
+
+
+class _CascadeRun:
+    """Owns a run's actors and objects, and carries messages between them and the controller's logic."""
+
+    def __init__(self, plan: RunPlan, counts: Sequence[int], here: dict[str, str]) -> None:
+        self._plan = plan
+        self._counts = counts
+        self._here = here
+        self._tables = RunTables(plan.out, plan.run_id, [s.name for s in plan.stages])
+        limits = [
+            StageLimits(s.batch_size, s.batch_wait_s, n) for s, n in zip(plan.stages, counts, strict=True)
+        ]
+        # Enough open rows for every replica to have its batches, and as many again to be gathered.
+        in_work = sum(4 * s.batch_size * s.n_replicas for s in limits)
+        self._controller = Controller(limits, InputLimits(max(in_work, 4 * BLOCK_ROWS), OPEN_BYTES))
+        self._n_rows = 0
+        self._n_finished = 0
+        self._n_failed = 0
+        self._n_blocks = 0
+        self._calls: dict[Any, tuple[Call, Any]] = {}
+        self._reads: dict[Any, Any] = {}
+        self._payloads: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
+        self._blocks: dict[int, tuple[list[str], Ints | None]] = {}
+        self._totals = [[0, 0.0, 0.0, 0] for _ in plan.stages]  # calls, cost, compute_s, rows in calls
+
+    @ray.method(concurrency_group="watch")
+    def progress(self) -> RunProgress:
+        stages = zip(self._plan.stages, self._controller.progress(), strict=True)
+        return RunProgress(
+            self._n_rows,
+            self._n_finished,
+            tuple((stage.name, at.queued, at.in_flight, at.answered) for stage, at in stages),
+        )
+
+    def run(self) -> RunTotals:
+        self._start()
+        started = time.perf_counter()
+        last_event = time.monotonic()
+        while not self._controller.finished:
+            self._submit()
+            wait = self._controller.wait_s(time.time())
+            pending = [*self._reads, *self._calls]
+            timeout = POLL_S if wait is None else min(wait, POLL_S)
+            ready, _ = ray.wait(pending, num_returns=1, timeout=timeout) if pending else ([], [])
+            if ready and len(pending) > 1:
+                # Those that are ready by now too: one wait for each would cost more than the events themselves.
+                ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+            for ref in ready:
+                self._take(ref)
+            if ready:
+                last_event = time.monotonic()
+            elif time.monotonic() - last_event > CALL_DEADLINE_S:
+                raise ExecutionError(f"nothing has come back for {CALL_DEADLINE_S:.0f} s; waiting for {self._waiting()}")
+        self._tables.write_ledger()
+        return self._summary(time.perf_counter() - started)
+
+    def _start(self) -> None:
+        self._reader = _actor(_Reader, num_cpus=0, label_selector=self._here).remote(self._plan.input)
+        self._n_rows = _get(self._reader.n_rows.remote(), START_DEADLINE_S, "the reader")
+        handles, specs = [], []
+        for place, (stage, n) in enumerate(zip(self._plan.stages, self._counts, strict=True)):
+            for _ in range(n):
+                specs.append((stage, stage.name))
+                handles.append(
+                    _worker_class(stage).remote(stage, place, self._plan.policy, self._plan.import_paths)
+                )
+        workers = iter(_start_workers(specs, handles))
+        self._workers = [[next(workers) for _ in range(n)] for n in self._counts]
+
+    def _submit(self) -> None:
+        while self._controller.wants_block() and len(self._reads) < BLOCKS_READ_AHEAD:
+            header, columns = self._reader.next_block.options(num_returns=2).remote()
+            self._reads[header] = columns
+        while (call := self._controller.next_call(time.time())) is not None:
+            parts, arguments = self._arguments(call)
+            worker = self._workers[call.stage][call.replica]
+            result, state = worker.decide.options(num_returns=2).remote(parts, *arguments)
+            self._calls[result] = (call, state)
+
+    def _arguments(self, call: Call) -> tuple[list[Part], list[Any]]:
+        """Return a call's rows as places in its arguments, each payload and state given once."""
+        arguments: list[Any] = []
+        places: dict[tuple[str, int], int] = {}
+
+        def place(kind: str, key: int, refs: dict[int, Any]) -> int:
+            if (kind, key) not in places:
+                places[kind, key] = len(arguments)
+                arguments.append(refs[key])
+            return places[kind, key]
+
+        parts = [
+            Part(
+                payload=place("payload", rows.block, self._payloads),
+                indices=rows.indices,
+                state=None if rows.state is None else place("state", rows.state, self._states),
+                state_rows=rows.state_rows,
+            )
+            for rows in call.rows
+        ]
+        return parts, arguments
+
+    def _take(self, ref: Any) -> None:
+        if ref in self._reads:
+            self._block_read(ref, self._reads.pop(ref))
+            return
+        call, state = self._calls.pop(ref)
+        stage = self._plan.stages[call.stage]
+        result: CallResult = _get(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
+        self._tables.add_call(call, result)
+        totals = self._totals[call.stage]
+        totals[0] += 1
+        totals[1] += float(result.costs.sum())
+        totals[2] += result.compute_s
+        totals[3] += len(call)
+        if result.error is None and not result.accepted.all():
+            self._states[call.id] = state
+        released = self._controller.call_ended(call.id, result, time.time())
+        for spent in released.states:
+            del self._states[spent]
+        for block in released.blocks:
+            self._commit(block)
+        if self._controller.hopeless(call.stage):
+            raise ExecutionError(f"stage {stage.name!r} has failed on every row so far: {result.error}")
+
+    def _block_read(self, ref: Any, columns: Any) -> None:
+        header = _get(ref, CALL_DEADLINE_S, "the reader")
+        if header is None:
+            self._controller.end_input()
+            return
+        example_ids, labels, n_bytes = header
+        block = self._n_blocks
+        self._n_blocks += 1
+        self._blocks[block] = (example_ids, labels)
+        self._payloads[block] = columns
+        self._controller.add_block(block, len(example_ids), n_bytes, time.time())
+
+    def _commit(self, result: BlockResult) -> None:
+        example_ids, labels = self._blocks.pop(result.block)
+        del self._payloads[result.block]
+        self._tables.add_block(result, example_ids, labels)
+        self._n_finished += len(example_ids)
+        self._n_failed += len(result.failures)
+
+    def _waiting(self) -> str:
+        stages = sorted({self._plan.stages[call.stage].name for call, _ in self._calls.values()})
+        return ", ".join([f"stage {name!r}" for name in stages] + ["the reader"] * bool(self._reads))
+
+    def _summary(self, wall_s: float) -> RunTotals:
+        rows = zip(self._plan.stages, self._counts, self._controller.progress(), self._totals, strict=True)
+        return RunTotals(
+            run_id=self._plan.run_id,
+            n=self._n_finished,
+            n_failed=self._n_failed,
+            wall_s=wall_s,
+            stages=tuple(
+                StageTotals(
+                    name=stage.name,
+                    reached=at.reached,
+                    answered=at.answered,
+                    calls=int(calls),
+                    replicas=n_replicas,
+                    cost=cost,
+                    compute_s=compute_s,
+                    batch_fill=n_rows / (calls * stage.batch_size) if calls else 0.0,
+                )
+                for stage, n_replicas, at, (calls, cost, compute_s, n_rows) in rows
+            ),
+        )
+
+
+def _actor(kind: type, **options: Any) -> Any:
+    return ray.remote(**options)(kind)
+
+
+def _worker_class(stage: StageSpec) -> Any:
+    needs = stage.resources
+    return _actor(
+        StageWorker,
+        num_cpus=needs.num_cpus,
+        num_gpus=needs.num_gpus,
+        label_selector=needs.labels or None,
+        allow_out_of_order_execution=True,
+    )
+
+
+def _start_workers(specs: Sequence[tuple[StageSpec, str]], handles: Sequence[Any]) -> list[Any]:
+    """Wait until every worker has loaded its model. Raises ExecutionError naming the first that has not."""
+    ready = [handle.ready.remote() for handle in handles]
+    deadline = time.monotonic() + START_DEADLINE_S
+    try:
+        for (_, name), ref in zip(specs, ready, strict=True):
+            _get(ref, max(0.1, deadline - time.monotonic()), f"stage {name!r}")
+    except BaseException:
+        for handle in handles:
+            ray.kill(handle)
+        raise
+    return list(handles)
+
+
+def _get(ref: Any, timeout_s: float, who: str) -> Any:
+    """Return a result, or say in one line why there is none."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise ExecutionError(f"{who} has not answered for {timeout_s:.0f} s") from error
+    except RayTaskError as error:
+        raise _told(error.cause, who) from error
+    except RayActorError as error:
+        raise _told(_constructor_fault(error), who) from error
+    except RayError as error:
+        raise ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def _told(cause: BaseException | None, who: str) -> CaucError:
+    if isinstance(cause, ExecutionError):
+        return cause
+    if isinstance(cause, CaucError):
+        return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
+    if cause is None:
+        return ExecutionError(f"{who} died")
+    return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
+
+
+def _constructor_fault(error: RayActorError) -> BaseException | None:
+    """Return the exception that a constructor raised, which Ray keeps one level down, or None."""
+    cause = error.__cause__ or getattr(error, "cause", None)
+    return cause.cause if isinstance(cause, RayTaskError) else cause
+
+
+def import_paths() -> tuple[str, ...]:
+    """Return where stages look for a user's own modules beside the installed ones: the current folder."""
+    return (os.getcwd(),)

@@ -1,0 +1,109 @@
+"""Ray sessions: joined when there is one, started and ended when there is none; and what fits on them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from cauc_ray.errors import ExecutionError
+from cauc_ray.models.pool import StageSpec
+
+
+@contextmanager
+def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
+    """Use the Ray session of this process, or connect one for the length of the block.
+
+    address: of a cluster; without it the one that RAY_ADDRESS names (as Ray jobs set it), else a session of
+    this machine's own, whose count of logical CPUs is n_cpus if that is more than it has.
+    Raises ExecutionError when the cluster cannot be reached.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(n_cpus)), "include_dashboard": False}
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ExecutionError(f"no Ray cluster at {address!r}: {(str(error).splitlines() or ['?'])[0]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def cpus_needed(stages: Sequence[StageSpec]) -> float:
+    """Return the logical CPUs of all stages at their smallest replica counts."""
+    return sum(stage.resources.num_cpus * stage.replicas.min for stage in stages)
+
+
+@dataclass(slots=True)
+class _Node:
+    labels: dict[str, str]
+    free: dict[str, float]
+
+    def takes(self, stage: StageSpec) -> bool:
+        needs = stage.resources
+        return (
+            all(self.labels.get(key) == value for key, value in needs.labels.items())
+            and self.free.get("CPU", 0.0) >= needs.num_cpus
+            and self.free.get("GPU", 0.0) >= needs.num_gpus
+        )
+
+    def place(self, stage: StageSpec) -> None:
+        self.free["CPU"] = self.free.get("CPU", 0.0) - stage.resources.num_cpus
+        self.free["GPU"] = self.free.get("GPU", 0.0) - stage.resources.num_gpus
+
+
+def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
+    """Return how many replicas of each stage the live nodes hold: its minimum, then more in turn up to its maximum.
+
+    An actor that cannot be placed waits in Ray for ever and says nothing, so this asks beforehand.
+    Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
+    """
+    nodes = [
+        _Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]
+    ]
+    counts = [0] * len(stages)
+
+    def place(place_of: int) -> bool:
+        stage = stages[place_of]
+        # The node with the fewest free CPUs that takes it, so that large gaps stay for large stages.
+        fitting = sorted((n for n in nodes if n.takes(stage)), key=lambda n: n.free.get("CPU", 0.0))
+        if not fitting:
+            return False
+        fitting[0].place(stage)
+        counts[place_of] += 1
+        return True
+
+    for place_of, stage in enumerate(stages):
+        for _ in range(stage.replicas.min):
+            if not place(place_of):
+                raise ExecutionError(_does_not_fit(stage, nodes))
+    growing = list(range(len(stages)))
+    while growing:
+        growing = [p for p in growing if counts[p] < stages[p].replicas.max and place(p)]
+    return counts
+
+
+def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:
+    needs = stage.resources
+    asked = f"{needs.num_cpus:g} CPUs and {needs.num_gpus:g} GPUs"
+    if needs.labels:
+        asked += " on a node labelled " + ", ".join(f"{k}={v}" for k, v in sorted(needs.labels.items()))
+    free = "; ".join(f"{n.free.get('CPU', 0):g} CPUs, {n.free.get('GPU', 0):g} GPUs" for n in nodes)
+    return (
+        f"stage {stage.name!r} with at least {stage.replicas.min} replicas of {asked} does not fit beside the others "
+        f"(left on the nodes: {free}); lower its resources or replicas, or add nodes"
+    )

@@ -1,0 +1,128 @@
+"""A stage's worker: a loaded model and the policy's step, in a process of its own."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cauc_ray.data.inputs import concat_column
+from cauc_ray.errors import CaucError
+from cauc_ray.execution.messages import CallResult
+from cauc_ray.models.answers import Answers, Batch
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of a call, by where they stand among the call's arguments.
+
+    payload: which argument holds their columns.   indices: int (n,), places there.   state: which argument
+    holds their state, None before the first stage.   state_rows: int (n,), places there.
+    """
+
+    payload: int
+    indices: Ints
+    state: int | None
+    state_rows: Ints
+
+
+class StageWorker:
+    """Loads a model once and answers calls; a fault of a call is an answer, not an exception."""
+
+    def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
+        sys.path[:0] = [path for path in import_paths if path not in sys.path]
+        self._model = spec.model.load()
+        self._stage = stage
+        self._policy = policy
+        self._node = socket.gethostname()
+
+    def ready(self) -> bool:
+        """Answer once the model is loaded."""
+        return True
+
+    def decide(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Floats]:
+        """Answer a call's rows and decide which of them stop.
+
+        arguments: the payloads (columns by name) and states that the parts point into.
+        Returns the result and the state of the rows that go on, float64 (n_deferred, S).
+        """
+        assert self._policy is not None
+        started_at, started = time.time(), time.perf_counter()
+        try:
+            answers = self._model(_batch(parts, arguments))
+            step = self._policy.step(self._stage, answers.logits, _state(parts, arguments))
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the row's table gets the reason
+            return _failed(error, started_at, time.perf_counter() - started, self._node), np.zeros((0, 0))
+        result = CallResult(
+            predictions=step.predictions,
+            confidences=step.confidences,
+            accepted=step.accepted,
+            costs=self._costs(answers, len(step.accepted)),
+            started_at=started_at,
+            compute_s=time.perf_counter() - started,
+            device_s=None,
+            node=self._node,
+        )
+        return result, step.state[~step.accepted]
+
+    def answer(self, columns: Batch, start: int, stop: int) -> tuple[Answers, float]:
+        """Return the model's own answers to some rows, undecided, and the seconds that they took."""
+        started = time.perf_counter()
+        answers = self._model({name: column[start:stop].copy() for name, column in columns.items()})
+        return answers, time.perf_counter() - started
+
+    def _costs(self, answers: Answers, n: int) -> Floats:
+        """Return each row's cost: the call's own where the policy counts those and the model tells them."""
+        assert self._policy is not None
+        if self._policy.costs == "per-call" and answers.costs is not None:
+            return answers.costs
+        return np.full(n, self._policy.stages[self._stage].cost)
+
+
+def _batch(parts: Sequence[Part], arguments: Sequence[Any]) -> Batch:
+    """Gather the parts' rows, column by column, into arrays that the model may write to."""
+    return {
+        name: concat_column([_take(arguments[part.payload][name], part.indices) for part in parts])
+        for name in arguments[parts[0].payload]
+    }
+
+
+def _take(column: npt.NDArray[Any], indices: Ints) -> npt.NDArray[Any]:
+    return column[indices]
+
+
+def _state(parts: Sequence[Part], arguments: Sequence[Any]) -> Floats | None:
+    """Gather the parts' states, padded with -inf to the widest."""
+    states = [arguments[part.state][part.state_rows] for part in parts if part.state is not None]
+    if not states:
+        return None
+    width = max(state.shape[1] for state in states)
+    return np.concatenate(
+        [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
+    )
+
+
+def _failed(error: Exception, started_at: float, compute_s: float, node: str) -> CallResult:
+    said = " ".join(str(error).split())
+    reason = said if isinstance(error, CaucError) else f"{type(error).__name__}: {said}"
+    nothing = np.zeros(0)
+    return CallResult(
+        predictions=np.zeros(0, dtype=np.int32),
+        confidences=nothing,
+        accepted=np.zeros(0, dtype=bool),
+        costs=nothing,
+        started_at=started_at,
+        compute_s=compute_s,
+        device_s=None,
+        node=node,
+        error=reason,
+    )

@@ -1,0 +1,133 @@
+"""The cauc command: its spellings, and what every verb does alike with errors, warnings and output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+from cauc_ray import __version__
+from cauc_ray.errors import CaucError, CaucWarning
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own."""
+    options = _parser().parse_args(arguments)
+    warnings.showwarning = _show_warning
+    warnings.simplefilter("always", CaucWarning)
+    try:
+        # The verbs import what they need: `cauc --help` shall not wait for pyarrow, rich and Ray.
+        from cauc_ray.front.verbs import VERBS
+
+        result = VERBS[options.verb](options)
+        if options.json:
+            print(json.dumps(result, allow_nan=False, ensure_ascii=False))
+        sys.exit(0)
+    except CaucError as error:
+        if options.debug:
+            raise
+        _say("error", str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _say("stopped", "interrupted")
+        sys.exit(130)
+    except Exception as error:  # noqa: BLE001 - a user gets one line, not a traceback
+        if options.debug:
+            raise
+        _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
+        sys.exit(1)
+
+
+def _say(kind: str, message: str) -> None:
+    print(f"cauc: {kind}: {' '.join(message.split())}", file=sys.stderr)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    if issubclass(category, CaucWarning):
+        _say("warning", str(message))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="cauc",
+        description="Calibrated model cascades: pay for the dear model only where it helps.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"cauc-ray {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    demo = _verb(verbs, "demo", "train three small models, calibrate, fit, sweep and run a live cascade, offline")
+    demo.add_argument("-o", "--output", metavar="DIR", help="a new folder (default: cauc-demo, or the next free)")
+
+    fit = _verb(verbs, "fit", "fit a policy on a logit table")
+    fit.add_argument("logits", metavar="LOGITS")
+    _add_chain(fit)
+    fit.add_argument("--method", choices=["base", "rf"], default="base", help="CAUC Base (default) or CAUC-RF")
+    how = fit.add_mutually_exclusive_group()
+    how.add_argument("--budget", type=float, metavar="B", help="mean cost per example to choose the threshold for")
+    how.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
+    fit.add_argument("--objective", choices=["accuracy", "macro-f1"], default="accuracy", help="what a budget buys")
+    fit.add_argument("-o", "--output", metavar="FILE", required=True, help="the policy file to write")
+
+    evaluate = _verb(verbs, "evaluate", "replay a policy on saved logits")
+    evaluate.add_argument("logits", metavar="LOGITS")
+    evaluate.add_argument("--policy", metavar="FILE", required=True)
+    evaluate.add_argument("--split", default="test", help="the split to replay (default: test)")
+    evaluate.add_argument("--predictions", metavar="FILE", help="write the answers to this Parquet file")
+
+    sweep = _verb(verbs, "sweep", "trace accuracy over cost for several methods")
+    sweep.add_argument("logits", metavar="LOGITS")
+    _add_chain(sweep)
+    sweep.add_argument("--methods", type=_names, default=["base", "rf", "margin"], metavar="A,B", help="default: all")
+    sweep.add_argument("--points", type=int, metavar="N", help="this many budgets (default: every operating point)")
+    sweep.add_argument("--split", default="test", help="where final figures are measured (default: test)")
+    sweep.add_argument("-o", "--output", metavar="FILE", required=True, help="the Parquet file to write")
+
+    run = _verb(verbs, "run", "run a policy's cascade on real inputs, on Ray")
+    run.add_argument("pool", metavar="POOL")
+    run.add_argument("--policy", metavar="FILE", required=True)
+    run.add_argument("--input", metavar="DATA", required=True, help="Parquet file or folder with example_id")
+    run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder")
+    run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
+
+    inspect = _verb(verbs, "inspect", "say what a file or folder of cauc-ray holds")
+    inspect.add_argument("file", metavar="FILE")
+    return parser
+
+
+def _verb(verbs: argparse._SubParsersAction[_Parser], name: str, says: str) -> _Parser:
+    verb = verbs.add_parser(name, help=says, description=says, allow_abbrev=False)
+    verb.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    verb.add_argument("--debug", action="store_true", help="show tracebacks")
+    return verb
+
+
+def _add_chain(verb: _Parser) -> None:
+    verb.add_argument("--models", type=_names, required=True, metavar="A,B,C", help="the chain, cheapest first")
+    verb.add_argument("--costs", type=_numbers, metavar="X,Y,Z", help="of a call of each model (default: the table's)")
+    verb.add_argument("--calibration-split", default="calibration", metavar="SPLIT")
+    verb.add_argument("--validation-split", default="validation", metavar="SPLIT")
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names separated by commas")
+    return names
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers separated by commas") from error

@@ -1,0 +1,80 @@
+"""Recognise the files of cauc-ray and say what they hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cauc_ray.data.files import open_parquet, parquet_files, read_json
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import DataError
+from cauc_ray.models.pool import load_pool
+from cauc_ray.policies.policy import Policy
+
+_PARQUET_KINDS = {
+    "predictions": {"example_id", "prediction", "confidence", "stage", "cost"},
+    "ledger": {"run_id", "stage", "replica", "started_at", "batch", "accepted", "deferred"},
+    "failed rows": {"example_id", "stage", "reason"},
+    "sweep": {"method", "threshold", "validation_accuracy", "accuracy", "cost"},
+    "logits": {"example_id", "label", "logits"},
+    "input": {"example_id"},
+}
+
+
+def inspect_path(path: str | Path) -> dict[str, Any]:
+    """Say what a policy, pool, logit table, run output or Parquet file of cauc-ray holds.
+
+    Returns a mapping with kind, path and what that kind has to tell. Raises CaucError for anything else.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / "summary.json").is_file():
+            return {"kind": "run", "path": str(path), **read_json(path / "summary.json")}
+        if any(path.glob("model=*")):
+            return _logit_table(path)
+        return _parquet(path)
+    if not path.is_file():
+        raise DataError(f"there is no file {path}")
+    if path.suffix == ".json":
+        policy = Policy.load(path)
+        return {"kind": "policy", "path": str(path), "policy_id": policy.id, **policy.model_dump(mode="json")}
+    if path.suffix in (".yaml", ".yml"):
+        pool = load_pool(path)
+        stages = [
+            f"{s.name}: {s.model.kind}, batches of {s.batch_size}, {s.replicas.min}-{s.replicas.max} replicas"
+            for s in pool.stages
+        ]
+        return {"kind": "pool", "path": str(path), "name": pool.name, "task": pool.task, "stages": stages}
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    raise DataError(f"{path} is none of a policy (.json), a pool (.yaml), a Parquet file, a logit table or a run's folder")
+
+
+def _logit_table(path: Path) -> dict[str, Any]:
+    table = LogitTable(path)
+    info = table.info()
+    models = []
+    for model in table.models:
+        sizes = []
+        for split in table.splits(model):
+            n = 0
+            for file in parquet_files(path / f"model={model}" / f"split={split}"):
+                with open_parquet(file) as opened:
+                    n += opened.metadata.num_rows
+            sizes.append(f"{split} {n:,}")
+        models.append(f"{model}: {', '.join(sizes)}")
+    about = {} if info is None else {"cost_unit": info.cost_unit, "logit_kind": info.logit_kind, "note": info.note}
+    return {"kind": "logit table", "path": str(path), **about, "models": models}
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    n, columns, files, metadata = 0, [], parquet_files(path), {}
+    for file in files:
+        with open_parquet(file) as opened:
+            n += opened.metadata.num_rows
+            columns = opened.schema_arrow.names
+            metadata = opened.schema_arrow.metadata or {}
+    kind = next((kind for kind, needed in _PARQUET_KINDS.items() if needed <= set(columns)), "Parquet")
+    told = {key.decode(): value.decode() for key, value in metadata.items() if key in (b"cost_unit", b"models", b"split")}
+    return {"kind": kind, "path": str(path), "rows": n, "files": len(files), "columns": json.dumps(columns), **told}

@@ -1,0 +1,232 @@
+"""Tables and progress for people; tables go to standard output, progress to standard error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
+from cauc_ray.policies.cauc_rf import RFStage
+from cauc_ray.policies.policy import MeasuredShare, Policy
+
+if TYPE_CHECKING:
+    from cauc_ray.execution.runner import RunProgress
+
+# What takes less than this needs no progress bar.
+_PATIENCE_S = 2.0
+_PIPE_WIDTH = 200
+
+
+def line(text: str) -> None:
+    """Print a line as it is."""
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+@contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Show that something is going on, once it has taken two seconds."""
+    progress = Progress(TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    progress.add_task(doing, total=None)
+    timer = threading.Timer(_PATIENCE_S, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if progress.live.is_started:
+            progress.stop()
+
+
+@contextmanager
+def run_progress() -> Iterator[Callable[[RunProgress], None]]:
+    """Show a run's rows as they are finished; yields what to call with its progress."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        rows = progress.add_task("starting", total=None)
+
+        def on_progress(at: RunProgress) -> None:
+            waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
+            description = f"rows ({waiting} under way)" if at.n_rows else "starting"
+            progress.update(rows, total=at.n_rows or None, completed=at.n_finished, description=description)
+
+        yield on_progress
+
+
+def policy(policy: Policy) -> None:
+    """Show a policy: its numbers by stage, how its threshold came about, what to expect."""
+    title = f"CAUC {'Base' if isinstance(policy, BasePolicy) else 'RF'}, policy {policy.id}"
+    table = _table(title, ["stage", f"cost ({policy.cost_unit})", "temperature", "calibration error"])
+    is_base = isinstance(policy, BasePolicy)
+    for heading in ("complementarity", "fused") if is_base else ("alpha", "beta"):
+        table.add_column(heading, justify="right")
+    table.add_column("answered")
+    table.add_column("accuracy there")
+    for stage, expected in zip(policy.stages, policy.expected.stages, strict=True):
+        at = stage.diagnostics
+        error = "" if at.standard_error is None else f" ± {at.standard_error:.2g}"
+        clamped = "" if at.status == "converged" else f" ({at.status})"
+        if isinstance(stage, BaseStage):
+            own = [_percent(stage.complementarity_rate, sign=True), "yes" if stage.fused else "no"]
+        elif isinstance(stage, RFStage):
+            own = [_number(stage.alpha), _number(stage.beta)]
+        share = expected.answered / policy.expected.n
+        table.add_row(
+            stage.name,
+            _number(stage.cost),
+            f"{stage.temperature:.4g}{error}{clamped}",
+            f"{at.calibration_error_before:.3f} → {at.calibration_error_after:.3f}",
+            *own,
+            _percent(share),
+            _share(expected.accepted_accuracy),
+        )
+    _print(table)
+    how = {
+        "reference-accuracy": "the last model's accuracy on {split}",
+        "best": "best {objective} on {split}",
+        "budget": "best {objective} on {split} within a budget of {budget:g} {unit}",
+        "given": "given",
+    }[policy.threshold_choice.rule]
+    choice = policy.threshold_choice
+    how = how.format(split=choice.split, objective=choice.objective, budget=policy.budget or 0, unit=policy.cost_unit)
+    line(f"threshold {policy.threshold:.6g}: {how}")
+    at_all = policy.expected
+    line(
+        f"on {at_all.split} ({at_all.n:,} examples): accuracy {_share(at_all.accuracy)}, "
+        f"cost {_number(at_all.cost)} {policy.cost_unit}{_relative(at_all.relative_cost)}"
+    )
+
+
+def evaluation(result: Mapping[str, Any]) -> None:
+    """Show an evaluation."""
+    table = _table(f"{result['method']} on {result['source']}", ["stage", "reached", "answered", "accuracy there"])
+    for stage in result["stages"]:
+        table.add_row(
+            stage["name"],
+            f"{stage['reached']:,}",
+            f"{stage['answered']:,}",
+            _with_interval(stage["accepted_accuracy"], stage["accepted_accuracy_interval"]),
+        )
+    _print(table)
+    line(
+        f"accuracy {_with_interval(result['accuracy'], result['accuracy_interval'])}, macro-F1 "
+        f"{_percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
+    )
+    line(f"cost {_number(result['cost'])} {result['cost_unit']}{_relative(result['relative_cost'])}")
+
+
+def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
+    """Show what each method makes of a few budgets."""
+    headings = ["method", f"budget ({unit})", "threshold", f"{split} accuracy", f"{split} cost", "relative", "avoided"]
+    table = _table(f"budgets chosen on validation, measured on {split}", headings)
+    for row in rows:
+        table.add_row(
+            row["method"],
+            _number(row["budget"]),
+            f"{row['threshold']:.4f}",
+            _percent(row["accuracy"]),
+            _number(row["cost"]),
+            _number(row["relative_cost"]),
+            _percent(row["avoided"]),
+        )
+    _print(table)
+
+
+def run_summary(summary: Mapping[str, Any]) -> None:
+    """Show what a run did."""
+    unit = summary["cost_unit"]
+    headings = ["stage", "reached", "answered", "calls", "batch fill", f"cost ({unit})", "compute (s)"]
+    table = _table(f"run {summary['run_id']}, policy {summary['policy_id']}", headings)
+    for stage in summary["stages"]:
+        table.add_row(
+            stage["name"],
+            f"{stage['reached']:,}",
+            f"{stage['answered']:,}",
+            f"{stage['calls']:,}",
+            _percent(stage["batch_fill"]),
+            _number(stage["cost"]),
+            f"{stage['compute_s']:.2f}",
+        )
+    _print(table)
+    of = summary["accuracy"]
+    accuracy = f"accuracy {_with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
+    failed = f", {summary['n_failed']:,} failed (see failed/)" if summary["n_failed"] else ""
+    line(
+        f"{summary['n']:,} rows{failed}: {accuracy}cost {_number(summary['cost'])} {unit}"
+        f"{_relative(summary['relative_cost'])}; the last stage was spared {_percent(summary['last_stage_avoided'])}"
+    )
+    line(f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started")
+
+
+def inspection(found: Mapping[str, Any]) -> None:
+    """Show what was found in a file, key by key."""
+    if found["kind"] == "policy":
+        policy(Policy.load(found["path"]))
+        return
+    table = Table(title=f"{found['path']}: {found['kind']}", title_justify="left", show_header=False, box=box.SIMPLE)
+    for key, value in found.items():
+        if key not in ("kind", "path"):
+            table.add_row(key, "\n".join(map(str, value)) if isinstance(value, list) else str(value))
+    _print(table)
+
+
+def demo(result: Mapping[str, Any]) -> None:
+    """Show the demo's table and where its files are."""
+    unit = result["cost_unit"]
+    headings = ["", "accuracy", "95 % interval", f"cost ({unit})", "relative", "largest avoided"]
+    table = _table(f"{result['n']} test images of handwritten digits", headings)
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            _percent(row["accuracy"]),
+            f"{_percent(row['low'])} – {_percent(row['high'])}",
+            _number(row["cost"]),
+            f"{row['relative_cost']:.2f}",
+            _percent(row["avoided"]),
+        )
+    _print(table)
+    line(result["agreement"])
+    line(f"everything is in {result['folder']}: " + ", ".join(result["files"]))
+
+
+def _table(title: str, headings: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+    return table
+
+
+def _print(table: Table) -> None:
+    # A pipe has no width of its own: its lines are not folded.
+    Console(width=None if Console().is_terminal else _PIPE_WIDTH).print(table)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "–"
+    return f"{100 * value:+.2f} %" if sign else f"{100 * value:.1f} %"
+
+
+def _share(share: MeasuredShare | None) -> str:
+    return "–" if share is None else _with_interval(share.value, [share.low, share.high])
+
+
+def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    if value is None or interval is None:
+        return "–"
+    return f"{_percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
+
+
+def _relative(relative: float | None) -> str:
+    return "" if relative is None else f", {relative:.2f} of the last model alone"

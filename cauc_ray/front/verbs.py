@@ -1,0 +1,149 @@
+"""What each verb of the cauc command does: call the library, show a table, return what --json prints."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cauc_ray.front import offline, show
+from cauc_ray.front.inspection import inspect_path
+from cauc_ray.numbers.metrics import Share
+from cauc_ray.policies.policy import Policy
+
+
+def fit(options: Namespace) -> dict[str, Any]:
+    """Fit a policy and write its file."""
+    with show.busy("fitting"):
+        policy = offline.fit(
+            options.logits,
+            models=options.models,
+            method=options.method,
+            costs=options.costs,
+            calibration_split=options.calibration_split,
+            validation_split=options.validation_split,
+            budget=options.budget,
+            threshold=options.threshold,
+            objective=options.objective,
+        )
+        offline.save_policy(policy, options.output)
+    if not options.json:
+        show.policy(policy)
+        show.line(f"written to {options.output}")
+    return {"policy": options.output, "policy_id": policy.id, **policy.model_dump(mode="json")}
+
+
+def evaluate(options: Namespace) -> dict[str, Any]:
+    """Replay a policy on saved logits."""
+    policy = Policy.load(options.policy)
+    with show.busy("replaying"):
+        evaluation = offline.evaluate(options.logits, policy, split=options.split)
+        if options.predictions:
+            offline.save_table(evaluation.predictions(), options.predictions)
+    result = evaluation_summary(evaluation)
+    if not options.json:
+        show.evaluation(result)
+    return result
+
+
+def evaluation_summary(evaluation: offline.Evaluation) -> dict[str, Any]:
+    """Return an evaluation as `cauc evaluate --json` prints it."""
+    policy, measures = evaluation.policy, evaluation.measures
+    return {
+        "method": policy.method,
+        "policy_id": policy.id,
+        "source": evaluation.chain.source,
+        "n": measures.n,
+        "n_labelled": measures.n_labelled,
+        "accuracy": measures.accuracy.value if measures.accuracy else None,
+        "accuracy_interval": _interval(measures.accuracy),
+        "macro_f1": measures.macro_f1,
+        "cost": measures.cost,
+        "cost_unit": policy.cost_unit,
+        "relative_cost": measures.relative_cost,
+        "threshold": policy.threshold,
+        "last_stage_avoided": 1 - measures.stages[-1].reached / measures.n,
+        "stages": [
+            {
+                "name": stage.name,
+                "reached": stage.reached,
+                "answered": stage.answered,
+                "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy.n else None,
+                "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
+            }
+            for stage in measures.stages
+        ],
+    }
+
+
+def _interval(share: Share | None) -> list[float] | None:
+    return [share.low, share.high] if share is not None and share.n else None
+
+
+def sweep(options: Namespace) -> dict[str, Any]:
+    """Trace accuracy over cost and write the table."""
+    with show.busy("sweeping"):
+        table = offline.sweep(
+            options.logits,
+            models=options.models,
+            methods=options.methods,
+            costs=options.costs,
+            calibration_split=options.calibration_split,
+            validation_split=options.validation_split,
+            split=options.split,
+            points=options.points,
+        )
+        offline.save_table(table, options.output)
+    rows = offline.sweep_highlights(table)
+    unit = table.schema.metadata[b"cost_unit"].decode()
+    if not options.json:
+        show.sweep(rows, unit, options.split)
+        show.line(f"{table.num_rows:,} operating points written to {options.output}")
+    return {"sweep": options.output, "points": table.num_rows, "cost_unit": unit, "highlights": rows}
+
+
+def run(options: Namespace) -> dict[str, Any]:
+    """Run a cascade on Ray."""
+    from cauc_ray.front import online
+
+    with show.run_progress() as on_progress:
+        summary = online.run(
+            options.pool,
+            options.policy,
+            options.input,
+            options.output,
+            address=options.address,
+            on_progress=on_progress,
+        )
+    if not options.json:
+        show.run_summary(summary)
+        show.line(f"written to {options.output}")
+    return summary
+
+
+def inspect(options: Namespace) -> dict[str, Any]:
+    """Say what a file holds."""
+    found = inspect_path(options.file)
+    if not options.json:
+        show.inspection(found)
+    return found
+
+
+def demo(options: Namespace) -> dict[str, Any]:
+    """Run the demo."""
+    from cauc_ray.front.demo import run_demo
+
+    result = run_demo(options.output)
+    if not options.json:
+        show.demo(result)
+    return result
+
+
+VERBS: Mapping[str, Callable[[Namespace], dict[str, Any]]] = {
+    "demo": demo,
+    "evaluate": evaluate,
+    "fit": fit,
+    "inspect": inspect,
+    "run": run,
+    "sweep": sweep,
+}

@@ -1,0 +1,158 @@
+"""The pool file: which models there are, what they cost and what they run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.models.python import PythonSpec
+from cauc_ray.models.saved import SavedSpec
+
+ModelSpec: TypeAlias = Annotated[PythonSpec | SavedSpec, Field(discriminator="kind")]
+KINDS = ("python", "saved")
+COST_UNITS = {"gflops": "GFLOPs", "params_b": "B params", "seconds": "s", "usd_per_mtok": "USD per M tokens"}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class CostSpec(_Section):
+    """What one call on one example costs: exactly one number, whose key is its unit."""
+
+    gflops: float | None = Field(default=None, ge=0)
+    params_b: float | None = Field(default=None, ge=0)
+    seconds: float | None = Field(default=None, ge=0)
+    usd_per_mtok: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _one_unit(self) -> CostSpec:
+        if len(self.model_fields_set) != 1:
+            raise ValueError(f"give a cost as exactly one of {', '.join(COST_UNITS)}")
+        return self
+
+    @property
+    def unit(self) -> str:
+        """Return the unit as costs are reported in it."""
+        return COST_UNITS[next(iter(self.model_fields_set))]
+
+    @property
+    def value(self) -> float:
+        """Return the number."""
+        return float(getattr(self, next(iter(self.model_fields_set))))
+
+
+class Replicas(_Section):
+    """How many copies of a stage may run."""
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _max_follows_min(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "max" not in value and "min" in value:
+            return {**value, "max": value["min"]}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Replicas:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class Resources(_Section):
+    """What one replica occupies, and the labels that its node must carry."""
+
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    labels: dict[str, str] = {}
+
+
+class StageSpec(_Section):
+    """One model of a pool as a stage.
+
+    batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch to fill, in seconds.
+    """
+
+    name: str = Field(pattern=r"^[^/=]+$")
+    model: ModelSpec
+    cost: CostSpec | None = None
+    batch_size: int = Field(default=256, ge=1)
+    batch_wait_s: float = Field(default=1.0, ge=0)
+    replicas: Replicas = Replicas()
+    resources: Resources = Resources()
+
+
+class Pool(_Section):
+    """A set of models for one task."""
+
+    name: str
+    task: Literal["image-classification", "multiple-choice"]
+    stages: tuple[StageSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct_names(self) -> Pool:
+        names = [stage.name for stage in self.stages]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two stages are named {name!r}")
+        return self
+
+    def stage(self, name: str) -> StageSpec:
+        """Return a stage by its name. Raises ConfigError, with the nearest name there is, if it has none such."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, [s.name for s in self.stages])}")
+
+    def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
+        """Return the stages of a chain in its order."""
+        return tuple(self.stage(name) for name in names)
+
+
+def load_pool(path: str | Path) -> Pool:
+    """Read a pool file. Relative paths of saved logits are taken from the file's own folder.
+
+    Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
+    """
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no pool file {path}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line} is not YAML: {error.problem}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no pool: a mapping with name, task and stages was expected")
+    _refuse_unknown_kinds(path, content)
+    try:
+        pool = Pool.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    return pool.model_copy(update={"stages": tuple(_located(stage, path.parent) for stage in pool.stages)})
+
+
+def _located(stage: StageSpec, folder: Path) -> StageSpec:
+    if not isinstance(stage.model, SavedSpec):
+        return stage
+    logits = (folder / stage.model.logits).resolve()
+    return stage.model_copy(update={"model": stage.model.model_copy(update={"logits": logits})})
+
+
+def _refuse_unknown_kinds(path: Path, content: dict[str, Any]) -> None:
+    """Name the kinds there are: the schema's own message would not say which is near."""
+    stages = content.get("stages")
+    for place, stage in enumerate(stages if isinstance(stages, list) else []):
+        model = stage.get("model") if isinstance(stage, dict) else None
+        kind = model.get("kind") if isinstance(model, dict) else None
+        if isinstance(kind, str) and kind not in KINDS:
+            raise ConfigError(f"{path}: stages.{place}.model: {unknown_name('kind', kind, KINDS)}")

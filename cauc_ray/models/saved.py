@@ -1,0 +1,61 @@
+"""Models whose logits are already on disk: for benchmarks, simulations and tests."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import DataError
+from cauc_ray.models.answers import Answers, Batch, Model
+
+
+class SavedSpec(BaseModel):
+    """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
+
+    Answers from a logit table by example_id, taking the time that it is told to.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: Literal["saved"]
+    logits: Path
+    model: str
+    split: str
+    seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
+    seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
+
+    def load(self) -> Model:
+        """Read the logits. Raises CaucError when the table does not hold them."""
+        return SavedModel(self)
+
+
+class SavedModel:
+    """Logits of one model on one split, by example_id, with each call's cost where the table has it."""
+
+    def __init__(self, spec: SavedSpec) -> None:
+        self._spec = spec
+        self._table = LogitTable(spec.logits).read_model(spec.model, spec.split)
+        self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
+
+    def __call__(self, batch: Batch) -> Answers:
+        """Answer a batch that has a column example_id. Raises DataError for an example that was not saved."""
+        started = time.perf_counter()
+        ids = batch["example_id"]
+        try:
+            rows = np.array([self._rows[example] for example in ids], dtype=np.intp)
+        except KeyError as error:
+            raise DataError(
+                f"example {error.args[0]!r} is not in {self._spec.logits}, model {self._spec.model!r}, "
+                f"split {self._spec.split!r}"
+            ) from error
+        costs = self._table.costs
+        answers = Answers(self._table.logits[rows], None if costs is None else costs[rows])
+        takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
+        remaining = takes - (time.perf_counter() - started)
+        if remaining > 0:
+            time.sleep(remaining)
+        return answers
