@@ -46,6 +46,19 @@ def busy(doing: str) -> Iterator[None]:
 
 
 @contextmanager
+def steps(n: int) -> Iterator[Callable[[str], None]]:
+    """Show n steps as they begin; yields what to call at the start of each."""
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=n, completed=-1)
+
+        def step(description: str) -> None:
+            progress.update(task, description=description, advance=1)
+
+        yield step
+
+
+@contextmanager
 def run_progress() -> Iterator[Callable[[RunProgress], None]]:
     """Show a run's rows as they are finished; yields what to call with its progress."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
