@@ -1,7 +1,7 @@
 """Calibrated model cascades on Ray: pay for the dear model only where it helps.
 
-    policy = cauc_ray.fit("LOGITS", models=["resnet20", "resnet56"], method="rf", budget=0.08)
-    print(cauc_ray.evaluate("LOGITS", policy, split="test").measures)
+policy = cauc_ray.fit("LOGITS", models=["resnet20", "resnet56"], method="rf", budget=0.08)
+print(cauc_ray.evaluate("LOGITS", policy, split="test").measures)
 """
 
 from __future__ import annotations

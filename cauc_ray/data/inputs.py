@@ -48,7 +48,9 @@ class RunInput:
             if "example_id" not in names:
                 raise DataError(f"{file} has no column 'example_id'; it has {', '.join(names)}")
             if columns is not None and names != columns:
-                raise DataError(f"{file} has the columns {', '.join(names)}, but {self.files[0]} has {', '.join(columns)}")
+                raise DataError(
+                    f"{file} has the columns {', '.join(names)}, but {self.files[0]} has {', '.join(columns)}"
+                )
             columns = names
         if self.n_rows == 0:
             raise DataError(f"{self.path} holds no rows")
@@ -93,13 +95,16 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     array = column.combine_chunks()
     kind = array.type
     if isinstance(kind, pa.FixedShapeTensorType):
-        return array.to_numpy_ndarray()
+        tensors: npt.NDArray[Any] = array.to_numpy_ndarray()
+        return tensors
     if pa.types.is_fixed_size_list(kind):
-        return array.flatten().to_numpy(zero_copy_only=False).reshape(len(array), kind.list_size)
+        values: npt.NDArray[Any] = array.flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(len(array), kind.list_size)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         rows = [np.asarray(row) for row in array.to_numpy(zero_copy_only=False)]
         return as_column(rows)
-    return array.to_numpy(zero_copy_only=False)
+    plain: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return plain
 
 
 def as_column(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

@@ -90,9 +90,7 @@ class LogitTable:
         splits = self.splits(model)
         if split not in splits:
             raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
-        parts = [
-            _read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")
-        ]
+        parts = [_read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")]
         where = f"{self.path}: model {model!r}, split {split!r}"
         ids = pa.chunked_array([p.example_ids for p in parts], type=pa.string()).combine_chunks()
         if len(ids) == 0:
@@ -129,9 +127,9 @@ class LogitTable:
     ) -> ChainLogits:
         """Read a chain of models on one split, joined on example_id.
 
-        costs: of one call of each model, in the order of models; without them the calls' own costs where
-        every model's table has them, else those of pool.json. per_call_costs says which of these a policy
-        was fitted with and therefore needs.
+        costs: of one call of each model, in the order of models; without them the calls' own where a model's
+        table has a column cost, and pool.json's for the other models. per_call_costs says whether the calls'
+        own count, as a policy does that was fitted with them; None takes them where there are any.
         Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
         costs are to be had; ConfigError when costs and models differ in number or a model stands twice.
         """
@@ -158,26 +156,28 @@ class LogitTable:
         width = max(t.logits.shape[1] for t in tables)
 
         info = self.info()
-        own = [t.costs for t in tables if t.costs is not None]
         if per_call_costs is None:
-            per_call_costs = costs is None and len(own) == len(tables)
-        if per_call_costs and len(own) < len(tables):
-            model = next(m for m, t in zip(models, tables, strict=True) if t.costs is None)
-            raise DataError(f"{source}: model {model!r} has no column 'cost', and the policy counts each call's own")
+            per_call_costs = costs is None and any(t.costs is not None for t in tables)
         return ChainLogits(
             models=tuple(models),
             logits=tuple(_padded(t.logits, width) for t in tables),
             example_ids=tuple(first.example_ids.to_pylist()),
             labels=labels,
-            costs=self._costs(models, costs, np.stack(own, axis=1) if per_call_costs else None, info),
+            costs=self._costs(models, costs, [t.costs for t in tables] if per_call_costs else None, info, len(labels)),
             per_call_costs=per_call_costs,
             source=source,
             logit_kind=info.logit_kind if info else "unknown",
         )
 
     def _costs(
-        self, models: Sequence[str], given: Sequence[float] | None, own: Floats | None, info: TableInfo | None
+        self,
+        models: Sequence[str],
+        given: Sequence[float] | None,
+        own: Sequence[Floats | None] | None,
+        info: TableInfo | None,
+        n: int,
     ) -> Costs:
+        """Return the given costs, or each call's own where a model's table has them and else pool.json's."""
         unit = info.cost_unit if info else "cost units"
         if given is not None:
             return Costs(unit, np.array(given, dtype=np.float64))
@@ -186,13 +186,16 @@ class LogitTable:
                 f"{self.path} has no pool.json that says what a call of each model costs; "
                 "give --costs, one number for each of --models"
             )
-        if own is not None:
-            return Costs(unit, own)
         declared = {m.name: m.cost for m in info.models}
-        for model in models:
-            if model not in declared:
+        columns: list[Floats] = []
+        for place, model in enumerate(models):
+            calls = own[place] if own is not None else None
+            if calls is None and model not in declared:
                 raise DataError(f"{self.path / 'pool.json'} has no cost for model {model!r}; add it or give --costs")
-        return Costs(unit, np.array([declared[m] for m in models], dtype=np.float64))
+            columns.append(np.array(declared[model]) if calls is None else calls)
+        if own is None:
+            return Costs(unit, np.array(columns, dtype=np.float64))
+        return Costs(unit, np.stack([np.broadcast_to(column, n) for column in columns], axis=1))
 
     def _folder(self, model: str) -> Path:
         if model not in self.models:
@@ -271,7 +274,9 @@ def _read_part(file: Path, model: str) -> _Part:
     def refuse(bad: Bools, what: str) -> None:
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
-            raise DataError(f"{where}, example {ids[row].as_py()!r}: {what.format(label=labels[row], n=n_options[row])}")
+            raise DataError(
+                f"{where}, example {ids[row].as_py()!r}: {what.format(label=labels[row], n=n_options[row])}"
+            )
 
     refuse(n_options == 0, "it has no logits")
     # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
@@ -329,9 +334,7 @@ def _require_same_ids(source: str, first: str, expected: ModelTable, model: str,
             )
 
 
-def _require_same(
-    source: str, first: str, model: str, ids: pa.Array, expected: Ints, got: Ints, what: str
-) -> None:
+def _require_same(source: str, first: str, model: str, ids: pa.Array, expected: Ints, got: Ints, what: str) -> None:
     differ = np.flatnonzero(expected != got)
     if len(differ):
         row = int(differ[0])

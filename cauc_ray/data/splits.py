@@ -105,6 +105,4 @@ def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str
         raise ConfigError(f"the shares of a split must be positive and sum to 1, got {dict(shares)}")
     ends = np.round(np.cumsum(list(shares.values())) * n).astype(int)
     shuffled = np.random.default_rng(seed).permutation(n)
-    return {
-        name: np.sort(rows) for name, rows in zip(shares, np.split(shuffled, ends[:-1]), strict=True)
-    }
+    return {name: np.sort(rows) for name, rows in zip(shares, np.split(shuffled, ends[:-1]), strict=True)}

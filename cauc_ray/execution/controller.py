@@ -306,4 +306,3 @@ def _halves(rows: tuple[Rows, ...]) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]
         if not n_first:
             return tuple(first), rows[place + 1 :]
     raise AssertionError("a batch of one row has no halves")
-

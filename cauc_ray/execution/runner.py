@@ -118,9 +118,7 @@ class StageAnswers:
     seconds: float
 
 
-def collect_answers(
-    stages: Sequence[StageSpec], inputs: Path, import_paths: Sequence[str]
-) -> Iterator[StageAnswers]:
+def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Sequence[str]) -> Iterator[StageAnswers]:
     """Let every stage answer every row of an input, side by side, and yield the answers block by block."""
     replicas_that_fit(stages)
     workers = _start_workers(
@@ -173,9 +171,7 @@ class _CascadeRun:
         self._counts = counts
         self._here = here
         self._tables = RunTables(plan.out, plan.run_id, [s.name for s in plan.stages])
-        limits = [
-            StageLimits(s.batch_size, s.batch_wait_s, n) for s, n in zip(plan.stages, counts, strict=True)
-        ]
+        limits = [StageLimits(s.batch_size, s.batch_wait_s, n) for s, n in zip(plan.stages, counts, strict=True)]
         # Enough open rows for every replica to have its batches, and as many again to be gathered.
         in_work = sum(4 * s.batch_size * s.n_replicas for s in limits)
         self._controller = Controller(limits, InputLimits(max(in_work, 4 * BLOCK_ROWS), OPEN_BYTES))
@@ -217,7 +213,9 @@ class _CascadeRun:
             if ready:
                 last_event = time.monotonic()
             elif time.monotonic() - last_event > CALL_DEADLINE_S:
-                raise ExecutionError(f"nothing has come back for {CALL_DEADLINE_S:.0f} s; waiting for {self._waiting()}")
+                raise ExecutionError(
+                    f"nothing has come back for {CALL_DEADLINE_S:.0f} s; waiting for {self._waiting()}"
+                )
         self._tables.write_ledger()
         return self._summary(time.perf_counter() - started)
 
@@ -228,9 +226,7 @@ class _CascadeRun:
         for place, (stage, n) in enumerate(zip(self._plan.stages, self._counts, strict=True)):
             for _ in range(n):
                 specs.append((stage, stage.name))
-                handles.append(
-                    _worker_class(stage).remote(stage, place, self._plan.policy, self._plan.import_paths)
-                )
+                handles.append(_worker_class(stage).remote(stage, place, self._plan.policy, self._plan.import_paths))
         workers = iter(_start_workers(specs, handles))
         self._workers = [[next(workers) for _ in range(n)] for n in self._counts]
 

@@ -72,9 +72,7 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
     An actor that cannot be placed waits in Ray for ever and says nothing, so this asks beforehand.
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
-    nodes = [
-        _Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]
-    ]
+    nodes = [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
     counts = [0] * len(stages)
 
     def place(place_of: int) -> bool:

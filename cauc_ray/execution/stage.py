@@ -60,7 +60,7 @@ class StageWorker:
         try:
             answers = self._model(_batch(parts, arguments))
             step = self._policy.step(self._stage, answers.logits, _state(parts, arguments))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the row's table gets the reason
+        except Exception as error:
             return _failed(error, started_at, time.perf_counter() - started, self._node), np.zeros((0, 0))
         result = CallResult(
             predictions=step.predictions,
@@ -106,9 +106,7 @@ def _state(parts: Sequence[Part], arguments: Sequence[Any]) -> Floats | None:
     if not states:
         return None
     width = max(state.shape[1] for state in states)
-    return np.concatenate(
-        [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
-    )
+    return np.concatenate([np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states])
 
 
 def _failed(error: Exception, started_at: float, compute_s: float, node: str) -> CallResult:

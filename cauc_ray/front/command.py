@@ -7,7 +7,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from cauc_ray import __version__
 from cauc_ray.errors import CaucError, CaucWarning
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _say("stopped", "interrupted")
         sys.exit(130)
-    except Exception as error:  # noqa: BLE001 - a user gets one line, not a traceback
+    except Exception as error:
         if options.debug:
             raise
         _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
@@ -45,7 +45,14 @@ def _say(kind: str, message: str) -> None:
     print(f"cauc: {kind}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     if issubclass(category, CaucWarning):
         _say("warning", str(message))
 

@@ -48,7 +48,9 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         return {"kind": "pool", "path": str(path), "name": pool.name, "task": pool.task, "stages": stages}
     if path.suffix == ".parquet":
         return _parquet(path)
-    raise DataError(f"{path} is none of a policy (.json), a pool (.yaml), a Parquet file, a logit table or a run's folder")
+    raise DataError(
+        f"{path} is none of a policy (.json), a pool (.yaml), a Parquet file, a logit table or a run's folder"
+    )
 
 
 def _logit_table(path: Path) -> dict[str, Any]:
@@ -69,12 +71,16 @@ def _logit_table(path: Path) -> dict[str, Any]:
 
 
 def _parquet(path: Path) -> dict[str, Any]:
-    n, columns, files, metadata = 0, [], parquet_files(path), {}
+    n, files = 0, parquet_files(path)
+    columns: list[str] = []
+    metadata: dict[bytes, bytes] = {}
     for file in files:
         with open_parquet(file) as opened:
             n += opened.metadata.num_rows
             columns = opened.schema_arrow.names
             metadata = opened.schema_arrow.metadata or {}
     kind = next((kind for kind, needed in _PARQUET_KINDS.items() if needed <= set(columns)), "Parquet")
-    told = {key.decode(): value.decode() for key, value in metadata.items() if key in (b"cost_unit", b"models", b"split")}
+    told = {
+        key.decode(): value.decode() for key, value in metadata.items() if key in (b"cost_unit", b"models", b"split")
+    }
     return {"kind": kind, "path": str(path), "rows": n, "files": len(files), "columns": json.dumps(columns), **told}

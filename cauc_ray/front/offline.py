@@ -17,6 +17,7 @@ from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.sweep import Objective, reached_shares
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cascade import Measures, Replay, measure_replay
 from cauc_ray.policies.fitting import ThresholdRule, refit
 from cauc_ray.policies.methods import fit_method, fit_policy
@@ -137,9 +138,7 @@ def sweep(
     if not methods:
         raise ConfigError("a sweep needs at least one method")
     table = LogitTable(logits)
-    calibration, validation = _read_fitting_splits(
-        table, models, (calibration_split, validation_split), costs=costs
-    )
+    calibration, validation = _read_fitting_splits(table, models, (calibration_split, validation_split), costs=costs)
     if validation is None:
         raise DataError(f"{table.path} has no split {validation_split!r}, which a sweep takes its thresholds from")
     validation.require_labels("choosing thresholds")
@@ -152,7 +151,8 @@ def sweep(
         on_validation = cascade.trace(validation).frontier(validation)
         trace = cascade.trace(final)
         on_final, f1_on_final = trace.frontier(final), trace.frontier(final, "macro-f1")
-        budgets, chosen = None, np.arange(len(on_validation.cost))
+        budgets: Floats | None = None
+        chosen: Ints = np.arange(len(on_validation.cost))
         if points is not None:
             budgets = np.linspace(on_validation.cost[0], on_validation.cost[-1], points)
             best = [on_validation.best(float(b)).threshold for b in budgets]

@@ -25,7 +25,7 @@ from cauc_ray.policies.policy import Policy
 def run(
     pool: str | Path | Pool,
     policy: str | Path | Policy,
-    input: str | Path,  # noqa: A002 - the command's own word
+    input: str | Path,
     out: str | Path,
     *,
     address: str | None = None,

@@ -32,7 +32,9 @@ def line(text: str) -> None:
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
     """Show that something is going on, once it has taken two seconds."""
-    progress = Progress(TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    progress = Progress(
+        TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+    )
     progress.add_task(doing, total=None)
     timer = threading.Timer(_PATIENCE_S, progress.start)
     timer.daemon = True
@@ -61,7 +63,13 @@ def steps(n: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def run_progress() -> Iterator[Callable[[RunProgress], None]]:
     """Show a run's rows as they are finished; yields what to call with its progress."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         rows = progress.add_task("starting", total=None)
 

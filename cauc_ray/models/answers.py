@@ -43,7 +43,9 @@ def as_answers(output: object, n: int) -> Answers:
     Raises DataError when the number of rows is another, a row is empty, or a logit is NaN or +inf.
     """
     if not isinstance(output, np.ndarray | list | tuple):
-        raise DataError(f"a model must return logits as a numpy array or a list of vectors, not {type(output).__name__}")
+        raise DataError(
+            f"a model must return logits as a numpy array or a list of vectors, not {type(output).__name__}"
+        )
     if len(output) != n:
         raise DataError(f"the model returned {len(output)} rows of logits for {n} inputs")
     try:

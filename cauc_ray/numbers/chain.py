@@ -40,7 +40,8 @@ class ChainLogits:
     @cached_property
     def labelled(self) -> Bools:
         """Return which examples have a label, bool (N,)."""
-        return self.labels != UNKNOWN_LABEL
+        labelled: Bools = self.labels != UNKNOWN_LABEL
+        return labelled
 
     def require_labels(self, purpose: str) -> None:
         """Raise DataError naming an example without a label, as the purpose needs all of them."""

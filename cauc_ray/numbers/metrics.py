@@ -25,7 +25,7 @@ def share(n_hits: int, n: int, level: float = 0.95) -> Share:
     """Return n_hits / n with its score interval (Wilson, JASA 1927).
 
     >>> share(90, 100)
-    Share(value=0.9, low=0.8256343384950865, high=0.9447707629393249, n=100)
+    Share(value=0.9, low=0.8256343384950865, high=0.9447708629393249, n=100)
     """
     if n == 0:
         return Share(float("nan"), float("nan"), float("nan"), 0)

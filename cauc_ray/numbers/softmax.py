@@ -8,24 +8,25 @@ from cauc_ray.numbers.types import Floats, Ints
 
 
 def row_sums(terms: Floats) -> Floats:
-    """Sum each row, in an order that is fixed by the columns alone.
+    """Sum each row so that the order of its terms, its padding and its neighbours change no bit of the sum.
 
-    terms: float64 (N, K), overwritten.   Returns float64 (N,).
+    terms: float64 (N, K), at least 0, overwritten.   Returns float64 (N,).
 
-    The upper half of the columns, cut at a power of two, is added onto the lower half until one column is
-    left. Trailing zeros are then added to something at every step, so padding a row, or having other rows
-    beside it, changes nothing: a library's own sum promises neither, and a live batch must give what the
-    replay of the whole table gives.
+    Every term is first rounded to a multiple of about 2^-51 of the row's sum. Sums of such multiples are exact,
+    and exact sums are the same in any order. Plain sums are not: two rows whose options are permuted would get
+    confidences that differ in the last bit, and a threshold could fall between them; nor would a live batch
+    give what the replay of the whole table gives.
 
     >>> row_sums(np.array([[1.0, 2.0, 3.0]]))
     array([6.])
     """
-    width = terms.shape[1]
-    while width > 1:
-        half = 1 << (width - 1).bit_length() - 1
-        terms[:, : width - half] += terms[:, half:width]
-        width = half
-    return terms[:, 0].copy()
+    _, exponents = np.frexp(terms.sum(axis=1, keepdims=True))
+    # Adding 1.5 x 2^(e + 1) leaves a term no bits below 2^(e - 51); subtracting it gives back what is left.
+    magnitudes = np.ldexp(3.0, exponents)
+    terms += magnitudes
+    terms -= magnitudes
+    sums: Floats = terms.sum(axis=1)
+    return sums
 
 
 def top_option(scores: Floats) -> tuple[Ints, Floats]:
@@ -53,4 +54,5 @@ def log_softmax(scores: Floats) -> Floats:
     """
     scores = np.ascontiguousarray(scores, dtype=np.float64)
     shifted = scores - scores.max(axis=1, keepdims=True)
-    return shifted - np.log(row_sums(np.exp(shifted)))[:, None]
+    log_probabilities: Floats = shifted - np.log(row_sums(np.exp(shifted)))[:, None]
+    return log_probabilities

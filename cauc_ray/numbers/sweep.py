@@ -9,13 +9,14 @@ sum give cost and quality at every threshold there can be.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 Objective: TypeAlias = Literal["accuracy", "macro-f1"]
 
@@ -58,7 +59,7 @@ class Frontier:
         middle = low + (high - low) / 2
         # Between adjacent floats there is no middle; the upper end still belongs to the point.
         middle = np.where(middle > low, middle, high)
-        return np.concatenate([[STOP_ALL], middle, [STOP_NONE]])
+        return np.concatenate([[STOP_ALL], middle, [STOP_NONE]])[: len(self.cost)]
 
     def index(self, thresholds: Floats) -> Ints:
         """Return which point each threshold realises, int (same shape)."""
@@ -138,7 +139,7 @@ class _Events:
         highest = np.array(confidences.T, order="C")
         for stage in range(1, len(highest)):  # maximum.accumulate takes ten times as long
             np.maximum(highest[stage], highest[stage - 1], out=highest[stage])
-        self._rises = np.ones(highest.shape, dtype=bool)
+        self._rises: Bools = np.ones(highest.shape, dtype=bool)
         np.greater(highest[1:], highest[:-1], out=self._rises[1:])
         places = np.flatnonzero(self._rises)
         values = highest.ravel()[places]
@@ -147,7 +148,7 @@ class _Events:
         self.values = values[order]
         self.ends = np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(order))))
 
-    def changes(self, of_stage: Floats | Ints) -> Floats | Ints:
+    def changes(self, of_stage: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return what each move changes of a quantity that an example has at each stage, (M, N) -> (E,)."""
         change = np.empty(self._rises.shape, dtype=of_stage.dtype)
         following = of_stage[-1]
@@ -207,7 +208,8 @@ def _macro_f1_path(events: _Events, predictions: Ints, labels: Ints) -> Floats:
     f1_path = f1_first.sum() + np.append(0.0, f1_sum[events.ends])
     counted_path = counted_first.sum() + np.append(0.0, n_counted[events.ends])
     # Rounded, so that points of equal macro-F1 stay equal after thousands of additions.
-    return np.round(f1_path / counted_path, 12)
+    macro: Floats = np.round(f1_path / counted_path, 12)
+    return macro
 
 
 def _grouped_cumsum(values: Ints, starts: Ints) -> Ints:

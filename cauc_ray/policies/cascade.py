@@ -147,9 +147,7 @@ def measure(
 def measure_replay(policy: Policy, chain: ChainLogits) -> tuple[Replay, Measures]:
     """Replay a policy and measure its answers."""
     result = replay(policy, chain)
-    return result, measure(
-        chain.models, result.predictions, result.stages, chain.labels, chain.labelled, chain.costs
-    )
+    return result, measure(chain.models, result.predictions, result.stages, chain.labels, chain.labelled, chain.costs)
 
 
 def single_model_accuracy(chain: ChainLogits, stage: int) -> Share:
@@ -157,4 +155,3 @@ def single_model_accuracy(chain: ChainLogits, stage: int) -> Share:
     predictions = chain.logits[stage].argmax(axis=1)
     hits = (predictions == chain.labels) & chain.labelled
     return share(int(hits.sum()), int(chain.labelled.sum()))
-

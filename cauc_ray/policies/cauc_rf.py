@@ -59,9 +59,7 @@ class RFPolicy(Policy):
         return fold(scaled(logits, numbers.temperature), numbers.alpha, numbers.beta, state, numbers.name)
 
 
-def fold(
-    scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = ""
-) -> Floats:
+def fold(scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = "") -> Floats:
     """Return (state / alpha + scores / beta) / 2, or the scores where there is no state yet (paper, eq. 8)."""
     if state is None:
         return scores

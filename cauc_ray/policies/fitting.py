@@ -9,18 +9,19 @@ the first stage that changed.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import STOP_NONE, Objective
-from cauc_ray.numbers.temperature import fit_pair, fit_temperature
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.temperature import FitStatus, fit_pair, fit_temperature
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cascade import PolicyCascade, measure_replay
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import PairDiagnostics, RFPolicy, RFStage, fold
@@ -64,7 +65,7 @@ class ThresholdRule:
 def fit_base(
     calibration: ChainLogits,
     validation: ChainLogits | None = None,
-    rule: ThresholdRule = ThresholdRule(),  # noqa: B008 - frozen
+    rule: ThresholdRule = ThresholdRule(),
     *,
     names: tuple[str, str] = ("calibration", "validation"),
     previous: BasePolicy | None = None,
@@ -95,8 +96,10 @@ def fit_base(
     stages: dict[int, BaseStage] = {}
     for place in (last, *range(last)):
         old = known[place]
-        if isinstance(old, BaseStage) and (place == last or same_last) and (old.complementarity_rate is None) == (
-            place == last
+        if (
+            isinstance(old, BaseStage)
+            and (place == last or same_last)
+            and (old.complementarity_rate is None) == (place == last)
         ):
             stages[place] = old.model_copy(update={"cost": float(calibration.costs.means[place])})
             continue
@@ -128,7 +131,7 @@ def fit_base(
 def fit_rf(
     calibration: ChainLogits,
     validation: ChainLogits | None = None,
-    rule: ThresholdRule = ThresholdRule(),  # noqa: B008 - frozen
+    rule: ThresholdRule = ThresholdRule(),
     *,
     names: tuple[str, str] = ("calibration", "validation"),
     previous: RFPolicy | None = None,
@@ -141,11 +144,13 @@ def fit_rf(
     known = _unchanged(calibration, previous)
     stages: list[RFStage] = []
     state: Floats | None = None
-    unchanged = True
+    n_unchanged = 0
+    if previous is not None:
+        same = [old is stage for old, stage in zip(known, previous.stages, strict=False)]
+        n_unchanged = same.index(False) if False in same else len(same)
     for place in range(len(calibration.models)):
         old = known[place]
-        unchanged = unchanged and bool(previous) and place < len(previous.stages) and old is previous.stages[place]
-        if unchanged and isinstance(old, RFStage):
+        if place < n_unchanged and isinstance(old, RFStage):
             stage = old.model_copy(update={"cost": float(calibration.costs.means[place])})
             scores = scaled(calibration.logits[place], stage.temperature)
         else:
@@ -163,9 +168,7 @@ def fit_rf(
                     nll_before=pair.nll_before,
                     nll_after=pair.nll_after,
                 )
-                stage = RFStage(
-                    **dict(common), alpha=pair.alpha, beta=pair.beta, pair_diagnostics=diagnostics
-                )
+                stage = RFStage(**dict(common), alpha=pair.alpha, beta=pair.beta, pair_diagnostics=diagnostics)
         stages.append(stage)
         state = fold(scores, stage.alpha, stage.beta, state)
     policy = _draft(RFPolicy, calibration, validation, names, rule, tuple(stages))
@@ -189,7 +192,7 @@ def _complementarity_rate(small: _Answers, large: _Answers) -> float:
     return (gains - losses) / len(bolder)
 
 
-def _calibration_labels(calibration: ChainLogits) -> Floats:
+def _calibration_labels(calibration: ChainLogits) -> Ints:
     calibration.require_labels("calibration")
     calibration.costs.warn_unless_rising(calibration.models)
     return calibration.labels
@@ -211,16 +214,24 @@ def _unchanged(calibration: ChainLogits, previous: Policy | None) -> list[Stage 
 
 def _fit_stage(calibration: ChainLogits, place: int, old: Stage | None) -> Stage:
     """Fit one model's temperature, or take it over where its data have not changed."""
-    common = dict(name=calibration.models[place], cost=float(calibration.costs.means[place]))
+    name, cost = calibration.models[place], float(calibration.costs.means[place])
     if old is not None:
-        return Stage(**common, temperature=old.temperature, diagnostics=old.diagnostics)
+        return Stage(name=name, cost=cost, temperature=old.temperature, diagnostics=old.diagnostics)
     logits, labels = calibration.logits[place], calibration.labels
     fit = fit_temperature(logits, labels)
+    if fit.status is not FitStatus.CONVERGED:
+        warnings.warn(
+            f"{calibration.source}: model {name!r} is {fit.status} on its {len(labels)} examples; its temperature is "
+            f"clamped to {fit.temperature:.3g}",
+            CaucWarning,
+            stacklevel=2,
+        )
     predictions, raw = top_option(logits)
     correct = predictions == labels
     _, calibrated = top_option(scaled(logits, fit.temperature))
     return Stage(
-        **common,
+        name=name,
+        cost=cost,
         temperature=fit.temperature,
         diagnostics=TemperatureDiagnostics(
             status=fit.status,
@@ -286,7 +297,9 @@ def _finish(
 ) -> AnyPolicy:
     """Set the threshold, measure what to expect of it, and check the whole as a file would be."""
     measured_on = validation if validation is not None and validation.labelled.any() else calibration
-    split = policy.calibration.split if measured_on is calibration or policy.validation is None else policy.validation.split
+    split = (
+        policy.calibration.split if measured_on is calibration or policy.validation is None else policy.validation.split
+    )
     decided = policy.model_copy(update={"threshold": threshold, "threshold_choice": choice})
     _, measures = measure_replay(decided, measured_on)
     assert measures.accuracy is not None

@@ -19,7 +19,7 @@ from cauc_ray.numbers.metrics import Share
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
-FORMAT = "cauc-policy/1"
+FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
 
 
 class FrozenModel(BaseModel):
@@ -182,7 +182,7 @@ class Policy(FrozenModel):
 
         content = _read_policy_json(Path(path))
         method = content.get("method")
-        if method not in POLICY_CLASSES:
+        if not isinstance(method, str) or method not in POLICY_CLASSES:
             raise PolicyError(f"{path}: method {method!r} is none of {', '.join(POLICY_CLASSES)}")
         try:
             policy = POLICY_CLASSES[method].model_validate(content)

@@ -79,7 +79,7 @@ def kiloflops(network: nn.Module) -> float:
 
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         network(torch.zeros(1, 1, SIDE, SIDE))
-    return counter.get_total_flops() / 1e3
+    return float(counter.get_total_flops()) / 1e3
 
 
 def load(name: str, weights: str) -> Callable[[Batch], Floats]:

@@ -17,7 +17,7 @@ from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.ledger import require_new
-from cauc_ray.execution.runner import collect_answers
+from cauc_ray.execution.runner import collect_answers, import_paths
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front import offline, online
 from cauc_ray.front.show import steps
@@ -79,7 +79,15 @@ def _demo(folder: Path) -> dict[str, Any]:
         "cost_unit": COST_UNIT,
         "rows": rows,
         "agreement": _agreement(logits, live, folder / "run"),
-        "files": ["pool.yaml", "logits", "policies", "sweep.parquet", "run/predictions", "run/ledger", "accuracy-cost.png"],
+        "files": [
+            "pool.yaml",
+            "logits",
+            "policies",
+            "sweep.parquet",
+            "run/predictions",
+            "run/ledger",
+            "accuracy-cost.png",
+        ],
     }
 
 
@@ -147,7 +155,7 @@ def _train(folder: Path, images: Any, labels: Any) -> tuple[Pool, dict[str, floa
 def _collect(folder: Path, pool: Pool, costs: dict[str, float]) -> None:
     for split in ("calibration", "validation", "test"):
         answers = defaultdict(list)
-        for part in collect_answers(pool.stages, folder / "inputs" / f"{split}.parquet", online.import_paths()):
+        for part in collect_answers(pool.stages, folder / "inputs" / f"{split}.parquet", import_paths()):
             answers[part.stage].append(part)
         for name, parts in answers.items():
             write_logits(

@@ -1,0 +1,160 @@
+"""Measure the fits and the sweep against what a user would otherwise run, as ratios from one run.
+
+    python -m jobs.bench [--rows 12500] [--options 1000] [--repeats 5]
+
+Every figure is the best of the repeats. The last line is one JSON object with all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize
+from sklearn.calibration import _TemperatureScaling
+
+import cauc_ray
+from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.sweep import sweep
+from cauc_ray.numbers.temperature import fit_pair, fit_temperature
+from cauc_ray.numbers.types import Floats, Ints
+
+SWEEP_STAGES = 7
+GRID_POINTS = 1001
+
+
+def main() -> None:
+    """Run all measurements and print them."""
+    parser = argparse.ArgumentParser(description="Measure the numbers layer, as ratios.")
+    parser.add_argument("--rows", type=int, default=12_500)
+    parser.add_argument("--options", type=int, default=1_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, options.options, options.rows)
+    first = planted_logits(rng, labels, options.options, strength=7.0, noise=1.5)
+    second = planted_logits(rng, labels, options.options, strength=8.0, noise=2.0)
+    results = {
+        "rows": options.rows,
+        "options": options.options,
+        **temperature(first, labels, options.repeats),
+        **pair(first, second, labels, options.repeats),
+        **exact_sweep(rng, options.rows, options.repeats),
+        **setup(rng, options.repeats),
+    }
+    print(json.dumps(results))
+
+
+def planted_logits(rng: np.random.Generator, labels: Ints, k: int, *, strength: float, noise: float) -> Floats:
+    """Return float32 logits (N, K): noise everywhere, and strength, more or less, on the label."""
+    logits = rng.standard_normal((len(labels), k)) * noise
+    logits[np.arange(len(labels)), labels] += rng.normal(strength, 3.0, len(labels))
+    return logits.astype(np.float32)
+
+
+def temperature(logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
+    """Compare one temperature fit with scikit-learn's temperature calibration and with copies of the matrix."""
+    ours, fit = best_of(repeats, lambda: fit_temperature(logits, labels))
+    # The calibrator by itself, without the cross-validation that CalibratedClassifierCV puts around it.
+    theirs, found = best_of(2, lambda: _TemperatureScaling().fit(logits, labels))
+    fresh, _ = best_of(repeats, logits.copy)
+    target = np.empty_like(logits)
+    warm, _ = best_of(repeats, lambda: np.copyto(target, logits))
+    print(f"temperature fit {ours * 1e3:7.1f} ms, T = {fit.temperature:.6f} +- {fit.standard_error:.1g}")
+    print(f"  scikit-learn  {theirs * 1e3:7.1f} ms, T = {1 / found.beta_:.6f}: ours takes 1/{theirs / ours:.1f} of it")
+    print(f"  a copy of the matrix {fresh * 1e3:.1f} ms into new memory: ours takes {ours / fresh:.1f} copies")
+    print(f"  a copy of the matrix {warm * 1e3:.1f} ms into used memory: ours takes {ours / warm:.1f} copies")
+    return {
+        "temperature_s": ours,
+        "temperature_over_sklearn": ours / theirs,
+        "temperature_copies_fresh": ours / fresh,
+        "temperature_copies_warm": ours / warm,
+    }
+
+
+def pair(state: Floats, logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
+    """Compare RF's pair fit with scipy's L-BFGS-B on the same objective, with exact gradients, in float64."""
+    ours, fit = best_of(repeats, lambda: fit_pair(state, logits, labels))
+    wide = [state.astype(np.float64), logits.astype(np.float64)]
+    rows = np.arange(len(labels))
+
+    def objective(weights: Floats) -> tuple[float, Floats]:
+        scores = weights[0] * wide[0] + weights[1] * wide[1]
+        scores -= scores.max(axis=1, keepdims=True)
+        terms = np.exp(scores)
+        sums = terms.sum(axis=1)
+        terms /= sums[:, None]
+        nll = float((np.log(sums) - scores[rows, labels]).mean())
+        slopes = [(np.einsum("ij,ij->i", terms, w) - w[rows, labels]).mean() for w in wide]
+        return nll, np.array(slopes)
+
+    def theirs_once() -> Any:
+        return minimize(objective, np.array([0.5, 0.5]), jac=True, method="L-BFGS-B", bounds=[(1e-6, None)] * 2)
+
+    theirs, found = best_of(2, theirs_once)
+    print(f"pair fit        {ours * 1e3:7.1f} ms, NLL {fit.nll_after:.9f}")
+    print(f"  L-BFGS-B      {theirs * 1e3:7.1f} ms, NLL {found.fun:.9f}: ours takes 1/{theirs / ours:.1f} of it")
+    return {"pair_s": ours, "pair_over_lbfgsb": ours / theirs, "pair_nll_above_lbfgsb": fit.nll_after - found.fun}
+
+
+def exact_sweep(rng: np.random.Generator, n: int, repeats: int) -> dict[str, float]:
+    """Compare the exact sweep of seven stages with replaying a grid of thresholds, vectorised over the rows."""
+    labels = rng.integers(0, 1000, n)
+    right = rng.random((n, SWEEP_STAGES)) < np.linspace(0.6, 0.9, SWEEP_STAGES)
+    predictions = np.where(right, labels[:, None], (labels[:, None] + 1) % 1000)
+    confidences = rng.beta(4, 1, (n, SWEEP_STAGES - 1))
+    costs = Costs("GFLOPs", np.arange(1.0, SWEEP_STAGES + 1))
+    ours, frontier = best_of(repeats * 4, lambda: sweep(confidences, predictions, labels, costs))
+    correct, paid = predictions == labels[:, None], costs.cumulative
+    always = np.concatenate([confidences, np.full((n, 1), np.inf)], axis=1)
+
+    def grid() -> list[tuple[float, float]]:
+        points = []
+        for threshold in np.linspace(0, 1, GRID_POINTS):
+            stops = (always >= threshold).argmax(axis=1)
+            points.append((float(paid[stops].mean()), float(correct[np.arange(n), stops].mean())))
+        return points
+
+    theirs, _ = best_of(2, grid)
+    print(f"exact sweep     {ours * 1e3:7.2f} ms, {len(frontier.cost):,} operating points of {n:,} x {SWEEP_STAGES}")
+    print(f"  {GRID_POINTS}-point grid {theirs * 1e3:6.1f} ms: ours takes 1/{theirs / ours:.0f} of it")
+    return {"sweep_s": ours, "sweep_over_grid": ours / theirs}
+
+
+def setup(rng: np.random.Generator, repeats: int) -> dict[str, float]:
+    """Time Base and RF from a logit table of two models on 1,531 questions of four options, files included."""
+    with tempfile.TemporaryDirectory() as folder:
+        for split in ("calibration", "validation"):
+            labels = rng.integers(0, 4, 1531)
+            ids = [f"{split}-{row}" for row in range(1531)]
+            for model, strength in (("small", 1.0), ("large", 2.0)):
+                logits = planted_logits(rng, labels, 4, strength=strength, noise=1.0)
+                write_logits(folder, model, split, example_ids=ids, labels=labels, logits=logits)
+        models = [PoolModel(name="small", cost=8), PoolModel(name="large", cost=26)]
+        write_info(Path(folder), TableInfo(cost_unit="B params", logit_kind="raw", models=models))
+        both = ["small", "large"]
+        base, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="base"))
+        rf, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="rf", budget=20.0))
+    print(f"set-up from a table of 2 x 1,531 x 4: Base {base * 1e3:.1f} ms, RF {rf * 1e3:.1f} ms")
+    return {"setup_base_s": base, "setup_rf_s": rf}
+
+
+def best_of(repeats: int, work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the shortest time in seconds that the work took, and its last result."""
+    best, result = float("inf"), None
+    for _ in range(repeats):
+        started = time.perf_counter()
+        result = work()
+        best = min(best, time.perf_counter() - started)
+    return best, result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What all tests share: Ray's environment, one Ray session, the folder of real data."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="r", dir="/tmp"))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests run where the repository is; user code of tests is found there too.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_logits() -> Path:
+    folder = SHARED_DATA / "logits"
+    if not folder.is_dir():
+        pytest.skip("the real saved logits (../shared/data/logits) are not here")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One Ray session of this machine for all tests that need no particular cluster."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()

@@ -1,0 +1,55 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy.special import log_softmax as scipy_log_softmax
+from scipy.special import softmax as scipy_softmax
+
+from cauc_ray.numbers.softmax import log_softmax, row_sums, top_option
+
+matrices = hnp.arrays(
+    np.float64, st.tuples(st.integers(1, 40), st.integers(1, 70)), elements=st.floats(-50, 50, width=32)
+)
+
+
+@given(matrices, st.integers(0, 9))
+def test_a_rows_result_depends_on_neither_its_neighbours_nor_its_padding(scores, padding):
+    options, confidences = top_option(scores)
+    padded = np.pad(scores, ((0, 0), (0, padding)), constant_values=-np.inf)
+    for rows in (np.arange(len(scores))[::-1], *np.arange(len(scores))[:, None]):
+        some_options, some_confidences = top_option(padded[rows])
+        assert (some_options == options[rows]).all()
+        assert (some_confidences == confidences[rows]).all()  # to the bit
+
+
+@given(matrices)
+def test_agrees_with_scipy(scores):
+    options, confidences = top_option(scores)
+    expected = scipy_softmax(scores, axis=1)
+    assert (options == scores.argmax(axis=1)).all()
+    np.testing.assert_allclose(confidences, expected.max(axis=1), rtol=1e-12)
+    np.testing.assert_allclose(log_softmax(scores), scipy_log_softmax(scores, axis=1), rtol=1e-9, atol=1e-9)
+
+
+@given(matrices, st.randoms(use_true_random=False))
+def test_permuting_a_rows_options_changes_no_bit_of_its_confidence(scores, random):
+    columns = list(range(scores.shape[1]))
+    random.shuffle(columns)
+    assert (top_option(scores[:, columns])[1] == top_option(scores)[1]).all()
+
+
+@given(hnp.arrays(np.float64, st.tuples(st.integers(1, 9), st.integers(1, 300)), elements=st.floats(0, 1)))
+def test_row_sums_are_sums(terms):
+    np.testing.assert_allclose(row_sums(terms.copy()), terms.sum(axis=1), rtol=1e-12)
+
+
+def test_ties_go_to_the_lowest_index():
+    assert top_option(np.array([[1.0, 3.0, 3.0]]))[0].tolist() == [1]
+
+
+def test_memory_layout_changes_nothing():
+    scores = np.random.default_rng(0).standard_normal((50, 17))
+    wide = np.zeros((50, 34))
+    wide[:, ::2] = scores
+    for same in (np.asfortranarray(scores), wide[:, ::2]):
+        assert (top_option(same)[1] == top_option(scores)[1]).all()

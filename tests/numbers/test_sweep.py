@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import f1_score
+
+from cauc_ray.errors import BudgetError, DataError
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, reached_shares, sweep
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
+
+
+def traces(seed, size, *, per_call=False, levels=12):
+    """Few distinct confidences, so that ties within and across stages are common."""
+    rng = np.random.default_rng(seed)
+    n, m = size
+    confidences = rng.integers(1, levels + 1, (n, m - 1)) / levels
+    predictions, labels = rng.integers(0, 4, (n, m)), rng.integers(0, 4, n)
+    per_model = rng.integers(0, 10, m).astype(float)
+    costs = Costs("GFLOPs", per_model * rng.integers(1, 4, (n, m)) if per_call else per_model)
+    return confidences, predictions, labels, costs
+
+
+def stops_at(confidences, threshold):
+    n, n_stops = confidences.shape
+    return np.array([next((j for j in range(n_stops) if confidences[i, j] >= threshold), n_stops) for i in range(n)])
+
+
+def by_replay(confidences, predictions, labels, costs, threshold):
+    stops = stops_at(confidences, threshold)
+    answers = predictions[np.arange(len(stops)), stops]
+    per_call = np.broadcast_to(costs.per_call, predictions.shape)
+    cost = np.mean([per_call[i, : stop + 1].sum() for i, stop in enumerate(stops)])
+    return cost, np.mean(answers == labels), f1_score(labels, answers, average="macro", zero_division=0)
+
+
+@given(seeds, sizes, st.booleans())
+def test_every_point_is_what_a_replay_gives(seed, size, per_call):
+    data = traces(seed, size, per_call=per_call)
+    accuracy, macro = sweep(*data), sweep(*data, "macro-f1")
+    assert len(accuracy.thresholds) == len(np.unique(np.maximum.accumulate(data[0], axis=1))) + 1
+    for point, threshold in enumerate(accuracy.thresholds):
+        cost, right, f1 = by_replay(*data, threshold)
+        assert accuracy.cost[point] == pytest.approx(cost, abs=1e-9)
+        assert accuracy.quality[point] == pytest.approx(right, abs=1e-12)
+        assert macro.quality[point] == pytest.approx(f1, abs=1e-9)
+
+
+@given(seeds, sizes)
+def test_a_confidence_equal_to_the_threshold_stops(seed, size):
+    data = traces(seed, size)
+    frontier = sweep(*data)
+    for confidence in frontier.confidences:
+        (point,) = frontier.index(np.array([confidence]))
+        cost, right, _ = by_replay(*data, confidence)
+        assert (frontier.cost[point], frontier.quality[point]) == pytest.approx((cost, right), abs=1e-9)
+
+
+@given(seeds, sizes)
+def test_stop_sets_are_nested_and_cost_never_falls(seed, size):
+    confidences, predictions, labels, costs = traces(seed, size)
+    frontier = sweep(confidences, predictions, labels, costs)
+    assert (np.diff(frontier.cost) >= -1e-12).all()
+    deepest = np.zeros(len(labels), int)
+    for threshold in frontier.thresholds:
+        stops = stops_at(confidences, threshold)
+        assert (stops >= deepest).all()
+        deepest = stops
+
+
+@given(seeds, sizes, st.floats(0, 40), st.booleans())
+def test_the_best_under_a_budget_is_that_of_brute_force(seed, size, budget, per_call):
+    data = traces(seed, size, per_call=per_call)
+    candidates = [by_replay(*data, t)[:2] for t in [*np.unique(data[0]), 2.0]]
+    affordable = [(right, -cost) for cost, right in candidates if cost <= budget * (1 + 1e-9)]
+    frontier = sweep(*data)
+    if not affordable:
+        with pytest.raises(BudgetError, match="below the cheapest operating point"):
+            frontier.best(budget)
+        return
+    right, minus_cost = max(affordable)
+    best = frontier.best(budget)
+    assert (best.quality, best.cost) == pytest.approx((right, -minus_cost), abs=1e-9)
+    assert by_replay(*data, best.threshold)[:2] == pytest.approx((best.cost, best.quality), abs=1e-9)
+
+
+@given(seeds, sizes)
+def test_a_budget_equal_to_a_points_cost_affords_it(seed, size):
+    frontier = sweep(*traces(seed, size))
+    for cost in frontier.cost:
+        assert frontier.best(float(np.float32(cost) if np.float32(cost) >= cost else cost)).cost <= cost + 1e-5
+        assert frontier.best(float(cost)).quality == frontier.quality[frontier.cost <= cost + 1e-12].max()
+
+
+@given(seeds, sizes)
+def test_reached_shares_count_the_replay(seed, size):
+    confidences, *_ = traces(seed, size)
+    thresholds = np.array([STOP_ALL, 0.3, 0.5, STOP_NONE])
+    for row, threshold in zip(reached_shares(confidences, thresholds), thresholds, strict=True):
+        stops = stops_at(confidences, threshold)
+        assert row.tolist() == pytest.approx([np.mean(stops >= j) for j in range(size[1])])
+
+
+def test_thresholds_lie_midway_and_rounding_to_float32_flips_nothing():
+    data = traces(0, (50, 3))
+    frontier = sweep(*data)
+    for point, threshold in enumerate(frontier.thresholds.astype(np.float32).astype(float)):
+        assert by_replay(*data, threshold)[0] == pytest.approx(frontier.cost[point])
+
+
+def test_between_adjacent_floats_the_upper_end_still_holds():
+    low = 0.7
+    confidences = np.array([[low], [np.nextafter(low, 1)]])
+    frontier = sweep(confidences, np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0])))
+    assert [by_replay(confidences, np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0])), t)[0]
+            for t in frontier.thresholds] == pytest.approx(frontier.cost.tolist())  # fmt: skip
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(DataError, match="a sweep needs"):
+        sweep(np.ones((3, 2)), np.ones((3, 2), int), np.ones(3, int), Costs("s", np.ones(2)))

@@ -1,0 +1,201 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize, minimize_scalar
+from sklearn.calibration import _TemperatureScaling
+from synthetic import nll, planted
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.temperature import FitStatus, fit_pair, fit_temperature
+
+shapes = st.tuples(st.integers(20, 300), st.integers(2, 12))
+seeds = st.integers(0, 2**32 - 1)
+
+
+def one_model(seed, shape, strength=1.0, *, ragged=False):
+    rng = np.random.default_rng(seed)
+    labels, (logits,) = planted(rng, *shape, [strength], ragged=ragged, dtype=np.float64)
+    return logits, labels
+
+
+def best_by_scipy(logits, labels):
+    found = minimize_scalar(
+        lambda log_t: nll([np.exp(-log_t)], [logits], labels),
+        bounds=(-6, 6),
+        method="bounded",
+        options={"xatol": 1e-12},
+    )
+    return float(np.exp(found.x)), found.fun
+
+
+@given(seeds, shapes, st.booleans())
+def test_finds_the_minimum_that_scipy_finds(seed, shape, ragged):
+    logits, labels = one_model(seed, shape, ragged=ragged)
+    fit = fit_temperature(logits, labels)
+    expected, lowest = best_by_scipy(logits, labels)
+    assert fit.nll_after <= lowest + 1e-10
+    assert fit.nll_before == pytest.approx(nll([1.0], [logits], labels), rel=1e-12)
+    if fit.status is FitStatus.CONVERGED and 0.01 < expected < 100:  # inside scipy's bounds
+        assert fit.temperature == pytest.approx(expected, rel=1e-4)
+
+
+@given(seeds, shapes, st.floats(1e-3, 1e3))
+def test_temperature_scales_with_the_logits(seed, shape, factor):
+    logits, labels = one_model(seed, shape)
+    fit, scaled = fit_temperature(logits, labels), fit_temperature(factor * logits, labels)
+    assert scaled.status is fit.status
+    assert scaled.temperature == pytest.approx(factor * fit.temperature, rel=1e-8)
+    if fit.status is FitStatus.CONVERGED:
+        assert scaled.standard_error == pytest.approx(factor * fit.standard_error, rel=1e-3)
+
+
+@given(seeds, shapes)
+def test_depends_on_neither_row_order_nor_a_constant_per_row_nor_padding(seed, shape):
+    logits, labels = one_model(seed, shape)
+    expected = fit_temperature(logits, labels).temperature
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(labels))
+    assert fit_temperature(logits[order], labels[order]).temperature == pytest.approx(expected, rel=1e-8)
+    shifted = logits + rng.normal(0, 100, (len(labels), 1))
+    assert fit_temperature(shifted, labels).temperature == pytest.approx(expected, rel=1e-6)
+    padded = np.pad(logits, ((0, 0), (0, 3)), constant_values=-np.inf)
+    assert fit_temperature(padded, labels).temperature == pytest.approx(expected, rel=1e-8)
+
+
+@given(seeds, shapes)
+def test_rows_that_stand_twice_weigh_twice(seed, shape):
+    logits, labels = one_model(seed, shape)
+    once = fit_temperature(logits, labels)
+    twice = fit_temperature(np.repeat(logits, 2, axis=0), np.repeat(labels, 2))
+    assert twice.temperature == pytest.approx(once.temperature, rel=1e-8)
+    if once.status is FitStatus.CONVERGED:
+        assert twice.standard_error == pytest.approx(once.standard_error / np.sqrt(2), rel=1e-3)
+
+
+def test_agrees_with_scikit_learn_on_many_rows():
+    logits, labels = one_model(1, (9_000, 10), strength=2.0)
+    theirs = 1 / _TemperatureScaling().fit(logits, labels).beta_
+    assert fit_temperature(logits, labels).temperature == pytest.approx(theirs, rel=1e-3)
+
+
+def test_float32_logits_give_the_temperature_of_their_float64_copy():
+    logits, labels = one_model(2, (6_000, 30), strength=2.0)
+    narrow = logits.astype(np.float32)
+    assert fit_temperature(narrow, labels).temperature == pytest.approx(
+        fit_temperature(narrow.astype(np.float64), labels).temperature, rel=1e-7
+    )
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    logits, labels = one_model(3, (20_000, 100), strength=2.0)
+    fits = []
+    for n_threads in ("1", "2", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", n_threads)
+        fits.append(fit_temperature(logits, labels))
+    assert fits[0] == fits[1] == fits[2]
+
+
+def test_standard_error_is_the_spread_over_samples():
+    rng = np.random.default_rng(4)
+    logits, labels = one_model(4, (40_000, 4), strength=1.5)
+    temperatures, errors = [], []
+    for _ in range(200):
+        rows = rng.integers(0, len(labels), 500)
+        fit = fit_temperature(logits[rows], labels[rows])
+        temperatures.append(fit.temperature)
+        errors.append(fit.standard_error)
+    # The spread over 200 samples is itself known to 5 %.
+    assert np.median(errors) == pytest.approx(np.std(temperatures), rel=0.25)
+
+
+def test_separable_data_are_clamped_and_reported():
+    logits, _ = one_model(5, (100, 4))
+    fit = fit_temperature(logits, logits.argmax(axis=1))
+    assert fit.status is FitStatus.SEPARABLE
+    assert 0 < fit.temperature < 0.1
+    assert np.isnan(fit.standard_error)
+
+
+def test_uninformative_logits_are_clamped_and_reported():
+    logits, _ = one_model(6, (400, 4))
+    fit = fit_temperature(logits, logits.argmin(axis=1))
+    assert fit.status is FitStatus.UNINFORMATIVE
+    assert fit.nll_after == pytest.approx(np.log(4), abs=1e-6)  # next to uniform
+    assert np.isnan(fit.standard_error)
+
+
+def test_constant_logits_say_nothing():
+    assert fit_temperature(np.zeros((10, 3)), np.zeros(10, int)).nll_after == pytest.approx(np.log(3))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_logit_is_named_by_its_row(value):
+    logits, labels = one_model(7, (30, 3))
+    logits[17, 1] = value
+    with pytest.raises(DataError, match="row 17"):
+        fit_temperature(logits, labels)
+
+
+def test_a_label_that_the_row_does_not_have_is_named_by_its_row():
+    logits, labels = one_model(8, (30, 3))
+    logits[4, labels[4]] = -np.inf
+    with pytest.raises(DataError, match="row 4: label"):
+        fit_temperature(logits, labels)
+    labels[9] = 3
+    with pytest.raises(DataError, match="row 9: label 3 is outside the 3 options"):
+        fit_temperature(one_model(8, (30, 3))[0], labels)
+
+
+def two_models(seed, shape, *, ragged=False):
+    labels, logits = planted(np.random.default_rng(seed), *shape, [1.0, 1.5], ragged=ragged, dtype=np.float64)
+    return (*logits, labels)
+
+
+@given(seeds, shapes, st.booleans())
+@settings(max_examples=60)
+def test_pair_fit_is_no_worse_than_l_bfgs_b(seed, shape, ragged):
+    state, logits, labels = two_models(seed, shape, ragged=ragged)
+    fit = fit_pair(state, logits, labels)
+    best = min(
+        minimize(lambda w: nll(w, [state, logits], labels), start, method="L-BFGS-B", bounds=[(1e-9, 50)] * 2).fun
+        for start in ([0.5, 0.5], [0.1, 1.0])
+    )
+    assert fit.nll_after <= best + 1e-7
+    assert fit.nll_before == pytest.approx(nll([0.5, 0.5], [state, logits], labels), rel=1e-12)
+    reached = nll([0.5 / fit.alpha, 0.5 / fit.beta], [state, logits], labels)
+    assert fit.nll_after == pytest.approx(reached, rel=1e-6, abs=1e-9)
+
+
+@given(seeds)
+def test_a_useless_partner_gets_next_to_no_weight(seed):
+    rng = np.random.default_rng(seed)
+    labels, (logits,) = planted(rng, 500, 4, [2.0], dtype=np.float64)
+    against = -4.0 * np.eye(4)[labels] + 0.1 * rng.standard_normal((500, 4))
+    fit = fit_pair(against, logits, labels)
+    assert fit.alpha_status is FitStatus.UNINFORMATIVE
+    assert fit.nll_after == pytest.approx(fit_temperature(logits, labels).nll_after, abs=1e-6)
+
+
+def test_two_copies_of_a_model_are_worth_one():
+    logits, labels = one_model(9, (500, 5), strength=1.5)
+    fit = fit_pair(logits, logits, labels)
+    assert fit.nll_after == pytest.approx(fit_temperature(logits, labels).nll_after, abs=1e-10)
+    assert fit.alpha == pytest.approx(fit.beta, rel=1e-3)
+
+
+@given(seeds, st.sampled_from([1.0, 0.5, 10.0]))
+@settings(max_examples=20)
+def test_a_partner_that_adds_nothing_to_what_is_fused_leaves_it_as_good(seed, factor):
+    state, logits, labels = two_models(seed, (400, 4))
+    pair = fit_pair(state, logits, labels)
+    fused = (state / pair.alpha + logits / pair.beta) / 2
+    again = fit_pair(fused, factor * logits, labels)
+    assert again.nll_after == pytest.approx(pair.nll_after, abs=1e-9)
+
+
+def test_a_pair_that_separates_the_data_is_reported():
+    logits, labels = one_model(10, (200, 4))
+    fit = fit_pair(logits, 5.0 * np.eye(4)[labels], labels)
+    assert fit.beta_status is FitStatus.SEPARABLE
+    assert fit.nll_after < 1e-6

@@ -1,0 +1,83 @@
+"""Logits with known properties, and slow implementations that tests hold the fast ones against."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from cauc_ray.data.logits import write_logits
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.costs import Costs
+
+SPLITS = ("calibration", "validation", "test")
+
+
+def planted(rng, n, k, strengths, *, ragged=False, dtype=np.float32):
+    """Return labels (n,) and for each strength logits (n, k) that favour the label by about that much."""
+    n_options = rng.integers(max(2, k - 2), k + 1, n) if ragged else np.full(n, k)
+    labels = (rng.random(n) * n_options).astype(np.int32)
+    shared = rng.standard_normal((n, k))
+    logits = []
+    for strength in strengths:
+        z = rng.standard_normal((n, k)) + 0.7 * shared
+        z[np.arange(n), labels] += rng.normal(strength, 1.5, n)
+        z[np.arange(k) >= n_options[:, None]] = -np.inf
+        logits.append(z.astype(dtype))
+    return labels, logits
+
+
+def chain(seed=0, n=400, k=5, strengths=(1.0, 1.7, 2.4), *, ragged=False, per_call=False, shift=0):
+    """Return a ChainLogits of planted logits, cheapest first."""
+    rng = np.random.default_rng([seed, shift])
+    labels, logits = planted(rng, n, k, strengths, ragged=ragged)
+    per_model = np.array([1.0, 4.0, 15.0, 40.0, 90.0])[: len(strengths)]
+    costs = per_model * rng.uniform(0.5, 2.0, (n, len(strengths))) if per_call else per_model
+    return ChainLogits(
+        models=tuple(f"m{j}" for j in range(len(strengths))),
+        logits=tuple(logits),
+        example_ids=tuple(f"{shift}-{row:05d}" for row in range(n)),
+        labels=labels,
+        costs=Costs("GFLOPs", costs),
+        per_call_costs=per_call,
+        source="planted",
+        logit_kind="raw",
+    )
+
+
+def write_table(folder: Path, *, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True):
+    """Write a logit table of planted logits with three splits, and return its chains by split."""
+    chains = {}
+    for place, split in enumerate(SPLITS):
+        data = chain(7, n, k, strengths, ragged=ragged, per_call=per_call, shift=place)
+        chains[split] = data
+        for stage, model in enumerate(data.models):
+            write_logits(
+                folder,
+                model,
+                split,
+                example_ids=[f"{split}-{example}" for example in data.example_ids],
+                labels=data.labels,
+                logits=[row[np.isfinite(row)] for row in data.logits[stage]],
+                costs=data.costs.per_call[:, stage] if per_call else None,
+            )
+    if pool_json:
+        models = [{"name": m, "cost": float(c)} for m, c in zip(data.models, data.costs.means, strict=True)]
+        info = {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models}
+        (folder / "pool.json").write_text(json.dumps(info))
+    return chains
+
+
+def softmax(z):
+    """Return the softmax of one vector, in plain float64."""
+    e = np.exp(np.asarray(z, np.float64) - np.max(z))
+    return e / e.sum()
+
+
+def nll(weights, sources, labels):
+    """Return the mean NLL of softmax(sum of weighted sources), by scipy's logsumexp."""
+    from scipy.special import logsumexp
+
+    scores = sum(w * np.asarray(s, np.float64) for w, s in zip(weights, sources, strict=True))
+    return float((logsumexp(scores, axis=1) - scores[np.arange(len(labels)), labels]).mean())
