@@ -158,12 +158,12 @@ class _Problem:
         self.spreads = np.array([self._spread(*arrays) for arrays in zip(self.sources, self.tops, totals, strict=True)])
 
     def _spread(self, source: Floats, tops: Floats, totals: Floats) -> float:
-        """Return the mean distance of a row's largest logit from the row's mean; 1 where it is 0."""
+        """Return the mean distance of a row's largest logit from the row's mean."""
         n_options: int | Ints = source.shape[1]
         if self.padded:
             there = np.isfinite(source)
             totals, n_options = np.where(there, source, 0).sum(axis=1), there.sum(axis=1)
-        return float((tops[:, 0] - totals / n_options).mean(dtype=np.float64)) or 1.0
+        return float((tops[:, 0] - totals / n_options).mean(dtype=np.float64))
 
     @property
     def perfect(self) -> float:
@@ -242,11 +242,14 @@ def fit_weights(sources: Sequence[Floats], labels: Ints, start: float) -> Weight
     Raises DataError naming the row when a label points at a missing option or a logit is NaN or +inf.
     """
     problem = _Problem(sources, labels)
-    box = _Box(_LOWEST / problem.spreads, _HIGHEST / problem.spreads)
-    initial = np.clip(np.full(len(sources), start), box.lowest, box.highest)
+    flat = problem.spreads <= 0
+    units = 1.0 / np.where(flat, 1.0, problem.spreads)
+    box = _Box(_LOWEST * units, _HIGHEST * units)
+    # Constant logits say nothing, and nothing would move their weight.
+    initial = np.where(flat, box.lowest, np.clip(start, box.lowest, box.highest))
 
     found = None
-    if problem.separable_alone():
+    if problem.separable_alone() and not flat.any():
         found = _Minimum(box.highest, problem.sums(box.highest), separable=True)
     elif len(problem.labels) >= 8 * _SAMPLE_ROWS:
         found = _by_sample(problem, initial, box)

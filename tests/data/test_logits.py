@@ -1,0 +1,214 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from synthetic import write_table
+
+from cauc_ray.data.logits import LogitTable, write_logits
+from cauc_ray.errors import ConfigError, DataError
+
+MODELS = ["m0", "m1", "m2"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    folder = tmp_path / "LOGITS"
+    write_table(folder, n=60)
+    return folder
+
+
+def part(folder, model="m1", split="calibration"):
+    return folder / f"model={model}" / f"split={split}" / "part-0.parquet"
+
+
+def rewrite(path, **columns):
+    """Replace columns of a Parquet file; None drops one."""
+    old = pq.ParquetFile(path).read()
+    data = {name: old.column(name) for name in old.column_names} | columns
+    pq.write_table(pa.table({name: column for name, column in data.items() if column is not None}), path)
+
+
+def values(path, column):
+    return pq.ParquetFile(path).read().column(column).to_pylist()
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.integers(0, 99), st.booleans(), st.booleans())
+def test_what_is_written_is_read(tmp_path_factory, seed, ragged, per_call):
+    folder = tmp_path_factory.mktemp("table")
+    written = write_table(folder, n=20 + seed % 7, ragged=ragged, per_call=per_call)["test"]
+    read = LogitTable(folder).read_chain(MODELS, "test")
+    assert read.example_ids == tuple(f"test-{example}" for example in written.example_ids)
+    assert (read.labels == written.labels).all()
+    for mine, theirs in zip(read.logits, written.logits, strict=True):
+        assert (mine == theirs).all()
+    assert read.costs.per_call == pytest.approx(written.costs.per_call, rel=1e-6)
+    assert (read.costs.unit, read.logit_kind, read.per_call_costs) == ("GFLOPs", "raw", per_call)
+
+
+def test_row_order_and_files_mean_nothing(table):
+    expected = LogitTable(table).read_chain(MODELS, "test")
+    whole = pq.ParquetFile(part(table, "m2", "test")).read()
+    order = np.random.default_rng(0).permutation(len(whole))
+    shuffled = whole.take(pa.array(order))
+    pq.write_table(shuffled.slice(0, 23), part(table, "m2", "test"))
+    pq.write_table(shuffled.slice(23), part(table, "m2", "test").with_name("part-1.parquet"))
+    read = LogitTable(table).read_chain(MODELS, "test")
+    assert read.example_ids == expected.example_ids
+    assert (read.logits[2] == expected.logits[2]).all()
+    assert read.examples_fingerprint() == expected.examples_fingerprint()
+    assert read.logits_fingerprint(2) == expected.logits_fingerprint(2)
+
+
+def test_other_list_and_number_types_serve_too(table):
+    path = part(table)
+    logits = values(path, "logits")
+    expected = LogitTable(table).read_chain(MODELS, "calibration").logits[1]
+    for kind in (pa.large_list(pa.float64()), pa.list_(pa.float32(), 5)):
+        rewrite(path, logits=pa.array(logits, kind), example_id=pa.array(values(path, "example_id"), pa.large_string()))
+        assert (LogitTable(table).read_chain(MODELS, "calibration").logits[1] == expected).all()
+
+
+def test_labels_may_be_unknown(table):
+    for model in MODELS:
+        rewrite(part(table, model, "test"), label=pa.nulls(60, pa.int32()))
+    assert not LogitTable(table).read_chain(MODELS, "test").labelled.any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_inf_are_refused_naming_file_model_and_example(table, value):
+    logits = values(part(table), "logits")
+    logits[5][2] = value
+    rewrite(part(table), logits=pa.array(logits, pa.list_(pa.float32())))
+    example = values(part(table), "example_id")[5]
+    with pytest.raises(DataError, match=f"part-0.parquet: model 'm1', example '{example}': a logit is NaN or \\+inf"):
+        LogitTable(table).read_chain(MODELS, "calibration")
+
+
+def broken(table, fault):
+    path = part(table)
+    ids, labels, logits = (values(path, c) for c in ("example_id", "label", "logits"))
+    if fault == "id missing":
+        pq.write_table(pq.ParquetFile(path).read().slice(1), path)
+    elif fault == "id duplicate":
+        rewrite(path, example_id=pa.array([ids[1], *ids[1:]]))
+    elif fault == "label outside":
+        rewrite(path, label=pa.array([5, *labels[1:]], pa.int32()))
+    elif fault == "label negative":
+        rewrite(path, label=pa.array([-1, *labels[1:]], pa.int32()))
+    elif fault == "labels disagree":
+        rewrite(path, label=pa.array([(labels[0] + 1) % 5, *labels[1:]], pa.int32()))
+    elif fault == "lengths disagree":
+        logits[3] = [*logits[3], 0.0]
+        rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())))
+    elif fault == "empty split":
+        pq.write_table(pq.ParquetFile(path).read().slice(0, 0), path)
+    elif fault == "no files":
+        path.unlink()
+    elif fault == "no options":
+        rewrite(path, logits=pa.array([[], *logits[1:]], pa.list_(pa.float32())))
+    elif fault == "null logits":
+        rewrite(path, logits=pa.array([[None] * 5, *logits[1:]], pa.list_(pa.float32())))
+    elif fault == "null id":
+        rewrite(path, example_id=pa.array([None, *ids[1:]], pa.string()))
+    elif fault == "label is text":
+        rewrite(path, label=pa.array(["cat"] * len(ids)))
+    elif fault == "column missing":
+        rewrite(path, logits=None)
+    elif fault == "cost negative":
+        rewrite(path, cost=pa.array([-1.0] * len(ids), pa.float32()))
+    elif fault == "truncated":
+        path.write_bytes(path.read_bytes()[:-300])
+    elif fault == "no parquet":
+        path.write_text("example_id,label\n")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("id missing", "of model 'm0' is missing from model 'm1' (1 such)"),
+        ("id duplicate", "stands twice (part-0.parquet)"),
+        ("label outside", "label 5 is outside its 5 options"),
+        ("label negative", "label -1 is outside its 5 options"),
+        ("labels disagree", "as label for model 'm0' and"),
+        ("lengths disagree", "has 5 options for model 'm0' and 6 for model 'm1'"),
+        ("empty split", "model 'm1', split 'calibration': the split is empty"),
+        ("no files", "there are no .parquet files in"),
+        ("no options", "it has no logits"),
+        ("null logits", "column 'logits' holds nulls"),
+        ("null id", "row 0 has no example_id"),
+        ("label is text", "column 'label' is string, not int32"),
+        ("column missing", "no column 'logits'; it has example_id, label"),
+        ("cost negative", "its cost is not a number of at least 0"),
+        ("truncated", "part-0.parquet is not a readable Parquet file"),
+        ("no parquet", "part-0.parquet is not a readable Parquet file"),
+    ],
+)
+def test_every_fault_is_refused_in_one_line(table, fault, says):
+    broken(table, fault)
+    with pytest.raises(DataError) as error:
+        LogitTable(table).read_chain(MODELS, "calibration")
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert "m1" in str(error.value)
+
+
+def test_names_that_are_not_there_get_a_suggestion(table):
+    with pytest.raises(ConfigError, match=r"unknown model 'm00'; did you mean 'm0'\? Available: m0, m1, m2"):
+        LogitTable(table).read_chain(["m00", "m1"], "test")
+    with pytest.raises(DataError, match=r"unknown split 'tset'; did you mean 'test'\?"):
+        LogitTable(table).read_chain(["m0", "m1"], "tset")
+    with pytest.raises(ConfigError, match="'m0' stands twice"):
+        LogitTable(table).read_chain(["m0", "m0"], "test")
+    with pytest.raises(DataError, match="not a folder"):
+        LogitTable(table / "absent")
+    with pytest.raises(DataError, match="no folders model="):
+        LogitTable(table / "model=m0")
+
+
+def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
+    assert LogitTable(table).read_chain(["m0", "m2"], "test").costs.per_call.tolist() == [1.0, 15.0]
+    assert LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4]).costs.per_call.tolist() == [3.0, 4.0]
+    with pytest.raises(ConfigError, match="3 costs for 2 models"):
+        LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4, 5])
+    info = json.loads((table / "pool.json").read_text())
+    info["models"] = info["models"][:1]
+    (table / "pool.json").write_text(json.dumps(info))
+    with pytest.raises(DataError, match="no cost for model 'm2'"):
+        LogitTable(table).read_chain(["m0", "m2"], "test")
+    (table / "pool.json").write_text('{"cost_unit": "s", "modles": []}')
+    with pytest.raises(DataError, match="pool.json: "):
+        LogitTable(table).read_chain(["m0", "m2"], "test")
+    (table / "pool.json").unlink()
+    with pytest.raises(DataError, match="give --costs"):
+        LogitTable(table).read_chain(["m0", "m2"], "test")
+    assert LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4]).costs.unit == "cost units"
+
+
+def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):
+    rewrite(part(table, "m1", "test"), cost=pa.array(np.linspace(3, 5, 60), pa.float32()))
+    chain = LogitTable(table).read_chain(MODELS, "test")
+    assert chain.per_call_costs
+    assert set(chain.costs.per_call[:, 0]) == {1.0}
+    assert chain.costs.means == pytest.approx([1.0, 4.0, 15.0])
+    assert not LogitTable(table).read_chain(MODELS, "test", per_call_costs=False).per_call_costs
+
+
+def test_a_folder_that_cannot_be_named_so_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot name a folder"):
+        write_logits(tmp_path, "a/b", "test", example_ids=["x"], labels=None, logits=np.zeros((1, 2)))
+
+
+def test_real_tables_have_the_accuracies_that_their_readme_gives(shared_logits):
+    chain = [
+        LogitTable(shared_logits / "cifar10").read_chain(["resnet20", "resnet56"], s)
+        for s in ("calibration", "validation", "test")
+    ]
+    labels = np.concatenate([c.labels for c in chain])
+    for stage, expected in ((0, 0.9173), (1, 0.9339)):
+        predictions = np.concatenate([c.logits[stage].argmax(axis=1) for c in chain])
+        assert np.mean(predictions == labels) == pytest.approx(expected, abs=5e-5)

@@ -1,0 +1,140 @@
+import time
+
+import numpy as np
+import pytest
+import yaml
+from synthetic import write_table
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.answers import as_answers
+from cauc_ray.models.pool import load_pool
+from cauc_ray.models.python import PythonSpec
+from cauc_ray.models.saved import SavedSpec
+
+BATCH = {"example_id": np.array(["a", "b"], dtype=object), "x": np.array([1.0, 2.0])}
+
+
+def test_a_python_model_answers_arrays_and_ragged_lists():
+    spec = PythonSpec(kind="python", factory="user_models:by_x", kwargs={"factor": 3.0})
+    assert spec.load()(BATCH).logits.tolist() == [[3.0, 0.0], [6.0, 0.0]]
+    ragged = PythonSpec(kind="python", factory="user_models:ragged").load()(BATCH)
+    assert ragged.logits.tolist() == [[1.0, -np.inf], [2.0, 2.0]]
+    assert ragged.logits.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        (np.zeros((3, 2)), "returned 3 rows of logits for 2 inputs"),
+        (np.zeros(2), r"logits of shape \(2,\)"),
+        (np.zeros((2, 0)), r"logits of shape \(2, 0\)"),
+        (np.array([[0.0, np.nan], [0, 0]]), "row 0 of the batch: a logit is NaN"),
+        ([[1.0], [np.inf]], "row 1 of the batch"),
+        ([[1.0], []], "row 1 of the batch"),
+        ([["a"], ["b"]], "not numbers"),
+        ([1.0, 2.0], "one vector of logits for each row"),
+        ("ab", "not str"),
+    ],
+)
+def test_answers_that_nobody_can_use_are_refused(output, says):
+    with pytest.raises(DataError, match=says):
+        as_answers(output, 2)
+
+
+@pytest.mark.parametrize("factory", ["user_models:absent", "absent_module:load", "user_models:no_callable"])
+def test_a_factory_that_gives_no_model_is_refused(factory):
+    with pytest.raises(ConfigError, match="factory"):
+        PythonSpec(kind="python", factory=factory).load()
+
+
+def test_a_saved_model_answers_from_its_table_in_the_time_that_it_is_told(tmp_path):
+    chain = write_table(tmp_path / "L", n=30, per_call=True)["test"]
+    spec = SavedSpec(
+        kind="saved", logits=tmp_path / "L", model="m1", split="test", seconds_per_call=0.05, seconds_per_row=0.01
+    )
+    model = spec.load()
+    started = time.perf_counter()
+    answers = model({"example_id": np.array([f"test-{chain.example_ids[row]}" for row in (7, 2)], dtype=object)})
+    assert time.perf_counter() - started >= 0.07
+    assert (answers.logits == chain.logits[1][[7, 2]]).all()
+    assert answers.costs == pytest.approx(chain.costs.per_call[[7, 2], 1], rel=1e-6)
+    with pytest.raises(DataError, match="example 'nobody' is not in"):
+        model({"example_id": np.array(["nobody"], dtype=object)})
+
+
+GOOD = {
+    "name": "two",
+    "task": "multiple-choice",
+    "stages": [
+        {"name": "small", "model": {"kind": "python", "factory": "user_models:by_x"}, "cost": {"params_b": 8}},
+        {"name": "large", "model": {"kind": "saved", "logits": "L", "model": "m1", "split": "test"}, "batch_size": 32},
+    ],
+}
+
+
+def pool_file(tmp_path, **changes):
+    content = yaml.safe_load(yaml.safe_dump(GOOD))
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        at = content
+        for parent in parents:
+            at = at[int(parent) if parent.isdigit() else parent]
+        at[last] = value
+    path = tmp_path / "pool.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_a_pool_file_is_read_with_its_defaults(tmp_path):
+    pool = load_pool(pool_file(tmp_path))
+    small, large = pool.chain(("small", "large"))
+    assert (small.cost.value, small.cost.unit) == (8.0, "B params")
+    assert (small.batch_size, small.replicas.min, small.replicas.max, small.resources.num_cpus) == (256, 1, 1, 1)
+    assert large.model.logits == (tmp_path / "L").resolve()
+    assert load_pool(pool_file(tmp_path, stages__0__replicas={"min": 3})).stages[0].replicas.max == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"taks": "x"}, "unknown key 'taks'"),
+        ({"stages__0__batchsize": 3}, "unknown key 'stages.0.batchsize'"),
+        ({"stages__0__model__factroy": "a:b"}, "unknown key 'stages.0.model.python.factroy'"),
+        (
+            {"stages__0__model__kind": "pyhton"},
+            "unknown kind 'pyhton'; did you mean 'python'? Available: python, saved",
+        ),
+        ({"task": "guessing"}, "task: "),
+        ({"stages": []}, "stages: "),
+        ({"stages__1__name": "small"}, "two stages are named 'small'"),
+        ({"stages__0__name": "a/b"}, "stages.0.name: "),
+        ({"stages__0__cost": {}}, "exactly one of gflops, params_b, seconds, usd_per_mtok"),
+        ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
+        ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops: "),
+        ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
+        ({"stages__0__model__factory": "no colon"}, "stages.0.model.python.factory: "),
+    ],
+)
+def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, says):
+    path = pool_file(tmp_path, **changes)
+    with pytest.raises(ConfigError) as error:
+        load_pool(path)
+    assert says in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- a\n- b", "", "name: \x00"])
+def test_what_is_no_pool_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "pool.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_pool(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="no pool file"):
+        load_pool(tmp_path / "absent.yaml")
+
+
+def test_a_stage_that_the_pool_lacks_gets_a_suggestion(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown stage 'lagre'; did you mean 'large'\?"):
+        load_pool(pool_file(tmp_path)).chain(("small", "lagre"))
