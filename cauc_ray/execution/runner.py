@@ -149,11 +149,13 @@ class _Reader:
     """Reads the input block by block, in a process of its own."""
 
     def __init__(self, path: Path) -> None:
-        self._input = RunInput(path)
-        self._blocks = self._input.blocks(BLOCK_ROWS)
+        self._path = path
 
-    def n_rows(self) -> int:
-        return self._input.n_rows
+    def open(self) -> int:
+        """Open the input and return its number of rows."""
+        opened = RunInput(self._path)
+        self._blocks = opened.blocks(BLOCK_ROWS)
+        return opened.n_rows
 
     def next_block(self) -> tuple[tuple[list[str], Ints | None, int] | None, Any]:
         """Return a block's ids, labels and size, and apart from them its columns; None after the last."""
@@ -221,7 +223,7 @@ class _CascadeRun:
 
     def _start(self) -> None:
         self._reader = _actor(_Reader, num_cpus=0, label_selector=self._here).remote(self._plan.input)
-        self._n_rows = _get(self._reader.n_rows.remote(), START_DEADLINE_S, "the reader")
+        self._n_rows = _get(self._reader.open.remote(), START_DEADLINE_S, "the reader")
         handles, specs = [], []
         for place, (stage, n) in enumerate(zip(self._plan.stages, self._counts, strict=True)):
             for _ in range(n):
@@ -348,7 +350,7 @@ def _worker_class(stage: StageSpec) -> Any:
 
 def _start_workers(specs: Sequence[tuple[StageSpec, str]], handles: Sequence[Any]) -> list[Any]:
     """Wait until every worker has loaded its model. Raises ExecutionError naming the first that has not."""
-    ready = [handle.ready.remote() for handle in handles]
+    ready = [handle.load.remote() for handle in handles]
     deadline = time.monotonic() + START_DEADLINE_S
     try:
         for (_, name), ref in zip(specs, ready, strict=True):
@@ -369,25 +371,17 @@ def _get(ref: Any, timeout_s: float, who: str) -> Any:
     except RayTaskError as error:
         raise _told(error.cause, who) from error
     except RayActorError as error:
-        raise _told(_constructor_fault(error), who) from error
+        raise ExecutionError(f"{who} died") from error
     except RayError as error:
         raise ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
 
 
-def _told(cause: BaseException | None, who: str) -> CaucError:
+def _told(cause: BaseException, who: str) -> CaucError:
     if isinstance(cause, ExecutionError):
         return cause
     if isinstance(cause, CaucError):
         return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
-    if cause is None:
-        return ExecutionError(f"{who} died")
     return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
-
-
-def _constructor_fault(error: RayActorError) -> BaseException | None:
-    """Return the exception that a constructor raised, which Ray keeps one level down, or None."""
-    cause = error.__cause__ or getattr(error, "cause", None)
-    return cause.cause if isinstance(cause, RayTaskError) else cause
 
 
 def import_paths() -> tuple[str, ...]:

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import ray
 
 from cauc_ray.data.inputs import concat_column
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.messages import CallResult
-from cauc_ray.models.answers import Answers, Batch
+from cauc_ray.models.answers import Answers, Batch, Model
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
@@ -36,18 +37,22 @@ class Part:
 
 
 class StageWorker:
-    """Loads a model once and answers calls; a fault of a call is an answer, not an exception."""
+    """Loads a model once and answers calls; a fault of a call is an answer, not an exception.
+
+    Loading is a call of its own: of what a constructor raises, Ray keeps only the text.
+    """
 
     def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
         sys.path[:0] = [path for path in import_paths if path not in sys.path]
-        self._model = spec.model.load()
+        self._spec = spec
+        self._model: Model | None = None
         self._stage = stage
         self._policy = policy
-        self._node = socket.gethostname()
+        self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
 
-    def ready(self) -> bool:
-        """Answer once the model is loaded."""
-        return True
+    def load(self) -> None:
+        """Load the model. Raises CaucError, or what the user's code raises."""
+        self._model = self._spec.model.load()
 
     def decide(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Floats]:
         """Answer a call's rows and decide which of them stop.
@@ -56,6 +61,7 @@ class StageWorker:
         Returns the result and the state of the rows that go on, float64 (n_deferred, S).
         """
         assert self._policy is not None
+        assert self._model is not None
         started_at, started = time.time(), time.perf_counter()
         try:
             answers = self._model(_batch(parts, arguments))
@@ -76,6 +82,7 @@ class StageWorker:
 
     def answer(self, columns: Batch, start: int, stop: int) -> tuple[Answers, float]:
         """Return the model's own answers to some rows, undecided, and the seconds that they took."""
+        assert self._model is not None
         started = time.perf_counter()
         answers = self._model({name: column[start:stop].copy() for name, column in columns.items()})
         return answers, time.perf_counter() - started

@@ -43,7 +43,7 @@ def test_rows_come_in_order_of_files_and_in_blocks(tmp_path):
 def test_inputs_that_do_not_serve_are_refused(tmp_path):
     with pytest.raises(DataError, match="there is no file"):
         RunInput(tmp_path / "absent.parquet")
-    with pytest.raises(DataError, match="no .parquet files"):
+    with pytest.raises(DataError, match=r"no \.parquet files"):
         RunInput(tmp_path)
     pq.write_table(pa.table({"id": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no column 'example_id'; it has id"):
@@ -53,7 +53,7 @@ def test_inputs_that_do_not_serve_are_refused(tmp_path):
     with pytest.raises(DataError, match="has the columns example_id, x, but"):
         RunInput(tmp_path)
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(DataError, match="b.parquet is not a readable Parquet file"):
+    with pytest.raises(DataError, match=r"b\.parquet is not a readable Parquet file"):
         RunInput(tmp_path)
     pq.write_table(pa.table({"example_id": pa.array([], pa.string())}), tmp_path / "c.parquet")
     with pytest.raises(DataError, match="holds no rows"):

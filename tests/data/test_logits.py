@@ -181,7 +181,7 @@ def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
     with pytest.raises(DataError, match="no cost for model 'm2'"):
         LogitTable(table).read_chain(["m0", "m2"], "test")
     (table / "pool.json").write_text('{"cost_unit": "s", "modles": []}')
-    with pytest.raises(DataError, match="pool.json: "):
+    with pytest.raises(DataError, match=r"pool\.json: "):
         LogitTable(table).read_chain(["m0", "m2"], "test")
     (table / "pool.json").unlink()
     with pytest.raises(DataError, match="give --costs"):

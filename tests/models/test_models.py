@@ -102,7 +102,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__model__factroy": "a:b"}, "unknown key 'stages.0.model.python.factroy'"),
         (
             {"stages__0__model__kind": "pyhton"},
-            "unknown kind 'pyhton'; did you mean 'python'? Available: python, saved",
+            "unknown kind 'pyhton'; did you mean 'python'?",
         ),
         ({"task": "guessing"}, "task: "),
         ({"stages": []}, "stages: "),

@@ -1,0 +1,215 @@
+"""Cascades on a real Ray session."""
+
+import json
+import time
+from collections import Counter
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import (
+    MODELS,
+    by_example,
+    numbered_input,
+    python_pool,
+    read_all,
+    run,
+    saved_pool,
+    split_input,
+    two_model_policy,
+    write_pool,
+)
+from synthetic import write_table
+
+import cauc_ray
+from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.policies.cascade import replay
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize("options", [{}, {"ragged": True}, {"per_call": True}], ids=["plain", "ragged", "per-call"])
+def test_a_live_run_is_the_replay_row_for_row(tmp_path, method, options):
+    chain = write_table(tmp_path / "LOGITS", n=700, **options)["test"]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method=method, budget=9.0)
+    summary = run(tmp_path, saved_pool(tmp_path), policy, split_input(tmp_path, chain))
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    expected = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions())
+    assert live == expected  # predictions, stages, costs, labels, and confidences to the bit
+    assert len({row["stage"] for row in live.values()}) > 1
+    assert not (tmp_path / "out" / "failed").exists()
+    assert summary["n"] == 700
+    assert summary["accuracy"]["value"] == sum(r["prediction"] == r["label"] for r in live.values()) / 700
+    assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
+
+
+def test_the_ledger_adds_up_to_the_predictions(tmp_path):
+    chain = write_table(tmp_path / "LOGITS", n=500)["test"]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", budget=9.0)
+    summary = run(tmp_path, saved_pool(tmp_path), policy, split_input(tmp_path, chain))
+    ledger = read_all(tmp_path / "out" / "ledger")
+    assert ledger.column_names == [
+        "run_id", "stage", "replica", "node", "started_at", "batch", "accepted", "deferred", "queue_s", "compute_s",
+        "device_s", "cost", "attempt",
+    ]  # fmt: skip
+    calls = ledger.to_pylist()
+    answered = Counter(row["stage"] for row in read_all(tmp_path / "out" / "predictions").to_pylist())
+    reached = 500
+    for place, stage in enumerate(policy.stages):
+        own = [call for call in calls if call["stage"] == stage.name]
+        assert sum(call["batch"] for call in own) == reached
+        assert sum(call["accepted"] for call in own) == answered[place]
+        assert sum(call["deferred"] for call in own) == reached - answered[place]
+        assert sum(call["cost"] for call in own) == pytest.approx(reached * stage.cost)
+        assert summary["stages"][place]["reached"] == reached
+        assert summary["stages"][place]["calls"] == len(own)
+        reached -= answered[place]
+        if place:  # gathered across calls and input files into full batches, but the last
+            assert sorted(call["batch"] for call in own)[1:] == [16] * (len(own) - 1)
+    assert all(call["batch"] == call["accepted"] + call["deferred"] for call in calls)
+    assert all(call["queue_s"] >= 0 and call["compute_s"] > 0 and call["attempt"] == 1 for call in calls)
+    assert {call["run_id"] for call in calls} == {summary["run_id"]}
+    assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
+
+
+def test_batch_sizes_and_replicas_change_no_answer(tmp_path):
+    chain = write_table(tmp_path / "LOGITS", n=400, ragged=True)["test"]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base")
+    inputs = split_input(tmp_path, chain)
+    expected = None
+    for place, stage in enumerate(({"batch_size": 7}, {"batch_size": 300, "replicas": {"min": 2, "max": 3}})):
+        pool = saved_pool(tmp_path, **stage)
+        cauc_ray.run(pool, policy, inputs, tmp_path / f"out{place}")
+        rows = by_example(read_all(tmp_path / f"out{place}" / "predictions"))
+        expected = expected or rows
+        assert rows == expected
+        replicas = {(c["stage"], c["replica"]) for c in read_all(tmp_path / f"out{place}" / "ledger").to_pylist()}
+        assert len(replicas) >= 3
+
+
+def test_python_models_get_the_inputs_columns_and_may_write_to_them(tmp_path):
+    pool = python_pool(tmp_path, [("writes_to_its_input", {}), ("by_x", {"factor": 5.0})])
+    run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    rows = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert len(rows) == 40
+    assert {row["stage"] for row in rows.values()} == {0, 1}
+    assert "label" not in next(iter(rows.values()))
+    # The second stage sees x as it came: where x is clearly negative, it outweighs the first's x + 1.
+    assert rows["row-14"]["stage"] == 1
+    assert rows["row-14"]["prediction"] == 1
+
+
+def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path):
+    pool = python_pool(tmp_path, [("fails_on", {"example": "row-5"}), ("fails_on", {"example": "row-20"})])
+    summary = run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
+    failed = by_example(read_all(tmp_path / "out" / "failed"))
+    assert {name: (row["stage"], row["reason"]) for name, row in failed.items()} == {
+        "row-5": ("small", "ValueError: cannot look at row-5 at all"),
+        "row-20": ("large", "ValueError: cannot look at row-20 at all"),
+    }
+    answered = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert set(answered) | set(failed) == {f"row-{n}" for n in range(40)}
+    assert not set(answered) & set(failed)
+    assert (summary["n"], summary["n_failed"]) == (40, 2)
+    ledger = read_all(tmp_path / "out" / "ledger").to_pylist()
+    retried = [call for call in ledger if call["attempt"] > 1]
+    assert retried
+    assert all(call["cost"] == 0 for call in ledger if call["accepted"] + call["deferred"] == 0)
+
+
+def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
+    pool = python_pool(tmp_path, [("by_x", {}), ("always_fails", {})])
+    with pytest.raises(ExecutionError, match="stage 'large' has failed on every row so far: RuntimeError: no such dev"):
+        run(tmp_path, pool, two_model_policy(threshold=2.0), numbered_input(tmp_path))
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tmp_path):
+    pool = python_pool(tmp_path, [("by_x", {}), ("cannot_load", {})])
+    with pytest.raises(CaucError, match=r"stage 'large' failed: OSError: weights\.pt is not there"):
+        run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    assert not (tmp_path / "out").exists()
+    pool = python_pool(tmp_path, [("by_x", {}), ("absent", {})])
+    with pytest.raises(ConfigError, match="stage 'large': factory 'user_models:absent' cannot be imported"):
+        run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_that_is_killed_ends_the_run_and_does_not_hang(tmp_path):
+    pool = python_pool(tmp_path, [("by_x", {}), ("dies_on", {"example": "row-20"})])
+    started = time.monotonic()
+    with pytest.raises(ExecutionError, match="stage 'large' died"):
+        run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
+    assert time.monotonic() - started < 60
+
+
+def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):
+    inputs, policy = numbered_input(tmp_path), two_model_policy()
+    for resources, asked in (
+        ({"num_gpus": 2}, "1 CPUs and 2 GPUs"),
+        ({"num_cpus": 999}, "999 CPUs and 0 GPUs"),
+        ({"labels": {"tier": "moon"}}, "on a node labelled tier=moon"),
+    ):
+        pool = python_pool(tmp_path, [("by_x", {})] * 2, resources=resources)
+        with pytest.raises(ExecutionError, match=f"stage 'small' with at least 1 replicas of .*{asked}"):
+            run(tmp_path, pool, policy, inputs)
+        assert not (tmp_path / "out").exists()
+
+
+def test_faults_of_the_call_are_told_before_ray_is_asked(tmp_path):
+    inputs, policy = numbered_input(tmp_path), two_model_policy()
+    pool = python_pool(tmp_path, [("by_x", {})] * 2)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        run(tmp_path, pool, policy, inputs)
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
+    with pytest.raises(DataError, match="there is no file"):
+        cauc_ray.run(pool, policy, tmp_path / "absent", tmp_path / "new")
+    stages = [{"name": "smal", "model": {"kind": "python", "factory": "user_models:by_x"}}]
+    with pytest.raises(ConfigError, match="unknown stage 'small'; did you mean 'smal'"):
+        cauc_ray.run(write_pool(tmp_path, stages), policy, inputs, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_saved_stage_that_lacks_an_example_names_it(tmp_path):
+    chain = write_table(tmp_path / "LOGITS", n=60)["test"]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base")
+    inputs = split_input(tmp_path, chain)
+    pq.write_table(pa.table({"example_id": ["stranger"], "label": pa.array([0], pa.int32())}), inputs / "c.parquet")
+    run(tmp_path, saved_pool(tmp_path), policy, inputs)
+    failed = by_example(read_all(tmp_path / "out" / "failed"))
+    assert set(failed) == {"stranger"}
+    assert "example 'stranger' is not in" in failed["stranger"]["reason"]
+
+
+def test_a_run_leaves_the_callers_session_alone(tmp_path):
+    import ray
+
+    pool = python_pool(tmp_path, [("by_x", {})] * 2)
+    run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    assert ray.is_initialized()
+    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60) == 7
+
+
+def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
+    models = ["resnet20", "resnet32", "resnet56", "wrn_28_10"]
+    table = shared_logits / "cifar10"
+    policy = cauc_ray.fit(table, models=models, method="rf", budget=1.0)
+    evaluation = cauc_ray.evaluate(table, policy)
+    inputs = tmp_path / "test.parquet"
+    pq.write_table(pa.table({"example_id": list(evaluation.chain.example_ids)}), inputs)
+    stages = [
+        {
+            "name": model,
+            "model": {"kind": "saved", "logits": str(table), "model": model, "split": "test"},
+            "resources": {"num_cpus": 0.5},
+        }
+        for model in models
+    ]
+    run(tmp_path, write_pool(tmp_path, stages), policy, inputs)
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    expected = by_example(evaluation.predictions().drop_columns(["label"]))
+    assert live == expected
+    assert (replay(policy, evaluation.chain).stages > 0).any()
