@@ -61,7 +61,9 @@ class _Validation(Protocol):
 
 def explain(error: _Validation) -> str:
     """Say in one line what a file's schema (pydantic) found wrong first: the place, the fault, the value."""
-    first = error.errors()[0]
+    faults = error.errors()
+    # A key that is misspelt is also missing: the key that stands there says more.
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"unknown key {place!r}"

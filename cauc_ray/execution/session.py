@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import ray
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.models.pool import StageSpec
+
+REACH_DEADLINE_S = 10.0
 
 
 @contextmanager
@@ -33,6 +36,8 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(n_cpus)), "include_dashboard": False}
+    else:
+        _require_reachable(address)
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -41,6 +46,21 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_reachable(address: str) -> None:
+    """Raise ExecutionError where nothing listens: Ray would end the whole process after a long wait."""
+    if address.startswith("ray://"):
+        raise ExecutionError(
+            f"address {address!r} is of a Ray Client, which is not supported; give HOST:PORT of the head"
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto": Ray looks for a cluster of this machine and says so when there is none
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_DEADLINE_S).close()
+    except OSError as error:
+        raise ExecutionError(f"no Ray cluster at {address!r}: {error.strerror or error}") from error
 
 
 def cpus_needed(stages: Sequence[StageSpec]) -> float:

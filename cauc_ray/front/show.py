@@ -70,15 +70,21 @@ def run_progress() -> Iterator[Callable[[RunProgress], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        rows = progress.add_task("starting", total=None)
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    rows = progress.add_task("starting", total=None)
 
-        def on_progress(at: RunProgress) -> None:
-            waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
-            description = f"rows ({waiting} under way)" if at.n_rows else "starting"
-            progress.update(rows, total=at.n_rows or None, completed=at.n_finished, description=description)
+    def on_progress(at: RunProgress) -> None:
+        # Only now is there something to show: an error before this shall be one line.
+        progress.start()
+        waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
+        description = f"rows ({waiting} under way)" if at.n_rows else "starting"
+        progress.update(rows, total=at.n_rows or None, completed=at.n_finished, description=description)
 
+    try:
         yield on_progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def policy(policy: Policy) -> None:

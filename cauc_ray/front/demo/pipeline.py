@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ def run_demo(output: str | None) -> dict[str, Any]:
     Raises ConfigError with the install command where torch, scikit-learn or matplotlib is missing, or when the
     folder exists. A demo that fails leaves no folder behind.
     """
-    _require_packages()
     folder = (Path(output) if output else _free_folder()).absolute()
     require_new(folder)
+    _require_packages()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return _demo(folder)
@@ -93,10 +94,8 @@ def _demo(folder: Path) -> dict[str, Any]:
 
 def _require_packages() -> None:
     for package in ("torch", "sklearn", "matplotlib"):
-        try:
-            __import__(package)
-        except ImportError as error:
-            raise ConfigError(f"the demo needs {package}; install it with: pip install 'cauc-ray[demo]'") from error
+        if find_spec(package) is None:
+            raise ConfigError(f"the demo needs {package}; install it with: pip install 'cauc-ray[demo]'")
 
 
 def _free_folder() -> Path:

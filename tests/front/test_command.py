@@ -1,0 +1,304 @@
+"""The cauc command as scripts and people meet it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from runs import MODELS, by_example, saved_pool, split_input
+from synthetic import write_table
+
+from cauc_ray.front.command import main
+
+CHAIN = ["--models", ",".join(MODELS)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home")
+    write_table(folder / "LOGITS", n=400)
+    return folder
+
+
+@pytest.fixture
+def cauc(home, tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command in a folder of its own: exit code, standard output, errors."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "LOGITS").symlink_to(home / "LOGITS")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return exit_.value.code, said.out, said.err
+
+    return run
+
+
+def test_fit_evaluate_and_predictions(cauc, tmp_path):
+    code, out, err = cauc("fit", "LOGITS", *CHAIN, "--method", "rf", "--budget", 9, "-o", "policy.json")
+    assert (code, err) == (0, "")
+    assert "threshold" in out
+    policy = json.loads((tmp_path / "policy.json").read_text())
+    code, out, _ = cauc(
+        "evaluate", "LOGITS", "--policy", "policy.json", "--split", "test", "--predictions", "p.parquet", "--json"
+    )
+    assert code == 0
+    result = json.loads(out)
+    assert {"method", "n", "accuracy", "macro_f1", "cost", "cost_unit", "relative_cost", "threshold", "stages"} <= set(
+        result
+    )
+    assert (result["method"], result["n"], result["cost_unit"]) == ("rf", 400, "GFLOPs")
+    assert result["threshold"] == policy["threshold"]
+    assert all({"name", "reached", "answered", "accepted_accuracy"} <= set(stage) for stage in result["stages"])
+    predictions = pq.ParquetFile("p.parquet").read()
+    assert predictions.schema == pa.schema(
+        {
+            "example_id": pa.string(),
+            "prediction": pa.int32(),
+            "confidence": pa.float32(),
+            "stage": pa.int8(),
+            "cost": pa.float32(),
+            "label": pa.int32(),
+        }
+    )
+    rows = by_example(predictions).values()
+    assert sum(row["prediction"] == row["label"] for row in rows) / 400 == result["accuracy"]
+    assert sum(row["cost"] for row in rows) / 400 == pytest.approx(result["cost"])
+    for place, stage in enumerate(result["stages"]):
+        assert stage["answered"] == sum(row["stage"] == place for row in rows)
+    code, out, _ = cauc("evaluate", "LOGITS", "--policy", "policy.json")
+    assert code == 0
+    assert "accuracy" in out
+
+
+def test_fit_prints_the_policy_as_json(cauc):
+    code, out, _ = cauc("fit", "LOGITS", *CHAIN, "--method", "base", "--costs", "4,14,31", "-o", "b.json", "--json")
+    assert code == 0
+    said = json.loads(out)
+    assert [stage["cost"] for stage in said["stages"]] == [4, 14, 31]
+    code, out, _ = cauc("inspect", "b.json", "--json")
+    assert json.loads(out)["policy_id"] == said["policy_id"]
+
+
+def test_macro_f1_can_be_the_objective(cauc):
+    arguments = ["fit", "LOGITS", *CHAIN, "--method", "rf", "--budget", 9, "--objective", "macro-f1", "-o", "f.json"]
+    code, out, _ = cauc(*arguments, "--json")
+    assert code == 0
+    assert json.loads(out)["threshold_choice"]["objective"] == "macro-f1"
+
+
+def test_a_given_threshold_needs_no_validation_split(cauc):
+    code, out, _ = cauc(
+        "fit", "LOGITS", *CHAIN, "--method", "rf", "--threshold", 0.75, "--validation-split", "none", "-o", "t.json",
+        "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["threshold"] == 0.75
+
+
+def test_sweep_writes_every_operating_point_and_shows_a_few(cauc):
+    code, out, _ = cauc("sweep", "LOGITS", *CHAIN, "--methods", "base,rf,margin", "-o", "sweep.parquet")
+    assert code == 0
+    assert all(name in out for name in ("base", "rf", "margin"))
+    rows = pq.ParquetFile("sweep.parquet").read().to_pylist()
+    assert {row["method"] for row in rows} == {"base", "rf", "margin"}
+    for method in ("base", "rf", "margin"):
+        own = [row for row in rows if row["method"] == method]
+        assert len(own) > 200
+        for one, other in pairwise(own):
+            assert one["threshold"] < other["threshold"]
+            assert one["cost"] <= other["cost"] + 1e-12
+            assert one["validation_cost"] <= other["validation_cost"] + 1e-12
+    code, out, _ = cauc("sweep", "LOGITS", *CHAIN, "--points", 7, "-o", "few.parquet", "--json")
+    assert code == 0
+    assert json.loads(out)["points"] == 21
+    few = pq.ParquetFile("few.parquet").read().to_pylist()
+    for row in few:
+        assert row["validation_cost"] <= row["budget"] * (1 + 1e-9)
+        code, out, _ = cauc(
+            "fit", "LOGITS", *CHAIN, "--method", row["method"], "--budget", row["budget"], "-o", "x.json", "--json"
+        ) if row["method"] != "margin" else (0, None, "")  # fmt: skip
+        if out:
+            assert json.loads(out)["threshold"] == row["threshold"]
+
+
+def test_points_of_a_sweep_are_what_evaluate_says(cauc):
+    cauc("sweep", "LOGITS", *CHAIN, "--methods", "base,rf", "--points", 4, "-o", "s.parquet")
+    for row in pq.ParquetFile("s.parquet").read().to_pylist():
+        cauc("fit", "LOGITS", *CHAIN, "--method", row["method"], "--threshold", row["threshold"], "-o", "x.json")
+        result = json.loads(cauc("evaluate", "LOGITS", "--policy", "x.json", "--json")[1])
+        for key in ("accuracy", "macro_f1", "cost", "relative_cost"):
+            assert result[key] == pytest.approx(row[key], abs=1e-9)
+        assert 1 - result["stages"][-1]["reached"] / 400 == pytest.approx(row["avoided"])
+
+
+def test_no_fitted_number_ever_sees_the_test_split(cauc, tmp_path):
+    """Shuffling the test labels changes what is measured and nothing that is fitted or chosen."""
+    (tmp_path / "LOGITS").unlink()
+    write_table(tmp_path / "LOGITS", n=200)
+    cauc("sweep", "LOGITS", *CHAIN, "-o", "one.parquet")
+    for model in MODELS:
+        path = tmp_path / "LOGITS" / f"model={model}" / "split=test" / "part-0.parquet"
+        table = pq.ParquetFile(path).read()
+        pq.write_table(table.set_column(1, "label", pa.chunked_array([table.column("label").to_pylist()[::-1]])), path)
+    cauc("sweep", "LOGITS", *CHAIN, "-o", "two.parquet")
+    one, two = (pq.ParquetFile(name).read() for name in ("one.parquet", "two.parquet"))
+    for column in ("method", "threshold", "validation_accuracy", "validation_cost", "cost", "avoided"):
+        assert one.column(column).equals(two.column(column))
+    assert not one.column("accuracy").equals(two.column("accuracy"))
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_run_and_inspect_its_output(cauc, tmp_path, home):
+    (tmp_path / "LOGITS").unlink()
+    chain = write_table(tmp_path / "LOGITS", n=200)["test"]
+    cauc("fit", "LOGITS", *CHAIN, "--method", "base", "-o", "policy.json")
+    pool, inputs = saved_pool(tmp_path), split_input(tmp_path, chain)
+    run = ["run", pool, "--policy", "policy.json", "--input", inputs, "-o", "out"]
+    code, out, _ = cauc(*run, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "out" / "summary.json").read_text())
+    kinds = {"policy.json": "policy", "pool.yaml": "pool", "LOGITS": "logit table", "out": "run"}
+    kinds |= {"out/predictions": "predictions", "out/ledger": "ledger", "input": "input"}
+    for path, kind in kinds.items():
+        code, out, _ = cauc("inspect", path, "--json")
+        assert (code, json.loads(out)["kind"]) == (0, kind)
+        assert cauc("inspect", path)[0] == 0
+    code, _, err = cauc(*run)
+    assert code == 2
+    assert "not an empty folder" in err
+
+
+BAD = {
+    "no verb": [],
+    "unknown verb": ["fti"],
+    "unknown flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--bugdet", "3"],
+    "shortened flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--thresh", "0.5"],
+    "no models": ["fit", "LOGITS", "-o", "x.json"],
+    "empty name": ["fit", "LOGITS", "--models", "m0,,m1", "-o", "x.json"],
+    "costs in words": ["fit", "LOGITS", *CHAIN, "--costs", "a,b,c", "-o", "x.json"],
+    "too few costs": ["fit", "LOGITS", *CHAIN, "--costs", "1,2", "-o", "x.json"],
+    "negative cost": ["fit", "LOGITS", *CHAIN, "--costs", "-1,2,3", "-o", "x.json"],
+    "unknown model": ["fit", "LOGITS", "--models", "m0,m11", "-o", "x.json"],
+    "unknown method": ["fit", "LOGITS", *CHAIN, "--method", "fr", "-o", "x.json"],
+    "unknown split": ["fit", "LOGITS", *CHAIN, "--calibration-split", "calib", "-o", "x.json"],
+    "one split twice": ["fit", "LOGITS", *CHAIN, "--calibration-split", "validation", "-o", "x.json"],
+    "no validation": ["fit", "LOGITS", *CHAIN, "--budget", "9", "--validation-split", "none", "-o", "x.json"],
+    "budget too low": ["fit", "LOGITS", *CHAIN, "--method", "rf", "--budget", "0.5", "-o", "x.json"],
+    "budget no number": ["fit", "LOGITS", *CHAIN, "--method", "rf", "--budget", "nan", "-o", "x.json"],
+    "budget and threshold": ["fit", "LOGITS", *CHAIN, "--budget", "9", "--threshold", "0.5", "-o", "x.json"],
+    "objective in vain": ["fit", "LOGITS", *CHAIN, "--objective", "macro-f1", "-o", "x.json"],
+    "no such table": ["fit", "ABSENT", *CHAIN, "-o", "x.json"],
+    "no such folder": ["fit", "LOGITS", *CHAIN, "-o", "absent/x.json"],
+    "no such policy": ["evaluate", "LOGITS", "--policy", "absent.json"],
+    "policy is text": ["evaluate", "LOGITS", "--policy", "text.json"],
+    "policy of tomorrow": ["evaluate", "LOGITS", "--policy", "tomorrow.json"],
+    "no such test split": ["evaluate", "LOGITS", "--policy", "policy.json", "--split", "tests"],
+    "unknown sweep method": ["sweep", "LOGITS", *CHAIN, "--methods", "base,magrin", "-o", "x.parquet"],
+    "one point": ["sweep", "LOGITS", *CHAIN, "--points", "1", "-o", "x.parquet"],
+    "no such pool": ["run", "absent.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out"],
+    "pool with unknown key": ["run", "pool.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out"],
+    "no such cluster": [
+        "run", "good.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out", "--address", "localhost:1",
+    ],
+    "nothing to inspect": ["inspect", "absent"],
+    "a strange file": ["inspect", "text.txt"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", sorted(set(BAD) - {"no such cluster"}))
+def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, fault):
+    cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
+    (tmp_path / "text.json").write_text("policy")
+    (tmp_path / "text.txt").write_text("text")
+    policy = json.loads((tmp_path / "policy.json").read_text())
+    (tmp_path / "tomorrow.json").write_text(json.dumps(policy | {"format": "cauc-policy/2"}))
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stgaes": []}))
+    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    code, out, err = cauc(*BAD[fault])
+    assert code == 2
+    assert out == ""
+    assert err.startswith("cauc")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1, err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_debug_shows_the_traceback(cauc):
+    with pytest.raises(Exception, match="not a folder"):
+        main(["fit", "ABSENT", *CHAIN, "-o", "x.json", "--debug"])
+
+
+def test_warnings_are_one_line_each(cauc):
+    code, out, err = cauc("fit", "LOGITS", *CHAIN, "--costs", "3,2,1", "-o", "x.json", "--json")
+    assert code == 0
+    assert err.splitlines()[0].startswith("cauc: warning: 'm1' costs 2")
+    assert json.loads(out)["method"] == "base"
+
+
+def python(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def test_importing_the_package_and_asking_for_help_load_nothing_heavy():
+    heavy = "ray torch transformers sklearn pyarrow pydantic rich numpy"
+    look = f"import sys; print([m for m in {heavy.split()!r} if m in sys.modules])"
+    assert python("-c", f"import cauc_ray; {look}").stdout.strip() == "[]"
+    code = f"from cauc_ray.front.command import main\ntry: main(['--help'])\nexcept SystemExit: pass\n{look}"
+    assert python("-c", code).stdout.strip().endswith("[]")
+    code = f"import cauc_ray; cauc_ray.fit, cauc_ray.evaluate, cauc_ray.sweep, cauc_ray.Policy; {look}"
+    loaded = python("-c", code).stdout
+    assert not any(repr(m) in loaded for m in ("ray", "torch", "transformers", "sklearn"))
+
+
+def test_a_cluster_that_is_not_there_is_told(tmp_path, home):
+    """In a process of its own: Ray may connect only once."""
+    cauc = Path(sys.executable).with_name("cauc")
+    fit = [cauc, "fit", home / "LOGITS", *CHAIN, "-o", "policy.json"]
+    subprocess.run(fit, cwd=tmp_path, check=True, capture_output=True)
+    pool = saved_pool(tmp_path)
+    content = yaml.safe_load(pool.read_text())
+    for stage in content["stages"]:
+        stage["model"]["logits"] = str(home / "LOGITS")
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(content))
+    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
+    for address in ("localhost:1", "ray://localhost:10001"):
+        arguments = [cauc, *BAD["no such cluster"][:-1], address]
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert address in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_run_stops_at_once_and_says_so(tmp_path):
+    chain = write_table(tmp_path / "LOGITS", n=200)["test"]
+    cauc = Path(sys.executable).with_name("cauc")
+    fit = [cauc, "fit", "LOGITS", *CHAIN, "--threshold", "2.0", "-o", "policy.json"]
+    subprocess.run(fit, cwd=tmp_path, check=True, capture_output=True)
+    pool = saved_pool(tmp_path)
+    content = yaml.safe_load(pool.read_text())
+    for stage in content["stages"]:
+        stage["model"]["seconds_per_call"] = 3.0
+    pool.write_text(yaml.safe_dump(content))
+    run = [cauc, "run", pool, "--policy", "policy.json", "--input", split_input(tmp_path, chain), "-o", "out"]
+    process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(4.0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "cauc: stopped: interrupted"
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / "summary.json").exists()
