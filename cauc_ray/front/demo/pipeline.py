@@ -234,9 +234,10 @@ def _agreement(logits: Path, policy: Policy, run: Path) -> str:
         same &= np.array(live[column]) == np.array(replayed[column])
     gap = float(np.abs(np.array(live["confidence"]) - np.array(replayed["confidence"])).max())
     verdict = "agree" if same.all() else "DISAGREE"
+    confidences = f"confidences differ by at most {gap:.1g}" if gap else "and confidences equal to the last bit"
     return (
         f"live run and offline replay {verdict} row for row: {same.sum()} of {len(same)} with the same prediction, "
-        f"stage and cost; confidences differ by at most {gap:.1g}"
+        f"stage and cost, {confidences}"
     )
 
 
@@ -247,18 +248,20 @@ def _draw(curves: pa.Table, rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
-    names = {"base": "CAUC Base", "rf": "CAUC-RF", "margin": "Margin Sampling"}
+    names = {"margin": "Margin Sampling", "base": "CAUC Base", "rf": "CAUC-RF"}
     table = curves.to_pydict()
-    for (method, label), colour in zip(names.items(), ("#1b6ca8", "#c8502d", "#8a8a8a"), strict=True):
+    for (method, label), colour in zip(names.items(), ("#a0a0a0", "#1b6ca8", "#c8502d"), strict=True):
         here = [place for place, name in enumerate(table["method"]) if name == method]
         cost = [table["cost"][place] for place in here]
         accuracy = [100 * table["accuracy"][place] for place in here]
         axes.plot(cost, accuracy, color=colour, label=label, linewidth=1.8, drawstyle="steps-post")
-    for row in rows:
-        if row["name"].endswith(" alone"):
-            axes.plot(row["cost"], 100 * row["accuracy"], "o", color="black", markersize=5)
-            below = {"textcoords": "offset points", "xytext": (0, -16), "ha": "center"}
-            axes.annotate(row["name"], (row["cost"], 100 * row["accuracy"]), **below)
+    alone = [row for row in rows if row["name"].endswith(" alone")]
+    for row in alone:
+        at = (row["cost"], 100 * row["accuracy"])
+        axes.plot(*at, "o", color="black", markersize=5)
+        # The curves pass below the last model and above the others.
+        offset = (0, 9) if row is alone[-1] else (0, -16)
+        axes.annotate(row["name"], at, textcoords="offset points", xytext=offset, ha="center")
     axes.margins(x=0.12, y=0.12)
     axes.set_xscale("log")
     axes.set_xlabel(f"mean cost per image ({COST_UNIT}, log scale)")
