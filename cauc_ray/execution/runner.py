@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cauc_ray.data.inputs import RunInput
-from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.errors import ExecutionError
+from cauc_ray.execution.actors import START_DEADLINE_S, make_actor, result_of, start_workers, worker_class
 from cauc_ray.execution.controller import BlockResult, Controller, InputLimits, StageLimits
 from cauc_ray.execution.ledger import RunTables
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.session import replicas_that_fit
-from cauc_ray.execution.stage import Part, StageWorker
+from cauc_ray.execution.stage import Part
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
@@ -27,7 +27,6 @@ from cauc_ray.policies.policy import Policy
 BLOCK_ROWS = 2048
 BLOCKS_READ_AHEAD = 2
 OPEN_BYTES = 512 * 1024 * 1024
-START_DEADLINE_S = 600.0
 CALL_DEADLINE_S = 600.0
 POLL_S = 0.5
 
@@ -92,15 +91,15 @@ def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> Ru
     counts = replicas_that_fit(plan.stages)
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
     # Beside the user, whose files it reads and writes. It starts the stages itself, so that they end with it.
-    controller = _actor(_CascadeRun, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1}).remote(
+    controller = make_actor(_CascadeRun, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1}).remote(
         plan, tuple(counts), here
     )
     try:
         totals = controller.run.remote()
         while not ray.wait([totals], timeout=POLL_S)[0]:
-            on_progress(_get(controller.progress.remote(), START_DEADLINE_S, "the controller"))
-        result: RunTotals = _get(totals, START_DEADLINE_S, "the controller")
-        on_progress(_get(controller.progress.remote(), START_DEADLINE_S, "the controller"))
+            on_progress(result_of(controller.progress.remote(), START_DEADLINE_S, "the controller"))
+        result: RunTotals = result_of(totals, START_DEADLINE_S, "the controller")
+        on_progress(result_of(controller.progress.remote(), START_DEADLINE_S, "the controller"))
         return result
     finally:
         ray.kill(controller)
@@ -121,9 +120,9 @@ class StageAnswers:
 def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Sequence[str]) -> Iterator[StageAnswers]:
     """Let every stage answer every row of an input, side by side, and yield the answers block by block."""
     replicas_that_fit(stages)
-    workers = _start_workers(
+    workers = start_workers(
         [(stage, stage.name) for stage in stages],
-        [_worker_class(stage).remote(stage, place, None, tuple(import_paths)) for place, stage in enumerate(stages)],
+        [worker_class(stage).remote(stage, place, None, tuple(import_paths)) for place, stage in enumerate(stages)],
     )
     try:
         for block in RunInput(inputs).blocks(BLOCK_ROWS):
@@ -135,7 +134,7 @@ def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Seq
                 for start in range(0, n, stage.batch_size)
             ]
             for stage, ref, start in pending:
-                answers, seconds = _get(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
+                answers, seconds = result_of(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
                 part = slice(start, start + len(answers.logits))
                 labels = None if block.labels is None else block.labels[part]
                 ids = block.example_ids[part]
@@ -222,14 +221,14 @@ class _CascadeRun:
         return self._summary(time.perf_counter() - started)
 
     def _start(self) -> None:
-        self._reader = _actor(_Reader, num_cpus=0, label_selector=self._here).remote(self._plan.input)
-        self._n_rows = _get(self._reader.open.remote(), START_DEADLINE_S, "the reader")
+        self._reader = make_actor(_Reader, num_cpus=0, label_selector=self._here).remote(self._plan.input)
+        self._n_rows = result_of(self._reader.open.remote(), START_DEADLINE_S, "the reader")
         handles, specs = [], []
         for place, (stage, n) in enumerate(zip(self._plan.stages, self._counts, strict=True)):
             for _ in range(n):
                 specs.append((stage, stage.name))
-                handles.append(_worker_class(stage).remote(stage, place, self._plan.policy, self._plan.import_paths))
-        workers = iter(_start_workers(specs, handles))
+                handles.append(worker_class(stage).remote(stage, place, self._plan.policy, self._plan.import_paths))
+        workers = iter(start_workers(specs, handles))
         self._workers = [[next(workers) for _ in range(n)] for n in self._counts]
 
     def _submit(self) -> None:
@@ -270,7 +269,7 @@ class _CascadeRun:
             return
         call, state = self._calls.pop(ref)
         stage = self._plan.stages[call.stage]
-        result: CallResult = _get(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
+        result: CallResult = result_of(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
         self._tables.add_call(call, result)
         totals = self._totals[call.stage]
         totals[0] += 1
@@ -288,7 +287,7 @@ class _CascadeRun:
             raise ExecutionError(f"stage {stage.name!r} has failed on every row so far: {result.error}")
 
     def _block_read(self, ref: Any, columns: Any) -> None:
-        header = _get(ref, CALL_DEADLINE_S, "the reader")
+        header = result_of(ref, CALL_DEADLINE_S, "the reader")
         if header is None:
             self._controller.end_input()
             return
@@ -331,57 +330,6 @@ class _CascadeRun:
                 for stage, n_replicas, at, (calls, cost, compute_s, n_rows) in rows
             ),
         )
-
-
-def _actor(kind: type, **options: Any) -> Any:
-    return ray.remote(**options)(kind)
-
-
-def _worker_class(stage: StageSpec) -> Any:
-    needs = stage.resources
-    return _actor(
-        StageWorker,
-        num_cpus=needs.num_cpus,
-        num_gpus=needs.num_gpus,
-        label_selector=needs.labels or None,
-        allow_out_of_order_execution=True,
-    )
-
-
-def _start_workers(specs: Sequence[tuple[StageSpec, str]], handles: Sequence[Any]) -> list[Any]:
-    """Wait until every worker has loaded its model. Raises ExecutionError naming the first that has not."""
-    ready = [handle.load.remote() for handle in handles]
-    deadline = time.monotonic() + START_DEADLINE_S
-    try:
-        for (_, name), ref in zip(specs, ready, strict=True):
-            _get(ref, max(0.1, deadline - time.monotonic()), f"stage {name!r}")
-    except BaseException:
-        for handle in handles:
-            ray.kill(handle)
-        raise
-    return list(handles)
-
-
-def _get(ref: Any, timeout_s: float, who: str) -> Any:
-    """Return a result, or say in one line why there is none."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise ExecutionError(f"{who} has not answered for {timeout_s:.0f} s") from error
-    except RayTaskError as error:
-        raise _told(error.cause, who) from error
-    except RayActorError as error:
-        raise ExecutionError(f"{who} died") from error
-    except RayError as error:
-        raise ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
-
-
-def _told(cause: BaseException, who: str) -> CaucError:
-    if isinstance(cause, ExecutionError):
-        return cause
-    if isinstance(cause, CaucError):
-        return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
-    return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
 
 
 def import_paths() -> tuple[str, ...]:

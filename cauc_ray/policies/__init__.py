@@ -1,1 +1,7 @@
 """CAUC Base, CAUC-RF and the methods beside them: fitted from logits, stepped through by replay and run."""
+
+# Policy.load knows the policy files of these, whichever module is asked for first.
+from cauc_ray.policies.cauc_base import BasePolicy
+from cauc_ray.policies.cauc_rf import RFPolicy
+
+__all__ = ["BasePolicy", "RFPolicy"]

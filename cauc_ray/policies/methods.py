@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.policies.cascade import Cascade, PolicyCascade
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.margin import MarginSampling
-from cauc_ray.policies.policy import Policy
-
-POLICY_CLASSES: Mapping[str, type[Policy]] = {"base": BasePolicy, "rf": RFPolicy}
+from cauc_ray.policies.policy import POLICY_CLASSES, Policy
 
 # Fit a method on calibration logits alone; its threshold stays open, for a sweep to set.
 METHODS: Mapping[str, Callable[[ChainLogits], Cascade]] = {

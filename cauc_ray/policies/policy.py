@@ -119,6 +119,10 @@ class Step:
     state: Floats
 
 
+# By method; the classes enter themselves.
+POLICY_CLASSES: dict[str, type[Policy]] = {}
+
+
 class Policy(FrozenModel):
     """What to do with a chain of models: numbers from a file, and the step that uses them."""
 
@@ -146,6 +150,11 @@ class Policy(FrozenModel):
         what_was_measured = {"expected", "calibration", "validation"}
         numbers = self.model_dump(mode="json", exclude=what_was_measured)
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Make the files of a method known by its name."""
+        POLICY_CLASSES[cls.model_fields["method"].default] = cls
 
     def start(self, logits: Floats) -> Step:
         """Decide after the first stage.   logits: float (n, K), as the model gave them."""
@@ -178,8 +187,6 @@ class Policy(FrozenModel):
         Called on Policy it returns a policy of the file's method. Raises PolicyError when the file is missing,
         no JSON, of another format or version, or holds a number or key that the format does not allow.
         """
-        from cauc_ray.policies.methods import POLICY_CLASSES
-
         content = _read_policy_json(Path(path))
         method = content.get("method")
         if not isinstance(method, str) or method not in POLICY_CLASSES:

@@ -36,7 +36,7 @@ def values(path, column):
     return pq.ParquetFile(path).read().column(column).to_pylist()
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 99), st.booleans(), st.booleans())
 def test_what_is_written_is_read(tmp_path_factory, seed, ragged, per_call):
     folder = tmp_path_factory.mktemp("table")

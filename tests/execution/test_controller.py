@@ -90,7 +90,7 @@ class Simulation:
             self.finished[block.block] = block
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     seeds,
     st.integers(1, 4),
@@ -116,7 +116,7 @@ def test_every_row_ends_once_where_it_should_in_any_order_of_events(seed, n_stag
         assert at.queued == at.in_flight == 0
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seeds, st.integers(2, 4))
 def test_deferred_rows_are_gathered_into_full_batches(seed, n_stages):
     run = Simulation(seed, n_stages, [37] * 30, batch_size=16, n_replicas=2).run()
