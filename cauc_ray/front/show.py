@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
@@ -32,9 +40,7 @@ def line(text: str) -> None:
 @contextmanager
 def busy(doing: str) -> Iterator[None]:
     """Show that something is going on, once it has taken two seconds."""
-    progress = Progress(
-        TextColumn(doing), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
-    )
+    progress = _progress(TextColumn(doing), BarColumn(), TimeElapsedColumn())
     progress.add_task(doing, total=None)
     timer = threading.Timer(_PATIENCE_S, progress.start)
     timer.daemon = True
@@ -51,7 +57,7 @@ def busy(doing: str) -> Iterator[None]:
 def steps(n: int) -> Iterator[Callable[[str], None]]:
     """Show n steps as they begin; yields what to call at the start of each."""
     columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress(*columns) as progress:
         task = progress.add_task("", total=n, completed=-1)
 
         def step(description: str) -> None:
@@ -70,7 +76,7 @@ def run_progress() -> Iterator[Callable[[RunProgress], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = _progress(*columns)
     rows = progress.add_task("starting", total=None)
 
     def on_progress(at: RunProgress) -> None:
@@ -89,13 +95,10 @@ def run_progress() -> Iterator[Callable[[RunProgress], None]]:
 
 def policy(policy: Policy) -> None:
     """Show a policy: its numbers by stage, how its threshold came about, what to expect."""
-    title = f"CAUC {'Base' if isinstance(policy, BasePolicy) else 'RF'}, policy {policy.id}"
-    table = _table(title, ["stage", f"cost ({policy.cost_unit})", "temperature", "calibration error"])
     is_base = isinstance(policy, BasePolicy)
-    for heading in ("complementarity", "fused") if is_base else ("alpha", "beta"):
-        table.add_column(heading, justify="right")
-    table.add_column("answered")
-    table.add_column("accuracy there")
+    own_headings = ["CR", "fused"] if is_base else ["alpha", "beta"]
+    title = f"CAUC {'Base' if is_base else 'RF'}, policy {policy.id}, costs in {policy.cost_unit}"
+    table = _table(title, ["stage", "cost", "T", "ECE", *own_headings, "answered", "accuracy"])
     for stage, expected in zip(policy.stages, policy.expected.stages, strict=True):
         at = stage.diagnostics
         error = "" if at.standard_error is None else f" ± {at.standard_error:.2g}"
@@ -133,7 +136,7 @@ def policy(policy: Policy) -> None:
 
 def evaluation(result: Mapping[str, Any]) -> None:
     """Show an evaluation."""
-    table = _table(f"{result['method']} on {result['source']}", ["stage", "reached", "answered", "accuracy there"])
+    table = _table(f"{result['method']} on {result['source']}", ["stage", "reached", "answered", "accuracy"])
     for stage in result["stages"]:
         table.add_row(
             stage["name"],
@@ -223,10 +226,16 @@ def demo(result: Mapping[str, Any]) -> None:
     line(f"everything is in {result['folder']}: " + ", ".join(result["files"]))
 
 
+def _progress(*columns: ProgressColumn) -> Progress:
+    """Return a bar on standard error that goes away when done, and is not drawn where nobody watches."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
 def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
     return table
 
 
