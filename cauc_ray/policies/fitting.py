@@ -60,6 +60,8 @@ class ThresholdRule:
             raise ConfigError(f"a budget must be a finite number, got {self.budget}")
         if self.objective not in ("accuracy", "macro-f1"):
             raise ConfigError(f"objective {self.objective!r} is none of accuracy, macro-f1")
+        if self.threshold is not None and self.objective != "accuracy":
+            raise ConfigError("an objective chooses a threshold: give it with a budget, not with a threshold")
 
 
 def fit_base(

@@ -112,6 +112,7 @@ def test_without_validation_there_is_no_threshold_to_choose():
         ({"threshold": float("nan")}, "at least 0"),
         ({"budget": float("inf")}, "finite"),
         ({"objective": "f2"}, "none of"),
+        ({"threshold": 0.5, "objective": "macro-f1"}, "not with a threshold"),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(rule, says):
