@@ -201,3 +201,33 @@ def test_a_pair_that_separates_the_data_is_reported():
     fit = fit_pair(logits, 5.0 * np.eye(4)[labels], labels)
     assert fit.beta_status is FitStatus.SEPARABLE
     assert fit.nll_after < 1e-6
+
+
+def many_rows(odd):
+    """6,144 rows of two models; every twelfth, of which a sample takes none or all, is odd in some way."""
+    labels, (small, large) = planted(np.random.default_rng(11), 6144, 5, [1.0, 2.0], dtype=np.float64)
+    every = slice(None, None, 12)
+    if odd == "wrong":
+        labels[every] = small[every].argmin(axis=1)
+    elif odd == "right":
+        labels[every] = small[every].argmax(axis=1)
+    elif odd == "loud":
+        small[every] *= 50
+    elif odd == "copies":
+        large = small + 1e-6 * large
+    return small, large, labels
+
+
+@pytest.mark.parametrize("odd", ["nothing", "wrong", "right", "loud", "copies"])
+def test_fits_of_many_rows_end_at_the_minimum_however_odd_the_sample(odd):
+    small, large, labels = many_rows(odd)
+    fit = fit_temperature(small, labels)
+    expected, lowest = best_by_scipy(small, labels)
+    assert fit.temperature == pytest.approx(expected, rel=1e-5)
+    assert fit.nll_after == pytest.approx(lowest, abs=1e-10)
+    pair = fit_pair(small, large, labels)
+    starts = ([0.5, 0.5], [0.01, 1.0])
+    box = {"method": "L-BFGS-B", "bounds": [(1e-9, 50)] * 2, "options": {"ftol": 1e-15, "gtol": 1e-10}}
+    best = min(minimize(lambda w: nll(w, [small, large], labels), start, **box).fun for start in starts)
+    assert pair.nll_after <= best + 1e-8
+    assert nll([0.5 / pair.alpha, 0.5 / pair.beta], [small, large], labels) == pytest.approx(pair.nll_after, abs=1e-9)
