@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,20 +18,27 @@ from cauc_ray.errors import ConfigError, DataError
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a path beside the given one to write to; rename it into place if the block succeeds."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a folder")
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Yield a path beside the given one to write to; rename it into place if the block succeeds.
+
+    A symbolic link keeps pointing at what is then the new file. Raises ConfigError where no file can be written:
+    there is no folder, or what stands there is a folder, a device or a pipe.
+    """
     try:
-        yield beside
-        beside.replace(path)
+        target = path.resolve()
+        if not target.parent.is_dir():
+            raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"cannot write {path}: it is a folder or no regular file")
+        # A name of its own: the target's may be as long as names can be.
+        beside = target.with_name(f".cauc-{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        try:
+            yield beside
+            beside.replace(target)
+        finally:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -53,21 +61,22 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises DataError when it is missing or no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError as error:
         raise DataError(f"there is no file {path}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a readable JSON file: {error}") from error
 
 
-def read_parquet(path: Path, columns: list[str] | None = None) -> pa.Table:
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def read_parquet(path: Path) -> pa.Table:
     """Read one Parquet file. Raises DataError naming it when it is missing, truncated or of another format."""
     with open_parquet(path) as file:
-        missing = [c for c in columns or [] if c not in file.schema_arrow.names]
-        if missing:
-            raise DataError(f"{path} has no column {missing[0]!r}; it has {', '.join(file.schema_arrow.names)}")
         try:
-            return file.read(columns=columns)
+            return file.read()
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
 
@@ -77,7 +86,13 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     try:
-        return pq.ParquetFile(path)
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            file.close()
+            raise DataError(f"{path} has two columns named {twice!r}")
+        return file
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
 
@@ -86,7 +101,9 @@ def parquet_files(path: Path) -> list[Path]:
     """Return a Parquet file, or all those of a folder and below it, by name. Raises DataError if none."""
     if path.is_file():
         return [path]
-    files = sorted(f for f in path.rglob("*.parquet") if not f.name.startswith("."))
+    found = (f for f in path.rglob("*.parquet") if f.is_file())
+    # Hidden files and folders are other programs': half-written parts, a notebook's checkpoints.
+    files = sorted(f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts))
     if not files:
         raise DataError(f"there are no .parquet files in {path}" if path.is_dir() else f"there is no file {path}")
     return files

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from cauc_ray.data.files import open_parquet, parquet_files
@@ -52,6 +53,7 @@ class RunInput:
                     f"{file} has the columns {', '.join(names)}, but {self.files[0]} has {', '.join(columns)}"
                 )
             columns = names
+            _refuse_null_ids(file)
         if self.n_rows == 0:
             raise DataError(f"{self.path} holds no rows")
 
@@ -60,6 +62,18 @@ class RunInput:
         for file in self.files:
             with open_parquet(file) as opened:
                 yield from _file_blocks(file, opened, rows)
+
+
+def _refuse_null_ids(file: Path) -> None:
+    """Raise DataError where the file's statistics count null ids: better now than in the middle of a run."""
+    with open_parquet(file) as opened:
+        for group in range(opened.metadata.num_row_groups):
+            columns = opened.metadata.row_group(group)
+            column = next(
+                c for c in map(columns.column, range(columns.num_columns)) if c.path_in_schema == "example_id"
+            )
+            if column.statistics is not None and column.statistics.null_count:
+                raise DataError(f"{file}: a row has no example_id")
 
 
 def _file_blocks(file: Path, opened: pq.ParquetFile, rows: int) -> Iterator[InputBlock]:
@@ -77,11 +91,20 @@ def _block(file: Path, table: pa.Table) -> InputBlock:
     labels = None
     if "label" in table.column_names:
         column = table.column("label")
-        if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
-            raise DataError(f"{file}: column 'label' is {column.type}, not an integer")
-        labels = column.cast(pa.int32()).fill_null(UNKNOWN_LABEL).to_numpy()
+        try:
+            known = column.cast(pa.int32())
+        except pa.ArrowException as error:
+            raise DataError(f"{file}: column 'label' ({column.type}) does not hold numbers of options") from error
+        if pc.any(pc.less(known, 0)).as_py():
+            raise DataError(f"{file}: column 'label' holds negative numbers; leave unknown labels null")
+        labels = known.fill_null(UNKNOWN_LABEL).to_numpy()
     example_ids = [str(example) for example in ids.to_pylist()]
-    columns = {name: column_to_numpy(table.column(name)) for name in table.column_names}
+    columns = {}
+    for name in table.column_names:
+        try:
+            columns[name] = column_to_numpy(table.column(name))
+        except (ValueError, TypeError, pa.ArrowException) as error:
+            raise DataError(f"{file}: column {name!r} cannot be given to a model: {error}") from error
     columns["example_id"] = np.array(example_ids, dtype=object)
     return InputBlock(example_ids, labels, columns, table.nbytes)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
 from cauc_ray.errors import ConfigError, DataError, explain, unknown_name
@@ -39,6 +39,14 @@ class TableInfo(BaseModel):
     logit_kind: str = "unknown"
     note: str | None = None
     models: list[PoolModel]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> TableInfo:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"model {name!r} stands twice")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class LogitTable:
         if not path.is_file():
             return None
         try:
-            return TableInfo.model_validate(read_json(path))
+            return TableInfo.model_validate(read_json(path), strict=True)
         except ValidationError as error:
             raise DataError(f"{path}: {explain(error)}") from error
 
@@ -267,7 +275,8 @@ def _read_part(file: Path, model: str) -> _Part:
     lists = _column(table, "logits", pa.list_(pa.float32()), where)
     values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
     if values.null_count:
-        raise DataError(f"{where}: column 'logits' holds nulls")
+        row = int(np.searchsorted(np.cumsum(n_options), pc.index(values.is_null(), True).as_py(), side="right"))
+        raise DataError(f"{where}, example {ids[row].as_py()!r}: one of its logits is null")
     logits = _rows(values.to_numpy(zero_copy_only=False), n_options)
     labels = _column(table, "label", pa.int32(), where).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
 
@@ -297,7 +306,8 @@ def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Arr
     try:
         return column.cast(kind).combine_chunks()
     except pa.ArrowException as error:
-        raise DataError(f"{where}: column {name!r} is {column.type}, not {kind}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise DataError(f"{where}: column {name!r} is {column.type}, not {kind}: {reason}") from error
 
 
 def _rows(values: Floats, n_options: Ints) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -56,9 +57,15 @@ def result_of(ref: Any, timeout_s: float, who: str) -> Any:
     except RayTaskError as error:
         raise _told(error.cause, who) from error
     except RayActorError as error:
-        raise ExecutionError(f"{who} died") from error
+        raise ExecutionError(f"{who} died{_last_words(error)}") from error
     except RayError as error:
         raise ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+
+
+def _last_words(error: RayActorError) -> str:
+    """Return what Ray knows of how a process ended: its exit detail, without the guesses that follow."""
+    found = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
+    return f": {found.group(1).rstrip('. ')}" if found else ""
 
 
 def _told(cause: BaseException, who: str) -> CaucError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,29 +34,45 @@ LEDGER_SCHEMA = pa.schema(
     ]
 )
 FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
-_ROWS_PER_FILE = 10_000
 
 
 def require_new(path: Path) -> None:
     """Raise ConfigError when a folder to be made exists and is not an empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    if taken:
         raise ConfigError(f"output {path} exists and is not an empty folder; choose another or remove it")
 
 
-def prepare_output(path: Path) -> None:
-    """Make the folder of a run. Raises ConfigError where it cannot be made."""
+@contextmanager
+def new_folder(path: Path) -> Iterator[None]:
+    """Make a folder, and the ones above it, for the length of the block; take back all that stay empty if it fails.
+
+    Raises ConfigError when the folder exists and is not empty, or cannot be made.
+    """
     require_new(path)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        for folder in ("predictions", "ledger"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    try:
+        yield
+    except BaseException:
+        # Deepest first; one that is not empty stays, and with it all above.
+        below = sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True)
+        with suppress(OSError):
+            for folder in (*below, *made):
+                folder.rmdir()
+        raise
 
 
 class RunTables:
     """Writes a run's tables part by part, each part whole or not at all.
 
-    A call's ledger row is written before or with the predictions that rest on it.
+    A call's ledger row is written before the predictions that rest on it.
     """
 
     def __init__(self, out: Path, run_id: str, stages: Sequence[str]) -> None:
@@ -85,15 +102,15 @@ class RunTables:
                 "attempt": call.attempt,
             }
         )
-        if len(self._calls) >= _ROWS_PER_FILE:
-            self.write_ledger()
 
     def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
-        """Write a finished block's predictions, and its failures if there are any."""
+        """Write a finished block's predictions, and its failures if there are any, after the calls that led there."""
+        self.write_ledger()
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
         ids = pa.array(example_ids, pa.string())
         if answered.any():
+            (self._out / "predictions").mkdir(exist_ok=True)
             table = predictions_table(
                 ids.filter(pa.array(answered)),
                 result.predictions[answered],
@@ -114,6 +131,7 @@ class RunTables:
     def write_ledger(self) -> None:
         """Write the calls noted since the last time."""
         if self._calls:
+            (self._out / "ledger").mkdir(exist_ok=True)
             table = pa.Table.from_pylist(self._calls, schema=LEDGER_SCHEMA)
             write_parquet(self._out / "ledger" / f"part-{self._n_ledgers:06d}.parquet", table)
             self._calls = []

@@ -59,8 +59,8 @@ def _require_reachable(address: str) -> None:
         return  # "auto": Ray looks for a cluster of this machine and says so when there is none
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_DEADLINE_S).close()
-    except OSError as error:
-        raise ExecutionError(f"no Ray cluster at {address!r}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        raise ExecutionError(f"no Ray cluster at {address!r}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def cpus_needed(stages: Sequence[StageSpec]) -> float:

@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from cauc_ray import __version__
 from cauc_ray.errors import CaucError, CaucWarning
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own."""
+    """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own or a closed pipe."""
     options = _parser().parse_args(arguments)
-    warnings.showwarning = _show_warning
-    warnings.simplefilter("always", CaucWarning)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a dash shall not end the program
     try:
         # The verbs import what they need: `cauc --help` shall not wait for pyarrow, rich and Ray.
         from cauc_ray.front.verbs import VERBS
 
-        result = VERBS[options.verb](options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", CaucWarning)
+            result = VERBS[options.verb](options)
+        # Only now: what fails says one thing, why.
+        for warning in told:
+            if issubclass(warning.category, CaucWarning):
+                _say("warning", str(warning.message))
         if options.json:
-            print(json.dumps(result, allow_nan=False, ensure_ascii=False))
+            print(json.dumps(result, allow_nan=False))
+        sys.stdout.flush()
         sys.exit(0)
     except CaucError as error:
         if options.debug:
             raise
         _say("error", str(error))
         sys.exit(2)
+    except BrokenPipeError:
+        # The reader has seen enough. Nothing more can be written there, not by Python's own last flush either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)  # as rich does, which writes the tables
     except KeyboardInterrupt:
         _say("stopped", "interrupted")
         sys.exit(130)
@@ -45,23 +59,11 @@ def _say(kind: str, message: str) -> None:
     print(f"cauc: {kind}: {' '.join(message.split())}", file=sys.stderr)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    if issubclass(category, CaucWarning):
-        _say("warning", str(message))
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def _parser() -> _Parser:

@@ -30,7 +30,10 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir():
         if (path / "summary.json").is_file():
-            return {"kind": "run", "path": str(path), **read_json(path / "summary.json")}
+            summary = read_json(path / "summary.json")
+            if not isinstance(summary, dict) or "run_id" not in summary:
+                raise DataError(f"{path / 'summary.json'} is not the summary of a run")
+            return {"kind": "run", "path": str(path), **summary}
         if any(path.glob("model=*")):
             return _logit_table(path)
         return _parquet(path)

@@ -23,6 +23,8 @@ from cauc_ray.policies.fitting import ThresholdRule, refit
 from cauc_ray.policies.methods import fit_method, fit_policy
 from cauc_ray.policies.policy import Policy
 
+MOST_POINTS = 100_000
+
 
 def fit(
     logits: str | Path,
@@ -133,10 +135,10 @@ def sweep(
     validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
     examples that never reach the last model). Raises CaucError as fit does.
     """
-    if points is not None and points < 2:
-        raise ConfigError(f"a sweep needs at least 2 points, got {points}")
-    if not methods:
-        raise ConfigError("a sweep needs at least one method")
+    if points is not None and not 2 <= points <= MOST_POINTS:
+        raise ConfigError(f"a sweep can have 2 to {MOST_POINTS:,} points, got {points}")
+    if not methods or len(set(methods)) < len(methods):
+        raise ConfigError(f"a sweep needs methods, each once, got {', '.join(methods) or 'none'}")
     table = LogitTable(logits)
     calibration, validation = _read_fitting_splits(table, models, (calibration_split, validation_split), costs=costs)
     if validation is None:
@@ -173,7 +175,7 @@ def sweep(
                     "accuracy": on_final.quality[place],
                     "macro_f1": f1_on_final.quality[place],
                     "cost": cost,
-                    "relative_cost": cost / of_last if of_last > 0 else np.full(len(cost), np.nan),
+                    "relative_cost": pa.array(cost / of_last) if of_last > 0 else pa.nulls(len(cost), pa.float64()),
                     "avoided": 1.0 - reached_shares(trace.confidences[:, :-1], thresholds)[:, -1],
                 }
             )
@@ -208,6 +210,14 @@ def save_policy(policy: Policy, path: str | Path) -> None:
 def save_table(table: pa.Table, path: str | Path) -> None:
     """Write a Parquet file, whole or not at all."""
     write_parquet(Path(path), table)
+
+
+def require_apart(output: str | Path, *inputs: str | Path) -> None:
+    """Raise ConfigError where an output would replace one of the inputs, or a file within it."""
+    target = Path(output).resolve()
+    for source in inputs:
+        if target.is_relative_to(Path(source).resolve()):
+            raise ConfigError(f"output {output} is, or lies in, the input {source}; write it elsewhere")
 
 
 def _read_fitting_splits(

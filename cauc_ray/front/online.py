@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from cauc_ray.data.files import parquet_files, read_parquet, write_json
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucWarning
-from cauc_ray.execution.ledger import prepare_output, require_new
+from cauc_ray.execution.ledger import new_folder, require_new
 from cauc_ray.execution.runner import RunPlan, RunProgress, RunTotals, import_paths, new_run_id, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -48,14 +48,8 @@ def run(
     require_new(out)
     plan = RunPlan(new_run_id(), stages, policy, rows.path.absolute(), out, import_paths())
     started = time.perf_counter()
-    made = not out.exists()
-    with ray_session(address, cpus_needed(stages)):
-        prepare_output(out)
-        try:
-            totals = run_cascade(plan, on_progress)
-        except BaseException:
-            _remove_if_empty(out, made)
-            raise
+    with ray_session(address, cpus_needed(stages)), new_folder(out):
+        totals = run_cascade(plan, on_progress)
     summary = _summary(pool, policy, totals, time.perf_counter() - started, out)
     write_json(out / "summary.json", summary)
     return summary
@@ -70,17 +64,6 @@ def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
                 CaucWarning,
                 stacklevel=3,
             )
-
-
-def _remove_if_empty(out: Path, made: bool) -> None:
-    """Take back the folders of a run that finished nothing."""
-    if any(path.is_file() for path in out.rglob("*")):
-        return
-    for folder in ("predictions", "ledger", "failed"):
-        if (out / folder).is_dir():
-            (out / folder).rmdir()
-    if made:
-        out.rmdir()
 
 
 def _summary(pool: Pool, policy: Policy, totals: RunTotals, elapsed_s: float, out: Path) -> dict[str, Any]:
@@ -110,7 +93,7 @@ def _summary(pool: Pool, policy: Policy, totals: RunTotals, elapsed_s: float, ou
 def _accuracy(out: Path) -> dict[str, float] | None:
     """Return the accuracy over the answered rows that have a label, with its interval; None without any."""
     n_hits = n = 0
-    for file in parquet_files(out / "predictions") if any((out / "predictions").iterdir()) else []:
+    for file in parquet_files(out / "predictions") if (out / "predictions").is_dir() else []:
         table = read_parquet(file)
         if "label" not in table.column_names:
             return None

@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import RFStage
@@ -56,7 +57,12 @@ def busy(doing: str) -> Iterator[None]:
 @contextmanager
 def steps(n: int) -> Iterator[Callable[[str], None]]:
     """Show n steps as they begin; yields what to call at the start of each."""
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with _progress(*columns) as progress:
         task = progress.add_task("", total=n, completed=-1)
 
@@ -70,7 +76,7 @@ def steps(n: int) -> Iterator[Callable[[str], None]]:
 def run_progress() -> Iterator[Callable[[RunProgress], None]]:
     """Show a run's rows as they are finished; yields what to call with its progress."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -108,7 +114,8 @@ def policy(policy: Policy) -> None:
         elif isinstance(stage, RFStage):
             own = [_number(stage.alpha), _number(stage.beta)]
         share = expected.answered / policy.expected.n
-        table.add_row(
+        _add_row(
+            table,
             stage.name,
             _number(stage.cost),
             f"{stage.temperature:.4g}{error}{clamped}",
@@ -138,7 +145,8 @@ def evaluation(result: Mapping[str, Any]) -> None:
     """Show an evaluation."""
     table = _table(f"{result['method']} on {result['source']}", ["stage", "reached", "answered", "accuracy"])
     for stage in result["stages"]:
-        table.add_row(
+        _add_row(
+            table,
             stage["name"],
             f"{stage['reached']:,}",
             f"{stage['answered']:,}",
@@ -157,7 +165,8 @@ def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
     headings = ["method", f"budget ({unit})", "threshold", f"{split} accuracy", f"{split} cost", "relative", "avoided"]
     table = _table(f"budgets chosen on validation, measured on {split}", headings)
     for row in rows:
-        table.add_row(
+        _add_row(
+            table,
             row["method"],
             _number(row["budget"]),
             f"{row['threshold']:.4f}",
@@ -175,7 +184,8 @@ def run_summary(summary: Mapping[str, Any]) -> None:
     headings = ["stage", "reached", "answered", "calls", "batch fill", f"cost ({unit})", "compute (s)"]
     table = _table(f"run {summary['run_id']}, policy {summary['policy_id']}", headings)
     for stage in summary["stages"]:
-        table.add_row(
+        _add_row(
+            table,
             stage["name"],
             f"{stage['reached']:,}",
             f"{stage['answered']:,}",
@@ -200,10 +210,12 @@ def inspection(found: Mapping[str, Any]) -> None:
     if found["kind"] == "policy":
         policy(Policy.load(found["path"]))
         return
-    table = Table(title=f"{found['path']}: {found['kind']}", title_justify="left", show_header=False, box=box.SIMPLE)
+    table = Table(
+        title=Text(f"{found['path']}: {found['kind']}"), title_justify="left", show_header=False, box=box.SIMPLE
+    )
     for key, value in found.items():
         if key not in ("kind", "path"):
-            table.add_row(key, "\n".join(map(str, value)) if isinstance(value, list) else str(value))
+            _add_row(table, key, "\n".join(map(str, value)) if isinstance(value, list) else str(value))
     _print(table)
 
 
@@ -213,7 +225,8 @@ def demo(result: Mapping[str, Any]) -> None:
     headings = ["", "accuracy", "95 % interval", f"cost ({unit})", "relative", "largest avoided"]
     table = _table(f"{result['n']} test images of handwritten digits", headings)
     for row in result["rows"]:
-        table.add_row(
+        _add_row(
+            table,
             row["name"],
             _percent(row["accuracy"]),
             f"{_percent(row['low'])} – {_percent(row['high'])}",
@@ -232,10 +245,15 @@ def _progress(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def _add_row(table: Table, *cells: str) -> None:
+    """Add cells as they are: a name may hold what rich takes for markup."""
+    table.add_row(*(Text(cell) for cell in cells))
+
+
 def _table(title: str, headings: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place == 0 else "right", no_wrap=place == 0)
+        table.add_column(Text(heading), justify="left" if place == 0 else "right", no_wrap=place == 0)
     return table
 
 

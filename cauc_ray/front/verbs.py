@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 from cauc_ray.front import offline, show
@@ -14,6 +16,7 @@ from cauc_ray.policies.policy import Policy
 
 def fit(options: Namespace) -> dict[str, Any]:
     """Fit a policy and write its file."""
+    offline.require_apart(options.output, options.logits)
     with show.busy("fitting"):
         policy = offline.fit(
             options.logits,
@@ -35,10 +38,12 @@ def fit(options: Namespace) -> dict[str, Any]:
 
 def evaluate(options: Namespace) -> dict[str, Any]:
     """Replay a policy on saved logits."""
+    if options.predictions is not None:
+        offline.require_apart(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
     with show.busy("replaying"):
         evaluation = offline.evaluate(options.logits, policy, split=options.split)
-        if options.predictions:
+        if options.predictions is not None:
             offline.save_table(evaluation.predictions(), options.predictions)
     result = evaluation_summary(evaluation)
     if not options.json:
@@ -82,6 +87,7 @@ def _interval(share: Share | None) -> list[float] | None:
 
 def sweep(options: Namespace) -> dict[str, Any]:
     """Trace accuracy over cost and write the table."""
+    offline.require_apart(options.output, options.logits)
     with show.busy("sweeping"):
         table = offline.sweep(
             options.logits,
@@ -106,7 +112,8 @@ def run(options: Namespace) -> dict[str, Any]:
     """Run a cascade on Ray."""
     from cauc_ray.front import online
 
-    with show.run_progress() as on_progress:
+    # Ray itself writes to standard output when a process dies; that is for the answer alone.
+    with show.run_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         summary = online.run(
             options.pool,
             options.policy,

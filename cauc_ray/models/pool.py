@@ -129,7 +129,7 @@ def load_pool(path: str | Path) -> Pool:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line} is not YAML: {error.problem}") from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds no pool: a mapping with name, task and stages was expected")

@@ -10,6 +10,8 @@ import numpy as np
 from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.numbers.types import Floats, Ints
 
+LARGEST = 1e100
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -25,10 +27,14 @@ class Costs:
     per_call: Floats
 
     def __post_init__(self) -> None:
-        bad = ~(np.isfinite(self.per_call) & (self.per_call >= 0))
+        # The bound keeps sums over examples finite.
+        bad = ~((self.per_call >= 0) & (self.per_call <= LARGEST))
         if bad.any():
             where = tuple(int(i) for i in np.argwhere(bad)[0])
-            raise DataError(f"cost {self.per_call[where]} {self.unit} at {where} is not a number of at least 0")
+            raise DataError(
+                f"cost {self.per_call[where]} {self.unit} at {where} is not a number of at least 0 "
+                f"and at most {LARGEST:g}"
+            )
 
     @property
     def cumulative(self) -> Floats:

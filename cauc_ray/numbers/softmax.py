@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Floats, Ints
 
 
@@ -34,6 +35,7 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
 
     scores: float (N, K), calibrated logits; -inf where a row has no such option.
     Returns the option, int32 (N,), the lowest index among equals, and its probability, float64 (N,).
+    Raises DataError naming a row that has no option left, or a NaN.
 
     >>> top_option(np.array([[0.0, np.log(3.0)]]))
     (array([1], dtype=int32), array([0.75]))
@@ -41,6 +43,9 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
     scores = np.ascontiguousarray(scores, dtype=np.float64)
     option = scores.argmax(axis=1)
     top = scores[np.arange(len(scores)), option]
+    if not np.isfinite(top).all():
+        row = int(np.flatnonzero(~np.isfinite(top))[0])
+        raise DataError(f"row {row}: its scores have no finite largest one ({top[row]}), so no option can be chosen")
     # exp of a contiguous array: strided input may take another code path, with another last bit.
     terms = np.exp(scores - top[:, None])
     return option.astype(np.int32), 1.0 / row_sums(terms)

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy, Stage, Step, same_width, scaled
@@ -21,8 +22,8 @@ class BaseStage(Stage):
     The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.
     """
 
-    mean: float
-    std: float = Field(ge=0)
+    mean: float = Field(ge=-LARGEST, le=LARGEST)
+    std: float = Field(ge=0, le=LARGEST)
     complementarity_rate: float | None = Field(ge=-1, le=1)
     fused: bool
 

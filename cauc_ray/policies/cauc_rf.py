@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Floats
@@ -27,8 +28,8 @@ class PairDiagnostics(FrozenModel):
 class RFStage(Stage):
     """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first."""
 
-    alpha: float | None = Field(gt=0)
-    beta: float | None = Field(gt=0)
+    alpha: float | None = Field(ge=1 / LARGEST, le=LARGEST)
+    beta: float | None = Field(ge=1 / LARGEST, le=LARGEST)
     pair_diagnostics: PairDiagnostics | None
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.errors import CaucWarning, DataError, PolicyError, explain
 from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.metrics import Share
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -62,8 +63,8 @@ class Stage(FrozenModel):
     """What a policy knows of one model: its name, the mean cost of a call, its temperature."""
 
     name: str
-    cost: float = Field(ge=0)
-    temperature: float = Field(gt=0)
+    cost: float = Field(ge=0, le=LARGEST)
+    temperature: float = Field(ge=1 / LARGEST, le=LARGEST)
     diagnostics: TemperatureDiagnostics
 
 
@@ -97,7 +98,7 @@ class Expectation(FrozenModel):
     """What the policy did on a labelled split: mean cost per example, and relative to the last model alone."""
 
     split: str
-    n: int
+    n: int = Field(ge=1)
     accuracy: MeasuredShare
     cost: float
     relative_cost: float | None
@@ -138,6 +139,16 @@ class Policy(FrozenModel):
     validation: FittedOn | None
     expected: Expectation
     stages: tuple[Stage, ...]
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        for model in self.models:
+            if self.models.count(model) > 1:
+                raise ValueError(f"two stages are named {model!r}")
+        expected = tuple(stage.name for stage in self.expected.stages)
+        if expected != self.models:
+            raise ValueError(f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}")
+        return self
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -192,7 +203,8 @@ class Policy(FrozenModel):
         if not isinstance(method, str) or method not in POLICY_CLASSES:
             raise PolicyError(f"{path}: method {method!r} is none of {', '.join(POLICY_CLASSES)}")
         try:
-            policy = POLICY_CLASSES[method].model_validate(content)
+            # As JSON text, for strictness: a number in quotes is no number, yet a list may fill a tuple.
+            policy = POLICY_CLASSES[method].model_validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise PolicyError(f"{path}: {explain(error)}") from error
         if not isinstance(policy, cls):
@@ -234,7 +246,7 @@ def _read_policy_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PolicyError(f"there is no policy file {path}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path} is not a readable policy file: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:

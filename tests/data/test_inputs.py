@@ -56,5 +56,15 @@ def test_inputs_that_do_not_serve_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"b\.parquet is not a readable Parquet file"):
         RunInput(tmp_path)
     pq.write_table(pa.table({"example_id": pa.array([], pa.string())}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"example_id": ["a", None]}), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"d\.parquet: a row has no example_id"):
+        RunInput(tmp_path / "d.parquet")
+    for label in ([-1], [-7], [1.5], ["cat"]):
+        pq.write_table(pa.table({"example_id": ["a"], "label": label}), tmp_path / "e.parquet")
+        with pytest.raises(DataError, match=r"e\.parquet: column 'label'"):
+            list(RunInput(tmp_path / "e.parquet").blocks(10))
+    pq.write_table(pa.table({"example_id": ["a", "b"], "label": [1.0, None]}), tmp_path / "e.parquet")
+    (block,) = RunInput(tmp_path / "e.parquet").blocks(10)
+    assert block.labels.tolist() == [1, -1]
     with pytest.raises(DataError, match="holds no rows"):
         RunInput(tmp_path / "c.parquet")

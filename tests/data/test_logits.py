@@ -113,6 +113,11 @@ def broken(table, fault):
         rewrite(path, logits=pa.array([[], *logits[1:]], pa.list_(pa.float32())))
     elif fault == "null logits":
         rewrite(path, logits=pa.array([[None] * 5, *logits[1:]], pa.list_(pa.float32())))
+    elif fault == "column twice":
+        table = pq.ParquetFile(path).read()
+        pq.write_table(table.append_column("label", table.column("label")), path)
+    elif fault == "label too large":
+        rewrite(path, label=pa.array([2**40, *labels[1:]], pa.int64()))
     elif fault == "null id":
         rewrite(path, example_id=pa.array([None, *ids[1:]], pa.string()))
     elif fault == "label is text":
@@ -139,7 +144,9 @@ def broken(table, fault):
         ("empty split", "model 'm1', split 'calibration': the split is empty"),
         ("no files", "there are no .parquet files in"),
         ("no options", "it has no logits"),
-        ("null logits", "column 'logits' holds nulls"),
+        ("null logits", "one of its logits is null"),
+        ("column twice", "part-0.parquet has two columns named 'label'"),
+        ("label too large", "column 'label' is int64, not int32"),
         ("null id", "row 0 has no example_id"),
         ("label is text", "column 'label' is string, not int32"),
         ("column missing", "no column 'logits'; it has example_id, label"),
@@ -196,6 +203,14 @@ def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):
     assert set(chain.costs.per_call[:, 0]) == {1.0}
     assert chain.costs.means == pytest.approx([1.0, 4.0, 15.0])
     assert not LogitTable(table).read_chain(MODELS, "test", per_call_costs=False).per_call_costs
+
+
+def test_hidden_files_and_folders_are_other_programs(table):
+    for name in (".ipynb_checkpoints", ".hidden"):
+        (part(table).parent / name).mkdir()
+        (part(table).parent / name / "part-0-checkpoint.parquet").write_bytes(part(table).read_bytes())
+    (part(table).parent / ".part-0.parquet").write_text("half")
+    assert len(LogitTable(table).read_chain(MODELS, "calibration")) == 60
 
 
 def test_a_folder_that_cannot_be_named_so_is_refused(tmp_path):

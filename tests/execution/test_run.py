@@ -128,8 +128,8 @@ def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("cannot_load", {})])
     with pytest.raises(CaucError, match=r"stage 'large' failed: OSError: weights\.pt is not there"):
-        run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
-    assert not (tmp_path / "out").exists()
+        cauc_ray.run(pool, two_model_policy(), numbered_input(tmp_path), tmp_path / "new" / "deep" / "out")
+    assert not (tmp_path / "new").exists()
     pool = python_pool(tmp_path, [("by_x", {}), ("absent", {})])
     with pytest.raises(ConfigError, match="stage 'large': factory 'user_models:absent' cannot be imported"):
         run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
@@ -139,9 +139,21 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tm
 def test_a_stage_that_is_killed_ends_the_run_and_does_not_hang(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("dies_on", {"example": "row-20"})])
     started = time.monotonic()
-    with pytest.raises(ExecutionError, match="stage 'large' died"):
+    with pytest.raises(ExecutionError, match="stage 'large' died: Worker unexpectedly exits"):
         run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
     assert time.monotonic() - started < 60
+
+
+def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp_path):
+    """The rows before the killing one are three blocks further on."""
+    pool = python_pool(tmp_path, [("dies_on", {"example": "row-9000"}), ("by_x", {})], batch_size=256)
+    with pytest.raises(ExecutionError, match="stage 'small' died"):
+        run(tmp_path, pool, two_model_policy(threshold=0.5), numbered_input(tmp_path, 10_000))
+    answered = read_all(tmp_path / "out" / "predictions").num_rows
+    assert answered >= 2048
+    accepted = sum(call["accepted"] for call in read_all(tmp_path / "out" / "ledger").to_pylist())
+    assert accepted >= answered
+    assert not (tmp_path / "out" / "summary.json").exists()
 
 
 def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):

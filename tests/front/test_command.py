@@ -203,6 +203,12 @@ BAD = {
     "policy of tomorrow": ["evaluate", "LOGITS", "--policy", "tomorrow.json"],
     "no such test split": ["evaluate", "LOGITS", "--policy", "policy.json", "--split", "tests"],
     "unknown sweep method": ["sweep", "LOGITS", *CHAIN, "--methods", "base,magrin", "-o", "x.parquet"],
+    "costs that overflow": ["fit", "LOGITS", *CHAIN, "--costs", "1e307,1e308,1.1e308", "-o", "x.json"],
+    "a method twice": ["sweep", "LOGITS", *CHAIN, "--methods", "base,base", "-o", "x.parquet"],
+    "a line break": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "one\ntwo"],
+    "warned and refused": ["fit", "LOGITS", *CHAIN, "--costs", "3,2,1", "--budget", "0.1", "-o", "x.json"],
+    "too many points": ["sweep", "LOGITS", *CHAIN, "--points", "10000000000", "-o", "x.parquet"],
+    "policy too deep": ["evaluate", "LOGITS", "--policy", "deep.json"],
     "one point": ["sweep", "LOGITS", *CHAIN, "--points", "1", "-o", "x.parquet"],
     "no such pool": ["run", "absent.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out"],
     "pool with unknown key": ["run", "pool.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out"],
@@ -219,6 +225,7 @@ def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, 
     cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
     (tmp_path / "text.json").write_text("policy")
     (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     policy = json.loads((tmp_path / "policy.json").read_text())
     (tmp_path / "tomorrow.json").write_text(json.dumps(policy | {"format": "cauc-policy/2"}))
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stgaes": []}))
@@ -231,6 +238,62 @@ def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, 
     assert err.endswith("\n")
     assert err.count("\n") == 1, err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_outputs_never_replace_inputs_or_what_is_no_file(cauc, tmp_path, home):
+    cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
+    part = "LOGITS/model=m0/split=test/part-0.parquet"
+    before = (home / part).read_bytes(), (tmp_path / "policy.json").read_bytes()
+    for arguments in (
+        ["evaluate", "LOGITS", "--policy", "policy.json", "--predictions", part],
+        ["evaluate", "LOGITS", "--policy", "policy.json", "--predictions", "policy.json"],
+        ["evaluate", "LOGITS", "--policy", "policy.json", "--predictions", ""],
+        ["fit", "LOGITS", *CHAIN, "-o", "LOGITS/pool.json"],
+        ["sweep", "LOGITS", *CHAIN, "-o", part],
+        ["fit", "LOGITS", *CHAIN, "-o", "/dev/null"],
+        ["fit", "LOGITS", *CHAIN, "-o", "x" * 300],
+    ):
+        code, out, err = cauc(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+    assert ((home / part).read_bytes(), (tmp_path / "policy.json").read_bytes()) == before
+    assert Path("/dev/null").is_char_device()
+    (tmp_path / "link.json").symlink_to("policy.json")
+    assert cauc("fit", "LOGITS", *CHAIN, "--threshold", 0.5, "-o", "link.json")[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "policy.json").read_text())["threshold"] == 0.5
+    assert cauc("fit", "LOGITS", *CHAIN, "-o", "y" * 250)[0] == 0
+
+
+def test_models_that_cost_nothing_have_no_relative_cost(cauc):
+    code, out, _ = cauc("sweep", "LOGITS", *CHAIN, "--costs", "0,0,0", "-o", "s.parquet", "--json")
+    assert code == 0
+    assert {row["relative_cost"] for row in json.loads(out)["highlights"]} == {None}
+    cauc("fit", "LOGITS", *CHAIN, "--costs", "0,0,0", "-o", "p.json")
+    code, out, _ = cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")
+    assert (code, json.loads(out)["relative_cost"]) == (0, None)
+    assert cauc("evaluate", "LOGITS", "--policy", "p.json")[0] == 0
+
+
+def test_names_are_shown_as_they_are(cauc, tmp_path):
+    (tmp_path / "LOGITS").unlink()
+    write_table(tmp_path / "LOGITS", n=60)
+    info = json.loads((tmp_path / "LOGITS" / "pool.json").read_text())
+    (tmp_path / "LOGITS" / "pool.json").write_text(json.dumps(info | {"cost_unit": "tokens [/usd]", "note": "[red]"}))
+    code, out, _ = cauc("fit", "LOGITS", *CHAIN, "-o", "p.json")
+    assert code == 0
+    assert "tokens [/usd]" in out
+    assert "[red]" in cauc("inspect", "LOGITS")[1]
+
+
+def test_terminals_without_our_letters_and_readers_that_leave_end_nothing(tmp_path, home):
+    cauc = Path(sys.executable).with_name("cauc")
+    fit = [cauc, "fit", home / "LOGITS", *CHAIN, "-o", "policy.json"]
+    options = {"cwd": tmp_path, "capture_output": True, "timeout": 60}
+    assert subprocess.run(fit, env={"PYTHONIOENCODING": "ascii"}, **options).returncode == 0
+    piped = f"{cauc} inspect policy.json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", piped], **options)
+    assert done.returncode in (0, 1)  # the reader may leave before or after
+    assert done.stderr == b""
 
 
 def test_debug_shows_the_traceback(cauc):

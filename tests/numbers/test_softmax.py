@@ -1,10 +1,12 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import log_softmax as scipy_log_softmax
 from scipy.special import softmax as scipy_softmax
 
+from cauc_ray.errors import DataError
 from cauc_ray.numbers.softmax import log_softmax, row_sums, top_option
 
 matrices = hnp.arrays(
@@ -45,6 +47,12 @@ def test_row_sums_are_sums(terms):
 
 def test_ties_go_to_the_lowest_index():
     assert top_option(np.array([[1.0, 3.0, 3.0]]))[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("row", [[-np.inf, -np.inf], [np.nan, 1.0], [np.inf, 1.0]])
+def test_a_row_without_an_option_to_choose_is_refused(row):
+    with pytest.raises(DataError, match="row 1: its scores have no finite largest one"):
+        top_option(np.array([[0.0, 1.0], row]))
 
 
 def test_memory_layout_changes_nothing():

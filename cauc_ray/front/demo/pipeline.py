@@ -17,7 +17,7 @@ from cauc_ray.data.files import parquet_files, read_parquet, write_parquet, writ
 from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.execution.ledger import require_new
+from cauc_ray.execution.ledger import new_folder, require_new
 from cauc_ray.execution.runner import collect_answers, import_paths
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front import offline, online
@@ -43,12 +43,13 @@ def run_demo(output: str | None) -> dict[str, Any]:
     folder = (Path(output) if output else _free_folder()).absolute()
     require_new(folder)
     _require_packages()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return _demo(folder)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with new_folder(folder):
+        try:
+            return _demo(folder)
+        except BaseException:
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            raise
 
 
 def _demo(folder: Path) -> dict[str, Any]:
