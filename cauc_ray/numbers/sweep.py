@@ -151,10 +151,10 @@ class _Events:
     def changes(self, of_stage: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return what each move changes of a quantity that an example has at each stage, (M, N) -> (E,)."""
         change = np.empty(self._rises.shape, dtype=of_stage.dtype)
-        following = of_stage[-1]
+        following = np.array(of_stage[-1])
         for stage in range(len(change) - 1, -1, -1):
             np.subtract(following, of_stage[stage], out=change[stage])
-            following = np.where(self._rises[stage], of_stage[stage], following)
+            np.copyto(following, of_stage[stage], where=self._rises[stage])
         return change.ravel()[self._places]
 
     def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
