@@ -40,12 +40,14 @@ class RunInput:
         """Open every file's footer. Raises DataError when one is unreadable, without example_id or unlike the first."""
         self.path = Path(path)
         self.files = parquet_files(self.path)
-        self.n_rows = 0
+        self.rows_by_file: dict[str, int] = {}
         columns: list[str] | None = None
         for file in self.files:
             with open_parquet(file) as opened:
                 names = sorted(opened.schema_arrow.names)
-                self.n_rows += opened.metadata.num_rows
+                self.rows_by_file[file.name if self.path.is_file() else str(file.relative_to(self.path))] = (
+                    opened.metadata.num_rows
+                )
             if "example_id" not in names:
                 raise DataError(f"{file} has no column 'example_id'; it has {', '.join(names)}")
             if columns is not None and names != columns:
@@ -54,6 +56,7 @@ class RunInput:
                 )
             columns = names
             _refuse_null_ids(file)
+        self.n_rows = sum(self.rows_by_file.values())
         if self.n_rows == 0:
             raise DataError(f"{self.path} holds no rows")
 

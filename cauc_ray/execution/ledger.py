@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import write_parquet
+from cauc_ray.data.files import read_json, write_json, write_parquet
 from cauc_ray.data.predictions import predictions_table
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, explain
 from cauc_ray.execution.controller import BlockResult
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.numbers.types import Ints
@@ -69,25 +73,69 @@ def new_folder(path: Path) -> Iterator[None]:
         raise
 
 
+class RunRecord(BaseModel):
+    """What a run's folder says of it (run.json), so that a resumption is of the same run.
+
+    block_rows: rows in a block of input, the unit of commits.   input: rows of each file, by its name.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format: Literal["cauc-run/1"] = "cauc-run/1"
+    run_id: str
+    policy_id: str
+    block_rows: int
+    input: dict[str, int]
+
+
+def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int]) -> RunRecord:
+    """Return the record of a run that starts now; its id is the time in UTC and a few random digits."""
+    run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
+    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows)
+
+
+def resumed_record(out: Path, now: RunRecord) -> RunRecord:
+    """Return the record of the run in a folder, which must be of the policy and input of now.
+
+    Raises ConfigError when there is no run, or one of something else.
+    """
+    path = out / "run.json"
+    if not path.is_file():
+        raise ConfigError(f"{out} holds no run that could be resumed; leave --resume out to start one")
+    try:
+        record = RunRecord.model_validate(read_json(path))
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    for what in ("policy_id", "block_rows", "input"):
+        if getattr(record, what) != getattr(now, what):
+            raise ConfigError(f"the run in {out} is of another {what.removesuffix('_id')}; start a new one elsewhere")
+    return record
+
+
+def committed_blocks(out: Path) -> frozenset[int]:
+    """Return the blocks of input whose predictions are there."""
+    return frozenset(int(path.stem.removeprefix("part-")) for path in (out / "predictions").glob("part-*.parquet"))
+
+
 class RunTables:
     """Writes a run's tables part by part, each part whole or not at all.
 
-    A call's ledger row is written before the predictions that rest on it.
+    A block is committed by the renaming of its predictions: the ledger rows of the calls that led there, and its
+    failures, are written before.
     """
 
-    def __init__(self, out: Path, run_id: str, stages: Sequence[str]) -> None:
+    def __init__(self, out: Path, record: RunRecord, stages: Sequence[str]) -> None:
         self._out = out
-        self._run_id = run_id
+        self._record = record
         self._stages = tuple(stages)
         self._calls: list[dict[str, object]] = []
-        self._n_ledgers = 0
+        self._n_ledgers = len(list((out / "ledger").glob("part-*.parquet")))
 
     def add_call(self, call: Call, result: CallResult) -> None:
         """Note a call for the ledger. A failed call answered and deferred nothing and cost nothing."""
         accepted = int(result.accepted.sum())
         self._calls.append(
             {
-                "run_id": self._run_id,
+                "run_id": self._record.run_id,
                 "stage": self._stages[call.stage],
                 "replica": call.replica,
                 "node": result.node,
@@ -104,22 +152,13 @@ class RunTables:
         )
 
     def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
-        """Write a finished block's predictions, and its failures if there are any, after the calls that led there."""
+        """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
+        if not (self._out / "run.json").exists():
+            write_json(self._out / "run.json", self._record.model_dump())
         self.write_ledger()
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
         ids = pa.array(example_ids, pa.string())
-        if answered.any():
-            (self._out / "predictions").mkdir(exist_ok=True)
-            table = predictions_table(
-                ids.filter(pa.array(answered)),
-                result.predictions[answered],
-                result.confidences[answered],
-                result.stages[answered],
-                result.costs[answered],
-                None if labels is None else labels[answered],
-            )
-            write_parquet(self._out / "predictions" / name, table)
         if result.failures:
             (self._out / "failed").mkdir(exist_ok=True)
             rows = [
@@ -127,6 +166,16 @@ class RunTables:
                 for row, (stage, reason) in sorted(result.failures.items())
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
+        (self._out / "predictions").mkdir(exist_ok=True)
+        table = predictions_table(
+            ids.filter(pa.array(answered)),
+            result.predictions[answered],
+            result.confidences[answered],
+            result.stages[answered],
+            result.costs[answered],
+            None if labels is None else labels[answered],
+        )
+        write_parquet(self._out / "predictions" / name, table)
 
     def write_ledger(self) -> None:
         """Write the calls noted since the last time."""

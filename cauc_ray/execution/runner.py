@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, make_actor, result_of, start_workers, worker_class
 from cauc_ray.execution.controller import BlockResult, Controller, InputLimits, StageLimits
-from cauc_ray.execution.ledger import RunTables
+from cauc_ray.execution.ledger import RunRecord, RunTables
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.session import replicas_that_fit
 from cauc_ray.execution.stage import Part
@@ -33,14 +32,19 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All that a run needs: the chain's stages, the policy, where rows come from and go to."""
+    """All that a run needs: the chain's stages, the policy, where rows come from and go to.
 
-    run_id: str
+    record: what the run's folder says of it, for a later resumption.   done: blocks of the input that an earlier
+    attempt has committed.
+    """
+
+    record: RunRecord
     stages: tuple[StageSpec, ...]
     policy: Policy
     input: Path
     out: Path
     import_paths: tuple[str, ...]
+    done: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +56,10 @@ class RunProgress:
     stages: tuple[tuple[str, int, int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StageTotals:
-    """What a stage did in a run: rows, calls, their cost in the policy's unit, and its computing time in s."""
+def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> float:
+    """Run a plan on the current Ray session, reporting progress about twice a second.
 
-    name: str
-    reached: int
-    answered: int
-    calls: int
-    replicas: int
-    cost: float
-    compute_s: float
-    batch_fill: float
-
-
-@dataclass(frozen=True, slots=True)
-class RunTotals:
-    """What a run did; wall_s from the first read to the last commit, without starting the stages."""
-
-    run_id: str
-    n: int
-    n_failed: int
-    wall_s: float
-    stages: tuple[StageTotals, ...]
-
-
-def new_run_id() -> str:
-    """Return an id for a run: its start in UTC and a few random digits."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-
-
-def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> RunTotals:
-    """Run a plan on the current Ray session and return its totals, reporting progress about twice a second.
+    Returns the seconds from the first read to the last commit, without starting the stages.
 
     Raises ExecutionError when the stages do not fit on the cluster, do not start or die; what was finished
     before stays in the output.
@@ -95,10 +71,10 @@ def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> Ru
         plan, tuple(counts), here
     )
     try:
-        totals = controller.run.remote()
-        while not ray.wait([totals], timeout=POLL_S)[0]:
+        seconds = controller.run.remote()
+        while not ray.wait([seconds], timeout=POLL_S)[0]:
             on_progress(result_of(controller.progress.remote(), START_DEADLINE_S, "the controller"))
-        result: RunTotals = result_of(totals, START_DEADLINE_S, "the controller")
+        result: float = result_of(seconds, START_DEADLINE_S, "the controller")
         on_progress(result_of(controller.progress.remote(), START_DEADLINE_S, "the controller"))
         return result
     finally:
@@ -144,24 +120,39 @@ def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Seq
             ray.kill(worker)
 
 
+@dataclass(frozen=True, slots=True)
+class _BlockHeader:
+    """What the controller needs of a block; n_skipped: rows before it that were done already."""
+
+    number: int
+    example_ids: list[str]
+    labels: Ints | None
+    n_bytes: int
+    n_skipped: int
+
+
 class _Reader:
     """Reads the input block by block, in a process of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, done: frozenset[int]) -> None:
         self._path = path
+        self._done = done
+        self._n_skipped = 0
 
     def open(self) -> int:
         """Open the input and return its number of rows."""
         opened = RunInput(self._path)
-        self._blocks = opened.blocks(BLOCK_ROWS)
+        self._blocks = enumerate(opened.blocks(BLOCK_ROWS))
         return opened.n_rows
 
-    def next_block(self) -> tuple[tuple[list[str], Ints | None, int] | None, Any]:
-        """Return a block's ids, labels and size, and apart from them its columns; None after the last."""
-        block = next(self._blocks, None)
-        if block is None:
-            return None, None
-        return (block.example_ids, block.labels, block.n_bytes), block.columns
+    def next_block(self) -> tuple[_BlockHeader | None, Any]:
+        """Return the next block that is not done, its columns apart from all else; None after the last."""
+        for number, block in self._blocks:
+            if number not in self._done:
+                header = _BlockHeader(number, block.example_ids, block.labels, block.n_bytes, self._n_skipped)
+                return header, block.columns
+            self._n_skipped += len(block.example_ids)
+        return None, None
 
 
 class _CascadeRun:
@@ -171,32 +162,30 @@ class _CascadeRun:
         self._plan = plan
         self._counts = counts
         self._here = here
-        self._tables = RunTables(plan.out, plan.run_id, [s.name for s in plan.stages])
+        self._tables = RunTables(plan.out, plan.record, [s.name for s in plan.stages])
         limits = [StageLimits(s.batch_size, s.batch_wait_s, n) for s, n in zip(plan.stages, counts, strict=True)]
         # Enough open rows for every replica to have its batches, and as many again to be gathered.
         in_work = sum(4 * s.batch_size * s.n_replicas for s in limits)
         self._controller = Controller(limits, InputLimits(max(in_work, 4 * BLOCK_ROWS), OPEN_BYTES))
         self._n_rows = 0
         self._n_finished = 0
-        self._n_failed = 0
-        self._n_blocks = 0
+        self._n_skipped = 0
         self._calls: dict[Any, tuple[Call, Any]] = {}
         self._reads: dict[Any, Any] = {}
         self._payloads: dict[int, Any] = {}
         self._states: dict[int, Any] = {}
         self._blocks: dict[int, tuple[list[str], Ints | None]] = {}
-        self._totals = [[0, 0.0, 0.0, 0] for _ in plan.stages]  # calls, cost, compute_s, rows in calls
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> RunProgress:
         stages = zip(self._plan.stages, self._controller.progress(), strict=True)
         return RunProgress(
             self._n_rows,
-            self._n_finished,
+            self._n_skipped + self._n_finished,
             tuple((stage.name, at.queued, at.in_flight, at.answered) for stage, at in stages),
         )
 
-    def run(self) -> RunTotals:
+    def run(self) -> float:
         self._start()
         started = time.perf_counter()
         last_event = time.monotonic()
@@ -218,10 +207,12 @@ class _CascadeRun:
                     f"nothing has come back for {CALL_DEADLINE_S:.0f} s; waiting for {self._waiting()}"
                 )
         self._tables.write_ledger()
-        return self._summary(time.perf_counter() - started)
+        return time.perf_counter() - started
 
     def _start(self) -> None:
-        self._reader = make_actor(_Reader, num_cpus=0, label_selector=self._here).remote(self._plan.input)
+        self._reader = make_actor(_Reader, num_cpus=0, label_selector=self._here).remote(
+            self._plan.input, self._plan.done
+        )
         self._n_rows = result_of(self._reader.open.remote(), START_DEADLINE_S, "the reader")
         handles, specs = [], []
         for place, (stage, n) in enumerate(zip(self._plan.stages, self._counts, strict=True)):
@@ -271,11 +262,6 @@ class _CascadeRun:
         stage = self._plan.stages[call.stage]
         result: CallResult = result_of(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
         self._tables.add_call(call, result)
-        totals = self._totals[call.stage]
-        totals[0] += 1
-        totals[1] += float(result.costs.sum())
-        totals[2] += result.compute_s
-        totals[3] += len(call)
         if result.error is None and not result.accepted.all():
             self._states[call.id] = state
         released = self._controller.call_ended(call.id, result, time.time())
@@ -287,49 +273,25 @@ class _CascadeRun:
             raise ExecutionError(f"stage {stage.name!r} has failed on every row so far: {result.error}")
 
     def _block_read(self, ref: Any, columns: Any) -> None:
-        header = result_of(ref, CALL_DEADLINE_S, "the reader")
+        header: _BlockHeader | None = result_of(ref, CALL_DEADLINE_S, "the reader")
         if header is None:
-            self._controller.end_input()
+            if not self._reads:  # one that was asked for earlier may still come
+                self._controller.end_input()
             return
-        example_ids, labels, n_bytes = header
-        block = self._n_blocks
-        self._n_blocks += 1
-        self._blocks[block] = (example_ids, labels)
-        self._payloads[block] = columns
-        self._controller.add_block(block, len(example_ids), n_bytes, time.time())
+        self._n_skipped = header.n_skipped
+        self._blocks[header.number] = (header.example_ids, header.labels)
+        self._payloads[header.number] = columns
+        self._controller.add_block(header.number, len(header.example_ids), header.n_bytes, time.time())
 
     def _commit(self, result: BlockResult) -> None:
         example_ids, labels = self._blocks.pop(result.block)
         del self._payloads[result.block]
         self._tables.add_block(result, example_ids, labels)
         self._n_finished += len(example_ids)
-        self._n_failed += len(result.failures)
 
     def _waiting(self) -> str:
         stages = sorted({self._plan.stages[call.stage].name for call, _ in self._calls.values()})
         return ", ".join([f"stage {name!r}" for name in stages] + ["the reader"] * bool(self._reads))
-
-    def _summary(self, wall_s: float) -> RunTotals:
-        rows = zip(self._plan.stages, self._counts, self._controller.progress(), self._totals, strict=True)
-        return RunTotals(
-            run_id=self._plan.run_id,
-            n=self._n_finished,
-            n_failed=self._n_failed,
-            wall_s=wall_s,
-            stages=tuple(
-                StageTotals(
-                    name=stage.name,
-                    reached=at.reached,
-                    answered=at.answered,
-                    calls=int(calls),
-                    replicas=n_replicas,
-                    cost=cost,
-                    compute_s=compute_s,
-                    batch_fill=n_rows / (calls * stage.batch_size) if calls else 0.0,
-                )
-                for stage, n_replicas, at, (calls, cost, compute_s, n_rows) in rows
-            ),
-        )
 
 
 def import_paths() -> tuple[str, ...]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
-from cauc_ray.data.files import parquet_files, read_parquet, write_json
+from cauc_ray.data.files import read_json, write_json
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucWarning
-from cauc_ray.execution.ledger import new_folder, require_new
-from cauc_ray.execution.runner import RunPlan, RunProgress, RunTotals, import_paths, new_run_id, run_cascade
+from cauc_ray.execution.ledger import committed_blocks, new_folder, new_record, require_new, resumed_record
+from cauc_ray.execution.runner import BLOCK_ROWS, RunPlan, RunProgress, import_paths, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
+from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.numbers.metrics import share
 from cauc_ray.policies.policy import Policy
 
 
@@ -28,6 +26,7 @@ def run(
     input: str | Path,
     out: str | Path,
     *,
+    resume: bool = False,
     address: str | None = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
@@ -36,6 +35,7 @@ def run(
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
     input: Parquet file or folder with example_id and the columns that the models read.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
+    resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
     Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
     """
@@ -45,12 +45,25 @@ def run(
     _warn_of_other_costs(stages, policy)
     rows = RunInput(input)
     out = Path(out).absolute()
-    require_new(out)
-    plan = RunPlan(new_run_id(), stages, policy, rows.path.absolute(), out, import_paths())
+    record, done = new_record(policy.id, BLOCK_ROWS, rows.rows_by_file), frozenset[int]()
+    if resume:
+        record, done = resumed_record(out, record), committed_blocks(out)
+        if (out / "summary.json").is_file():
+            summary: dict[str, Any] = read_json(out / "summary.json")
+            return summary
+    else:
+        require_new(out)
+    plan = RunPlan(record, stages, policy, rows.path.absolute(), out, import_paths(), done)
     started = time.perf_counter()
-    with ray_session(address, cpus_needed(stages)), new_folder(out):
-        totals = run_cascade(plan, on_progress)
-    summary = _summary(pool, policy, totals, time.perf_counter() - started, out)
+    with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(out):
+        run_s = run_cascade(plan, on_progress)
+    summary = {
+        "run_id": record.run_id,
+        "pool": pool.name,
+        **summarise(out, policy, {stage.name: stage.batch_size for stage in stages}),
+        "run_s": run_s,
+        "elapsed_s": time.perf_counter() - started,
+    }
     write_json(out / "summary.json", summary)
     return summary
 
@@ -64,39 +77,3 @@ def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
                 CaucWarning,
                 stacklevel=3,
             )
-
-
-def _summary(pool: Pool, policy: Policy, totals: RunTotals, elapsed_s: float, out: Path) -> dict[str, Any]:
-    cost = sum(stage.cost for stage in totals.stages)
-    of_last = policy.stages[-1].cost
-    reached_last = totals.stages[-1].reached
-    return {
-        "run_id": totals.run_id,
-        "pool": pool.name,
-        "policy_id": policy.id,
-        "method": policy.method,
-        "n": totals.n,
-        "n_failed": totals.n_failed,
-        "accuracy": _accuracy(out),
-        "cost_unit": policy.cost_unit,
-        "total_cost": cost,
-        "cost": cost / totals.n,
-        "relative_cost": cost / totals.n / of_last if of_last > 0 else None,
-        "expected_relative_cost": policy.expected.relative_cost,
-        "last_stage_avoided": 1 - reached_last / totals.n,
-        "run_s": totals.wall_s,
-        "elapsed_s": elapsed_s,
-        "stages": [asdict(stage) for stage in totals.stages],
-    }
-
-
-def _accuracy(out: Path) -> dict[str, float] | None:
-    """Return the accuracy over the answered rows that have a label, with its interval; None without any."""
-    n_hits = n = 0
-    for file in parquet_files(out / "predictions") if (out / "predictions").is_dir() else []:
-        table = read_parquet(file)
-        if "label" not in table.column_names:
-            return None
-        n += len(table) - table.column("label").null_count
-        n_hits += pc.sum(pc.equal(table.column("prediction"), table.column("label"))).as_py() or 0
-    return asdict(share(n_hits, n)) if n else None

@@ -119,6 +119,7 @@ def run(options: Namespace) -> dict[str, Any]:
             options.policy,
             options.input,
             options.output,
+            resume=options.resume,
             address=options.address,
             on_progress=on_progress,
         )

@@ -62,7 +62,8 @@ def split_input(folder, chain):
 
 def numbered_input(folder, n=40):
     """Write n rows with a column x in [-2, 2]."""
-    x = [4 * row / (n - 1) - 2 for row in range(n)]
+    x = [4 * row / max(1, n - 1) - 2 for row in range(n)]
+    folder.mkdir(exist_ok=True)
     path = folder / "input.parquet"
     pq.write_table(pa.table({"example_id": [f"row-{row}" for row in range(n)], "x": x}), path)
     return path

@@ -156,6 +156,52 @@ def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp
     assert not (tmp_path / "out" / "summary.json").exists()
 
 
+def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path):
+    inputs, policy = numbered_input(tmp_path, 10_000), two_model_policy(threshold=0.7)
+    ways = {"batch_size": 256}
+    dying = python_pool(tmp_path, [("dies_on", {"example": "row-6000"}), ("by_x", {"factor": 5.0})], **ways)
+    with pytest.raises(ExecutionError, match="died"):
+        run(tmp_path, dying, policy, inputs)
+    first = {path.name: path.read_bytes() for path in (tmp_path / "out" / "predictions").iterdir()}
+    assert 1 <= len(first) <= 4
+
+    sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})], **ways)
+    for other, says in (
+        ({"policy": two_model_policy(threshold=0.8)}, "another policy"),
+        ({"input": numbered_input(tmp_path / "LOGITS", 9_000)}, "another input"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            cauc_ray.run(sound, other.get("policy", policy), other.get("input", inputs), tmp_path / "out", resume=True)
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        cauc_ray.run(sound, policy, inputs, tmp_path / "out")
+    summary = cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True)
+    undisturbed = cauc_ray.run(sound, policy, inputs, tmp_path / "whole")
+
+    for name, content in first.items():
+        assert (tmp_path / "out" / "predictions" / name).read_bytes() == content
+    rows, expected = (by_example(read_all(tmp_path / out / "predictions")) for out in ("out", "whole"))
+    assert rows == expected
+    assert len(rows) == summary["n"] == undisturbed["n"] == 10_000
+    for stage, whole in zip(summary["stages"], undisturbed["stages"], strict=True):
+        assert (stage["reached"], stage["answered"]) == (whole["reached"], whole["answered"])
+        assert stage["repeated"] >= 0
+        assert whole["repeated"] == 0
+    ledger = read_all(tmp_path / "out" / "ledger").to_pylist()
+    assert len({call["run_id"] for call in ledger}) == 1
+    assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in ledger))
+    # Asked again, a finished run has nothing left to do.
+    assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True) == summary
+    with pytest.raises(ConfigError, match="holds no run that could be resumed"):
+        cauc_ray.run(sound, policy, inputs, tmp_path / "new", resume=True)
+
+
+def test_a_block_whose_rows_all_fail_is_committed_too(tmp_path):
+    pool = python_pool(tmp_path, [("fails_on", {"example": "row-0"}), ("by_x", {})])
+    summary = run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path, 1))
+    assert (summary["n"], summary["n_failed"], summary["stages"][0]["failed"]) == (1, 1, 1)
+    assert read_all(tmp_path / "out" / "predictions").num_rows == 0
+
+
 def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):
     inputs, policy = numbered_input(tmp_path), two_model_policy()
     for resources, asked in (

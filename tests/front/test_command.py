@@ -175,6 +175,8 @@ def test_run_and_inspect_its_output(cauc, tmp_path, home):
     code, _, err = cauc(*run)
     assert code == 2
     assert "not an empty folder" in err
+    code, out, _ = cauc(*run, "--resume", "--json")
+    assert (code, json.loads(out)) == (0, json.loads((tmp_path / "out" / "summary.json").read_text()))
 
 
 BAD = {
