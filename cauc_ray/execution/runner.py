@@ -19,8 +19,9 @@ from cauc_ray.execution.ledger import RunRecord, RunTables
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.session import replicas_that_fit
 from cauc_ray.execution.stage import Part
+from cauc_ray.models.answers import Answers
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.numbers.types import Ints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 
 BLOCK_ROWS = 2048
@@ -83,14 +84,13 @@ def run_cascade(plan: RunPlan, on_progress: Callable[[RunProgress], None]) -> fl
 
 @dataclass(frozen=True, slots=True)
 class StageAnswers:
-    """One model's answers to a block of input, undecided.   seconds: that the model took for them."""
+    """One model's answers to some rows of the input, undecided: logits and costs as models.answers has them."""
 
     stage: str
     example_ids: Sequence[str]
     labels: Ints | None
-    logits: Any
-    costs: Any
-    seconds: float
+    logits: Floats
+    costs: Floats | None
 
 
 def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Sequence[str]) -> Iterator[StageAnswers]:
@@ -110,11 +110,11 @@ def collect_answers(stages: Sequence[StageSpec], inputs: Path, import_paths: Seq
                 for start in range(0, n, stage.batch_size)
             ]
             for stage, ref, start in pending:
-                answers, seconds = result_of(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
+                answers: Answers = result_of(ref, CALL_DEADLINE_S, f"stage {stage.name!r}")
                 part = slice(start, start + len(answers.logits))
                 labels = None if block.labels is None else block.labels[part]
                 ids = block.example_ids[part]
-                yield StageAnswers(stage.name, ids, labels, answers.logits, answers.costs, seconds)
+                yield StageAnswers(stage.name, ids, labels, answers.logits, answers.costs)
     finally:
         for worker in workers:
             ray.kill(worker)

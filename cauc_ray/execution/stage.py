@@ -80,12 +80,10 @@ class StageWorker:
         )
         return result, step.state[~step.accepted]
 
-    def answer(self, columns: Batch, start: int, stop: int) -> tuple[Answers, float]:
-        """Return the model's own answers to some rows, undecided, and the seconds that they took."""
+    def answer(self, columns: Batch, start: int, stop: int) -> Answers:
+        """Return the model's own answers to some rows, undecided."""
         assert self._model is not None
-        started = time.perf_counter()
-        answers = self._model({name: column[start:stop].copy() for name, column in columns.items()})
-        return answers, time.perf_counter() - started
+        return self._model({name: column[start:stop].copy() for name, column in columns.items()})
 
     def _costs(self, answers: Answers, n: int) -> Floats:
         """Return each row's cost: the call's own where the policy counts those and the model tells them."""
