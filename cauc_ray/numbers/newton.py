@@ -24,8 +24,8 @@ _MAX_STEPS = 100
 # Fits of many rows let a sample of about so many say where to go.
 _SAMPLE_ROWS = 512
 _MAX_SAMPLE_STEPS = 6
-# They end where the error to be expected is this share of a weight: of the NLL, that is some 1e-12.
-_SAMPLE_ERROR = 1e-6
+# They end where the error to be expected is this share of a weight; float32 arithmetic gives no more.
+_FLOAT32_ERROR, _FLOAT64_ERROR = 1e-6, 1e-10
 # Rounding may raise the NLL by so much, relatively, where a step lowers it by less.
 _NOISE = 1e-7
 
@@ -123,6 +123,7 @@ def _by_sample(problem: Likelihood, initial: Floats, box: _Box) -> _Minimum | No
     sample = problem.sample(_SAMPLE_ROWS)
     weights = _newton(sample.sums, initial, box, sample.perfect, last_step=1e-3).weights
     last, last_size = np.inf, 0.1
+    enough = _FLOAT32_ERROR if problem.dtype is np.float32 else _FLOAT64_ERROR
     for _ in range(_MAX_SAMPLE_STEPS):
         # The sample may be separable, or say nothing, where the whole is not, or the reverse.
         if not box.inside(weights):
@@ -133,7 +134,7 @@ def _by_sample(problem: Likelihood, initial: Floats, box: _Box) -> _Minimum | No
         bent = _newton(_bent(sample, whole, weights), weights, box, perfect=-np.inf)
         size = float((np.abs(bent.weights - weights) / weights).max())
         # The error that the last step left was this one's size; errors go with the squares of the steps.
-        if size**3 / last_size**2 < _SAMPLE_ERROR:
+        if size**3 / last_size**2 < enough:
             at_end = Sums(bent.sums.nll, whole.gradient, whole.curvature, whole.scatter)
             return _Minimum(bent.weights, at_end) if box.inside(bent.weights) else None
         weights, last, last_size = bent.weights, whole.nll, max(size, 1e-3)
