@@ -69,6 +69,9 @@ def explain(error: _Validation) -> str:
         return f"unknown key {place!r}"
     if first["type"] == "missing":
         return f"missing key {place!r}"
+    if first["type"] == "value_error":  # our own words, which pydantic puts two of its own before
+        said = str(first["ctx"]["error"])
+        return f"{place}: {said}" if place else said
     said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
     got = f", got {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
     return f"{place}: {said}{got}" if place else said

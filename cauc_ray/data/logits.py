@@ -162,13 +162,15 @@ class LogitTable:
             _require_same(source, models[0], model, first.example_ids, labels, other, "as label")
             labels = np.where(labels == UNKNOWN_LABEL, table.labels, labels)
         width = max(t.logits.shape[1] for t in tables)
+        logits = tuple(_padded(t.logits, width) for t in tables)
+        _require_common_option(source, first.example_ids, logits)
 
         info = self.info()
         if per_call_costs is None:
             per_call_costs = costs is None and any(t.costs is not None for t in tables)
         return ChainLogits(
             models=tuple(models),
-            logits=tuple(_padded(t.logits, width) for t in tables),
+            logits=logits,
             example_ids=tuple(first.example_ids.to_pylist()),
             labels=labels,
             costs=self._costs(models, costs, [t.costs for t in tables] if per_call_costs else None, info, len(labels)),
@@ -272,6 +274,9 @@ def _read_part(file: Path, model: str) -> _Part:
     if ids.null_count:
         raise DataError(f"{where}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
 
+    stored = table.schema.field("logits").type
+    if pa.types.is_nested(stored) and pa.types.is_boolean(getattr(stored, "value_type", pa.null())):
+        raise DataError(f"{where}: column 'logits' is {stored}, not numbers")
     lists = _column(table, "logits", pa.list_(pa.float32()), where)
     values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
     if values.null_count:
@@ -352,3 +357,15 @@ def _require_same(source: str, first: str, model: str, ids: pa.Array, expected: 
             f"{source}: example {ids[row].as_py()!r} has {expected[row]} {what} for model {first!r} "
             f"and {got[row]} for model {model!r}"
         )
+
+
+def _require_common_option(source: str, ids: pa.Array, logits: tuple[Floats, ...]) -> None:
+    """Refuse an example that leaves no option with a finite logit in every model: nothing could be fused."""
+    if not any(np.isneginf(z).any() for z in logits):
+        return
+    shared = np.isfinite(logits[0])
+    for z in logits[1:]:
+        shared &= np.isfinite(z)
+    none = np.flatnonzero(~shared.any(axis=1))
+    if len(none):
+        raise DataError(f"{source}: example {ids[int(none[0])].as_py()!r} has no option that all models leave possible")

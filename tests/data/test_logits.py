@@ -113,6 +113,8 @@ def broken(table, fault):
         rewrite(path, logits=pa.array([[], *logits[1:]], pa.list_(pa.float32())))
     elif fault == "null logits":
         rewrite(path, logits=pa.array([[None] * 5, *logits[1:]], pa.list_(pa.float32())))
+    elif fault == "logits are truths":
+        rewrite(path, logits=pa.array([[True] * 5] * len(ids)))
     elif fault == "column twice":
         table = pq.ParquetFile(path).read()
         pq.write_table(table.append_column("label", table.column("label")), path)
@@ -145,6 +147,7 @@ def broken(table, fault):
         ("no files", "there are no .parquet files in"),
         ("no options", "it has no logits"),
         ("null logits", "one of its logits is null"),
+        ("logits are truths", "column 'logits' is list<"),
         ("column twice", "part-0.parquet has two columns named 'label'"),
         ("label too large", "column 'label' is int64, not int32"),
         ("null id", "row 0 has no example_id"),
@@ -203,6 +206,17 @@ def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):
     assert set(chain.costs.per_call[:, 0]) == {1.0}
     assert chain.costs.means == pytest.approx([1.0, 4.0, 15.0])
     assert not LogitTable(table).read_chain(MODELS, "test", per_call_costs=False).per_call_costs
+
+
+def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(table):
+    for model, possible in (("m0", 0), ("m1", 1)):
+        path = part(table, model, "test")
+        logits = values(path, "logits")
+        row = values(path, "example_id").index("test-2-00007")
+        logits[row] = [0.0 if k == possible else -np.inf for k in range(5)]
+        rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())), label=pa.nulls(60, pa.int32()))
+    with pytest.raises(DataError, match="'test-2-00007' has no option that all models leave possible"):
+        LogitTable(table).read_chain(MODELS, "test")
 
 
 def test_hidden_files_and_folders_are_other_programs(table):
