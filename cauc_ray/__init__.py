@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cauc_ray.errors import CaucError, CaucWarning
+    from cauc_ray.front.collecting import collect
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
     from cauc_ray.policies.policy import Policy
@@ -20,6 +21,7 @@ _PUBLIC = {
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
+    "collect": "cauc_ray.front.collecting",
     "evaluate": "cauc_ray.front.offline",
     "fit": "cauc_ray.front.offline",
     "replace_model": "cauc_ray.front.offline",
@@ -27,7 +29,7 @@ _PUBLIC = {
     "sweep": "cauc_ray.front.offline",
 }
 
-__all__ = ["CaucError", "CaucWarning", "Policy", "evaluate", "fit", "replace_model", "run", "sweep"]
+__all__ = ["CaucError", "CaucWarning", "Policy", "collect", "evaluate", "fit", "replace_model", "run", "sweep"]
 __version__ = "0.1.0"
 
 

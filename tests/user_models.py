@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import numpy as np
 
@@ -73,5 +74,82 @@ def writes_to_its_input():
     def answer(batch):
         batch["x"][:] = batch["x"] + 1.0
         return by_x()(batch)
+
+    return answer
+
+
+def dies_once_on(example, marker):
+    """Answer, but be killed the first time that a batch holds one example."""
+
+    def answer(batch):
+        if example in batch["example_id"] and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return by_x()(batch)
+
+    return answer
+
+
+def brightness(factor=1.0):
+    """Answer images of one byte each with their brightness, and 100; raise on an image of no bytes."""
+
+    def answer(batch):
+        if any(not image for image in batch["image"]):
+            raise ValueError("an image of no bytes")
+        return np.array([[factor * image[0], 100.0] for image in batch["image"]], dtype=np.float32)
+
+    return answer
+
+
+def longest(exponent=1.0):
+    """Answer questions with a power of each choice's length."""
+    return lambda batch: [[float(len(choice)) ** exponent for choice in choices] for choices in batch["choices"]]
+
+
+def linear(seed):
+    """Answer images of four bytes with a torch layer: 4 x 3 multiply-adds each."""
+    import torch
+
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(4, 3)
+
+    def answer(batch):
+        pixels = torch.tensor([list(image) for image in batch["image"]], dtype=torch.float32)
+        with torch.inference_mode():
+            return layer(pixels / 255).numpy()
+
+    return answer
+
+
+def longest_noted(log):
+    """Answer as longest does, and note each batch's size."""
+
+    def answer(batch):
+        with open(log, "a") as file:
+            file.write(f"{len(batch['choices'])}\n")
+        return longest()(batch)
+
+    return answer
+
+
+def slow_brightness(seconds, log):
+    """Answer as brightness does, after some seconds, and note the process that does."""
+
+    def answer(batch):
+        with open(log, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(seconds)
+        return brightness()(batch)
+
+    return answer
+
+
+def brightness_below(limit):
+    """Answer as brightness does, and raise on a batch that holds an image brighter than a limit."""
+
+    def answer(batch):
+        if any(image[0] > limit for image in batch["image"]):
+            raise ValueError("too bright")
+        return brightness()(batch)
 
     return answer

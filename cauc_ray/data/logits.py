@@ -6,6 +6,7 @@ LOGITS/pool.json with the models' costs and the kind of logits.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
-from cauc_ray.errors import ConfigError, DataError, explain, unknown_name
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.types import Bools, Floats, Ints
+
+# LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, and why.
+FAILED = "failed"
 
 
 class PoolModel(BaseModel):
@@ -63,6 +67,17 @@ class ModelTable:
     n_options: Ints
     costs: Floats | None
 
+    def without(self, example_ids: pa.Array) -> ModelTable:
+        """Return the other rows."""
+        kept = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
+        return ModelTable(
+            example_ids=self.example_ids.filter(pa.array(kept)),
+            labels=self.labels[kept],
+            logits=self.logits[kept],
+            n_options=self.n_options[kept],
+            costs=None if self.costs is None else self.costs[kept],
+        )
+
 
 class LogitTable:
     """A folder of logit tables, opened by its path."""
@@ -84,6 +99,14 @@ class LogitTable:
             return TableInfo.model_validate(read_json(path), strict=True)
         except ValidationError as error:
             raise DataError(f"{path}: {explain(error)}") from error
+
+    def read_failed(self, model: str, split: str) -> pa.Array:
+        """Return the ids of the rows of a split that a model could not answer, str (n,)."""
+        folder = self.path / FAILED / f"model={model}" / f"split={split}"
+        if not folder.is_dir():
+            return pa.array([], pa.string())
+        ids = [_column(read_parquet(f), "example_id", pa.string(), str(f)) for f in parquet_files(folder)]
+        return pa.chunked_array(ids, pa.string()).combine_chunks()
 
     def splits(self, model: str) -> list[str]:
         """Return the names of a model's splits."""
@@ -138,6 +161,7 @@ class LogitTable:
         costs: of one call of each model, in the order of models; without them the calls' own where a model's
         table has a column cost, and pool.json's for the other models. per_call_costs says whether the calls'
         own count, as a policy does that was fitted with them; None takes them where there are any.
+        Examples on record as failed for some model of the chain are left out, with a CaucWarning that counts them.
         Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
         costs are to be had; ConfigError when costs and models differ in number or a model stands twice.
         """
@@ -150,7 +174,7 @@ class LogitTable:
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
         for model in models:
             self._folder(model)
-        tables = [self.read_model(model, split) for model in models]
+        tables = self._answered_by_all(models, split)
         first = tables[0]
         source = f"{self.path}, split {split!r}"
         labels = first.labels.copy()
@@ -178,6 +202,25 @@ class LogitTable:
             source=source,
             logit_kind=info.logit_kind if info else "unknown",
         )
+
+    def _answered_by_all(self, models: Sequence[str], split: str) -> list[ModelTable]:
+        """Read each model's rows without the examples that another one failed on."""
+        tables = [self.read_model(model, split) for model in models]
+        failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
+        if not len(failed):
+            return tables
+        kept = [table.without(failed) for table in tables]
+        n_lost = max(len(t.example_ids) - len(k.example_ids) for t, k in zip(tables, kept, strict=True))
+        if not len(kept[0].example_ids):
+            raise DataError(f"{self.path}, split {split!r}: no example was answered by all of {', '.join(models)}")
+        if n_lost:
+            warnings.warn(
+                f"{self.path}, split {split!r}: {len(failed):,} examples that some model of the chain failed on are "
+                "left out (see failed/)",
+                CaucWarning,
+                stacklevel=4,
+            )
+        return kept
 
     def _costs(
         self,
@@ -231,6 +274,17 @@ def write_logits(
     for name in (model, split):
         if not name or "/" in name or "=" in name:
             raise ConfigError(f"{name!r} cannot name a folder of a logit table: it is empty or holds '/' or '='")
+    table = logit_columns(example_ids, labels, logits, costs)
+    folder = Path(path) / f"model={model}" / f"split={split}"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_parquet(folder / "part-0.parquet", table)
+    return folder / "part-0.parquet"
+
+
+def logit_columns(
+    example_ids: Iterable[str], labels: Ints | None, logits: Floats | Sequence[Floats], costs: Floats | None
+) -> pa.Table:
+    """Return rows of a logit table; arguments as write_logits has them."""
     rows = [np.asarray(row, dtype=np.float32) for row in logits]
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
     values = np.concatenate(rows) if rows else np.zeros(0, np.float32)
@@ -243,10 +297,7 @@ def write_logits(
     }
     if costs is not None:
         columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
-    folder = Path(path) / f"model={model}" / f"split={split}"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_parquet(folder / "part-0.parquet", pa.table(columns))
-    return folder / "part-0.parquet"
+    return pa.table(columns)
 
 
 def write_info(path: str | Path, info: TableInfo) -> None:

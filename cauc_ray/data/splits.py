@@ -1,11 +1,13 @@
 """Calibration, validation and test splits by the paper's appendix ("Dataset splits"): seeded, disjoint.
 
 Every split is a set of row numbers of one partition of the dataset as published (train, validation, test).
+The paper's three rules serve its nine datasets; two more serve other people's: their own three partitions as
+they are, and a train set sampled as sample-train does, but beside a test set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -14,7 +16,16 @@ import numpy as np
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.types import Ints
 
-Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way"]
+Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-beside-test"]
+
+# What each rule takes rows from; three-way cuts the only partition there is, whatever its name.
+RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
+    "halve-validation": ("validation", "test"),
+    "sample-train": ("train", "validation"),
+    "three-way": ("validation",),
+    "as-published": ("calibration", "validation", "test"),
+    "sample-train-beside-test": ("train", "test"),
+}
 
 PAPER_RULES: Mapping[str, Rule] = {
     "mmlu": "halve-validation",
@@ -63,8 +74,43 @@ def paper_splits(dataset: str, partition_sizes: Mapping[str, int], seed: int = 0
     return split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
 
 
+def choose_rule(partitions: Collection[str]) -> Rule:
+    """Return the rule for a dataset that has these partitions and that the paper says nothing of.
+
+    Raises DataError where none fits.
+
+    >>> choose_rule(["train", "validation"]), choose_rule(["questions"])
+    ('sample-train', 'three-way')
+    """
+    if len(partitions) == 1:
+        return "three-way"
+    for rule in ("as-published", "halve-validation", "sample-train", "sample-train-beside-test"):
+        if set(RULE_PARTITIONS[rule]) <= set(partitions):
+            return rule
+    raise DataError(
+        f"no rule splits the partitions {', '.join(sorted(partitions))}; name them calibration, validation and test "
+        "(or two of train, validation and test), or give one file alone for a 25/25/50 cut"
+    )
+
+
+def describe_rule(rule: Rule, partitions: Collection[str], seed: int = 0) -> str:
+    """Say in one phrase how a rule splits a dataset of these partitions.
+
+    >>> describe_rule("halve-validation", ["validation", "test"])
+    'validation halved into calibration and validation (seed 0)'
+    """
+    sample = "train, at most as many rows as {0} has, halved into calibration and validation (seed {1})"
+    return {
+        "halve-validation": f"validation halved into calibration and validation (seed {seed})",
+        "sample-train": sample.format("validation", seed),
+        "three-way": f"{_cut(partitions)} cut 25/25/50 into calibration, validation and test (seed {seed})",
+        "as-published": "calibration, validation and test as published",
+        "sample-train-beside-test": sample.format("test", seed),
+    }[rule]
+
+
 def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0) -> Splits:
-    """Split a dataset by one of the paper's three rules (see paper_splits)."""
+    """Split a dataset by one of the rules (see paper_splits, and this file's first lines)."""
     rng = np.random.default_rng(seed)
 
     def size(partition: str) -> int:
@@ -72,27 +118,37 @@ def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0)
             raise DataError(f"splitting by {rule!r} needs a partition {partition!r} of at least four rows")
         return partition_sizes[partition]
 
+    if rule == "as-published":
+        return Splits(*(SplitRows(name, np.arange(size(name))) for name in RULE_PARTITIONS[rule]))
     if rule == "three-way":
-        n = size("validation")
+        partition = _cut(partition_sizes)
+        n = size(partition)
         quarter, half = (n + 3) // 4, (n + 1) // 2
         shuffled = rng.permutation(n)
         return Splits(
             *(
-                SplitRows("validation", np.sort(rows))
+                SplitRows(partition, np.sort(rows))
                 for rows in (shuffled[:quarter], shuffled[quarter:half], shuffled[half:])
             )
         )
     if rule == "halve-validation":
-        partition, pool = "validation", rng.permutation(size("validation"))
-        test = SplitRows("test", np.arange(size("test")))
-    else:
-        n = size("validation")
+        partition, tested, pool = "validation", "test", rng.permutation(size("validation"))
+    elif rule == "sample-train":
+        partition, tested, n = "train", "validation", size("validation")
         if size("train") < n:
             raise DataError(f"a train set of {size('train')} rows cannot give a sample of {n}, the test set's size")
-        partition, pool = "train", rng.choice(size("train"), size=n, replace=False)
-        test = SplitRows("validation", np.arange(n))
+        pool = rng.choice(size("train"), size=n, replace=False)
+    else:
+        partition, tested = "train", "test"
+        pool = rng.choice(size("train"), size=min(size("train"), size("test")), replace=False)
     half = (len(pool) + 1) // 2
+    test = SplitRows(tested, np.arange(size(tested)))
     return Splits(SplitRows(partition, np.sort(pool[:half])), SplitRows(partition, np.sort(pool[half:])), test)
+
+
+def _cut(partitions: Collection[str]) -> str:
+    """Return the partition that three-way cuts: the only one, else validation."""
+    return next(iter(partitions)) if len(partitions) == 1 else "validation"
 
 
 def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str, Ints]:

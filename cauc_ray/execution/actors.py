@@ -12,9 +12,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.stage import StageWorker
+from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 
 START_DEADLINE_S = 600.0
+# So often a worker whose process died is started again, and a call that it held repeated.
+RESTARTS = 3
 
 
 def make_actor(kind: type, **options: Any) -> Any:
@@ -31,21 +34,27 @@ def worker_class(stage: StageSpec) -> Any:
         num_gpus=needs.num_gpus,
         label_selector=needs.labels or None,
         allow_out_of_order_execution=True,
+        max_restarts=RESTARTS,
+        max_task_retries=RESTARTS,
     )
 
 
-def start_workers(specs: Sequence[tuple[StageSpec, str]], handles: Sequence[Any]) -> list[Any]:
-    """Wait until every worker has loaded its model. Raises ExecutionError naming the first that has not."""
+def start_workers(names: Sequence[str], handles: Sequence[Any]) -> list[ModelFacts]:
+    """Wait until every worker has loaded its model and return what these say of themselves.
+
+    names: each worker's stage. Raises ExecutionError naming the first that has not.
+    """
     ready = [handle.load.remote() for handle in handles]
     deadline = time.monotonic() + START_DEADLINE_S
     try:
-        for (_, name), ref in zip(specs, ready, strict=True):
+        return [
             result_of(ref, max(0.1, deadline - time.monotonic()), f"stage {name!r}")
+            for name, ref in zip(names, ready, strict=True)
+        ]
     except BaseException:
         for handle in handles:
             ray.kill(handle)
         raise
-    return list(handles)
 
 
 def result_of(ref: Any, timeout_s: float, who: str) -> Any:

@@ -192,22 +192,27 @@ class Controller:
         start, n_deferred = 0, 0
         for rows in call.rows:
             end = start + len(rows)
-            part = slice(start, end)
-            start = end
             answers = self._blocks[rows.block].result
-            answers.costs[rows.indices] += result.costs[part]
-            accepted = result.accepted[part]
+            answers.costs[rows.indices] += result.costs[start:end]
+            failed = np.zeros(len(rows), dtype=bool)
+            for place in range(start, end) if result.failures else ():
+                if place in result.failures:
+                    failed[place - start] = True
+                    answers.failures[int(rows.indices[place - start])] = (call.stage, result.failures[place])
+            accepted = result.accepted[start:end]
             done = rows.indices[accepted]
-            answers.predictions[done] = result.predictions[part][accepted]
-            answers.confidences[done] = result.confidences[part][accepted]
+            answers.predictions[done] = result.predictions[start:end][accepted]
+            answers.confidences[done] = result.confidences[start:end][accepted]
             answers.stages[done] = call.stage
+            on = rows.indices[~(accepted | failed)]
             at.n_answered += len(done)
-            n_on = len(rows) - len(done)
-            if n_on:
-                places = np.arange(n_deferred, n_deferred + n_on)
-                self._queue(call.stage + 1, Rows(rows.block, rows.indices[~accepted], call.id, places, now))
-                n_deferred += n_on
-            finished += self._rows_done(rows.block, len(done))
+            at.n_failed += len(rows) - len(done) - len(on)
+            if len(on):
+                places = np.arange(n_deferred, n_deferred + len(on))
+                self._queue(call.stage + 1, Rows(rows.block, on, call.id, places, now))
+                n_deferred += len(on)
+            finished += self._rows_done(rows.block, len(rows) - len(on))
+            start = end
         if n_deferred:
             self._state_rows_left[call.id] = n_deferred
         return Released(tuple(finished), spent)

@@ -13,11 +13,12 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import read_json, write_json, write_parquet
+from cauc_ray.data.files import open_parquet, read_json, write_json, write_parquet
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, explain
 from cauc_ray.execution.controller import BlockResult
 from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
 
 LEDGER_SCHEMA = pa.schema(
@@ -111,9 +112,20 @@ def resumed_record(out: Path, now: RunRecord) -> RunRecord:
     return record
 
 
-def committed_blocks(out: Path) -> frozenset[int]:
-    """Return the blocks of input whose predictions are there."""
-    return frozenset(int(path.stem.removeprefix("part-")) for path in (out / "predictions").glob("part-*.parquet"))
+def committed_blocks(out: Path) -> dict[int, int]:
+    """Return the blocks of input whose predictions are there, and how many rows each had."""
+    return {
+        int(path.stem.removeprefix("part-")): _n_rows(path) + _n_rows(out / "failed" / path.name)
+        for path in (out / "predictions").glob("part-*.parquet")
+    }
+
+
+def _n_rows(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with open_parquet(path) as file:
+        n: int = file.metadata.num_rows
+        return n
 
 
 class RunTables:
@@ -130,9 +142,11 @@ class RunTables:
         self._calls: list[dict[str, object]] = []
         self._n_ledgers = len(list((out / "ledger").glob("part-*.parquet")))
 
-    def add_call(self, call: Call, result: CallResult) -> None:
+    def start(self, facts: Sequence[ModelFacts]) -> None:
+        """Need nothing of what the models say of themselves."""
+
+    def add_call(self, call: Call, result: CallResult, extra: object) -> None:
         """Note a call for the ledger. A failed call answered and deferred nothing and cost nothing."""
-        accepted = int(result.accepted.sum())
         self._calls.append(
             {
                 "run_id": self._record.run_id,
@@ -141,8 +155,8 @@ class RunTables:
                 "node": result.node,
                 "started_at": datetime.fromtimestamp(result.started_at, UTC),
                 "batch": len(call),
-                "accepted": accepted,
-                "deferred": len(result.accepted) - accepted,
+                "accepted": int(result.accepted.sum()),
+                "deferred": result.n_deferred,
                 "queue_s": max(0.0, result.started_at - call.ready_at),
                 "compute_s": result.compute_s,
                 "device_s": result.device_s,
@@ -155,7 +169,7 @@ class RunTables:
         """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
         if not (self._out / "run.json").exists():
             write_json(self._out / "run.json", self._record.model_dump())
-        self.write_ledger()
+        self.close()
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
         ids = pa.array(example_ids, pa.string())
@@ -177,7 +191,7 @@ class RunTables:
         )
         write_parquet(self._out / "predictions" / name, table)
 
-    def write_ledger(self) -> None:
+    def close(self) -> None:
         """Write the calls noted since the last time."""
         if self._calls:
             (self._out / "ledger").mkdir(exist_ok=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -59,6 +60,7 @@ class CallResult:
     predictions: int32 (n,).   confidences: float64 (n,).   accepted: bool (n,).   costs: float64 (n,), of this
     call alone.   started_at: seconds since the epoch.   compute_s: wall time in model and policy.   device_s:
     time on an accelerator, None without one.   error: why the call failed; the arrays are empty then.
+    failures: why rows of a call that did not fail have no answer, by place; they are neither accepted nor deferred.
     """
 
     predictions: Ints
@@ -70,3 +72,9 @@ class CallResult:
     device_s: float | None
     node: str
     error: str | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def n_deferred(self) -> int:
+        """Return how many rows go on."""
+        return len(self.accepted) - int(self.accepted.sum()) - len(self.failures)

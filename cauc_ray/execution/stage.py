@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -14,11 +15,12 @@ import numpy.typing as npt
 import ray
 
 from cauc_ray.data.inputs import concat_column
-from cauc_ray.errors import CaucError
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.messages import CallResult
-from cauc_ray.models.answers import Answers, Batch, Model
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
+from cauc_ray.models.flops import measured_gflops
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 
 
@@ -36,23 +38,39 @@ class Part:
     state_rows: Ints
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a model said of a call's rows, kept as it is.
+
+    answers: of the whole call.   gflops: measured on the worker's first call, per example; None where torch
+    has counted none.
+    """
+
+    answers: Answers
+    gflops: float | None
+
+
 class StageWorker:
     """Loads a model once and answers calls; a fault of a call is an answer, not an exception.
 
-    Loading is a call of its own: of what a constructor raises, Ray keeps only the text.
+    Loading is a call of its own: of what a constructor raises, Ray keeps only the text. A worker that Ray has
+    started again after its process died loads the model before it answers.
     """
 
     def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
         sys.path[:0] = [path for path in import_paths if path not in sys.path]
+        if not spec.resources.num_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a stage that asked for none shall not fill one's memory
         self._spec = spec
         self._model: Model | None = None
+        self._gflops: float | None = None
         self._stage = stage
         self._policy = policy
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
 
-    def load(self) -> None:
-        """Load the model. Raises CaucError, or what the user's code raises."""
-        self._model = self._spec.model.load()
+    def load(self) -> ModelFacts:
+        """Load the model and return what it says of itself. Raises CaucError, or what the user's code raises."""
+        return self._loaded().facts
 
     def decide(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Floats]:
         """Answer a call's rows and decide which of them stop.
@@ -61,29 +79,67 @@ class StageWorker:
         Returns the result and the state of the rows that go on, float64 (n_deferred, S).
         """
         assert self._policy is not None
-        assert self._model is not None
+        model = self._loaded()  # a model that cannot be loaded is no fault of the rows
         started_at, started = time.time(), time.perf_counter()
         try:
-            answers = self._model(_batch(parts, arguments))
-            step = self._policy.step(self._stage, answers.logits, _state(parts, arguments))
+            answers = model(_batch(parts, arguments))
+            answered = _answered(answers)
+            state = _state(parts, arguments)
+            step = self._policy.step(self._stage, answers.logits[answered], state if state is None else state[answered])
+        except (ConfigError, ExecutionError):
+            raise  # a wrong key or a server that is down is no fault of the rows
         except Exception as error:
             return _failed(error, started_at, time.perf_counter() - started, self._node), np.zeros((0, 0))
+        n = len(answered)
         result = CallResult(
-            predictions=step.predictions,
-            confidences=step.confidences,
-            accepted=step.accepted,
-            costs=self._costs(answers, len(step.accepted)),
+            predictions=_spread(step.predictions, answered, -1),
+            confidences=_spread(step.confidences, answered, np.nan),
+            accepted=_spread(step.accepted, answered, False),
+            costs=np.where(answered, self._costs(answers, n), 0.0),
             started_at=started_at,
             compute_s=time.perf_counter() - started,
             device_s=None,
             node=self._node,
+            failures=answers.failures,
         )
         return result, step.state[~step.accepted]
 
-    def answer(self, columns: Batch, start: int, stop: int) -> Answers:
-        """Return the model's own answers to some rows, undecided."""
-        assert self._model is not None
-        return self._model({name: column[start:stop].copy() for name, column in columns.items()})
+    def answer(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Collected | None]:
+        """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
+
+        Returns the result, its predictions and confidences empty of meaning, and the model's answers; None for
+        a call that failed.
+        """
+        model = self._loaded()
+        started_at, started = time.time(), time.perf_counter()
+        try:
+            answers = model(_batch(parts, arguments))
+        except (ConfigError, ExecutionError):
+            raise
+        except Exception as error:
+            return _failed(error, started_at, time.perf_counter() - started, self._node), None
+        compute_s = time.perf_counter() - started
+        if self._gflops is None and answers.costs is None:
+            self._gflops = measured_gflops(model, _batch(parts, arguments)) or 0.0
+        answered = _answered(answers)
+        n = len(answered)
+        result = CallResult(
+            predictions=np.full(n, -1, dtype=np.int32),
+            confidences=np.full(n, np.nan),
+            accepted=answered,
+            costs=np.zeros(n) if answers.costs is None else answers.costs,
+            started_at=started_at,
+            compute_s=compute_s,
+            device_s=None,
+            node=self._node,
+            failures=answers.failures,
+        )
+        return result, Collected(answers, self._gflops or None)
+
+    def _loaded(self) -> Model:
+        if self._model is None:
+            self._model = self._spec.model.load()
+        return self._model
 
     def _costs(self, answers: Answers, n: int) -> Floats:
         """Return each row's cost: the call's own where the policy counts those and the model tells them."""
@@ -91,6 +147,22 @@ class StageWorker:
         if self._policy.costs == "per-call" and answers.costs is not None:
             return answers.costs
         return np.full(n, self._policy.stages[self._stage].cost)
+
+
+def _answered(answers: Answers) -> Bools:
+    """Return which rows the model answered, bool (n,)."""
+    answered = np.full(len(answers.logits), True)
+    answered[list(answers.failures)] = False
+    return answered
+
+
+def _spread(values: npt.NDArray[Any], answered: Bools, otherwise: float) -> npt.NDArray[Any]:
+    """Return the answered rows' values at their places among all rows."""
+    if answered.all():
+        return values
+    spread = np.full(len(answered), otherwise, dtype=values.dtype)
+    spread[answered] = values
+    return spread
 
 
 def _batch(parts: Sequence[Part], arguments: Sequence[Any]) -> Batch:

@@ -78,6 +78,28 @@ def _parser() -> _Parser:
     demo = _verb(verbs, "demo", "train three small models, calibrate, fit, sweep and run a live cascade, offline")
     demo.add_argument("-o", "--output", metavar="DIR", help="a new folder (default: cauc-demo, or the next free)")
 
+    collect = _verb(verbs, "collect", "let a pool's models answer a labelled dataset and save their logits, on Ray")
+    collect.add_argument("pool", metavar="POOL")
+    collect.add_argument(
+        "--dataset",
+        required=True,
+        metavar="NAME|PATH",
+        help="a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)",
+    )
+    collect.add_argument("--split", help="only this one (default: calibration, validation and test)")
+    collect.add_argument("--models", type=_names, metavar="A,B", help="only these of the pool (default: all)")
+    collect.add_argument(
+        "--columns",
+        type=_pairs,
+        default={},
+        metavar="image=jpeg,…",
+        help="the dataset's own names for example_id, label, image, question, choices (a+b+c for several), context",
+    )
+    collect.add_argument("--embedding", metavar="ENCODER", help="collect embeddings instead: a stage, hub id or folder")
+    collect.add_argument("--seed", type=int, default=0, help="of the splits (default: 0)")
+    collect.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
+    collect.add_argument("-o", "--output", metavar="LOGITS", required=True, help="a logit table, new or to go on with")
+
     fit = _verb(verbs, "fit", "fit a policy on a logit table")
     fit.add_argument("logits", metavar="LOGITS")
     _add_chain(fit)
@@ -134,6 +156,13 @@ def _names(text: str) -> list[str]:
     if not all(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of names separated by commas")
     return names
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(name.strip() and own.strip() for name, _, own in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=COLUMN separated by commas")
+    return {name.strip(): own.strip() for name, _, own in pairs}
 
 
 def _numbers(text: str) -> list[float]:

@@ -12,8 +12,9 @@ from typing import Any
 from cauc_ray.data.files import read_json, write_json
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucWarning
-from cauc_ray.execution.ledger import committed_blocks, new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.runner import BLOCK_ROWS, RunPlan, RunProgress, import_paths, run_cascade
+from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
+from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.runner import BLOCK_ROWS, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -45,18 +46,17 @@ def run(
     _warn_of_other_costs(stages, policy)
     rows = RunInput(input)
     out = Path(out).absolute()
-    record, done = new_record(policy.id, BLOCK_ROWS, rows.rows_by_file), frozenset[int]()
+    record = new_record(policy.id, BLOCK_ROWS, rows.rows_by_file)
     if resume:
-        record, done = resumed_record(out, record), committed_blocks(out)
+        record = resumed_record(out, record)
         if (out / "summary.json").is_file():
             summary: dict[str, Any] = read_json(out / "summary.json")
             return summary
     else:
         require_new(out)
-    plan = RunPlan(record, stages, policy, rows.path.absolute(), out, import_paths(), done)
     started = time.perf_counter()
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(out):
-        run_s = run_cascade(plan, on_progress)
+        run_s = run_cascade(stages, policy, rows, out, record, on_progress)
     summary = {
         "run_id": record.run_id,
         "pool": pool.name,

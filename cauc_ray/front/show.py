@@ -14,6 +14,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -26,7 +27,7 @@ from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.policy import MeasuredShare, Policy
 
 if TYPE_CHECKING:
-    from cauc_ray.execution.runner import RunProgress
+    from cauc_ray.execution.loop import RunProgress
 
 # What takes less than this needs no progress bar.
 _PATIENCE_S = 2.0
@@ -75,6 +76,30 @@ def steps(n: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def run_progress() -> Iterator[Callable[[RunProgress], None]]:
     """Show a run's rows as they are finished; yields what to call with its progress."""
+    with _row_bars() as bars:
+
+        def on_progress(at: RunProgress) -> None:
+            waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
+            bars("rows", at, f"rows ({waiting} under way)")
+
+        yield on_progress
+
+
+@contextmanager
+def collect_progress() -> Iterator[Callable[[Mapping[str, RunProgress]], None]]:
+    """Show each model's rows as they are answered; yields what to call with the progress by model."""
+    with _row_bars() as bars:
+
+        def on_progress(models: Mapping[str, RunProgress]) -> None:
+            for name, at in models.items():
+                bars(name, at, name)
+
+        yield on_progress
+
+
+@contextmanager
+def _row_bars() -> Iterator[Callable[[str, RunProgress, str], None]]:
+    """Show bars of rows; yields what to call with a bar's key, where it is and what it says."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -83,20 +108,41 @@ def run_progress() -> Iterator[Callable[[RunProgress], None]]:
         TimeRemainingColumn(),
     )
     progress = _progress(*columns)
-    rows = progress.add_task("starting", total=None)
+    tasks: dict[str, TaskID] = {}
 
-    def on_progress(at: RunProgress) -> None:
+    def bar(key: str, at: RunProgress, description: str) -> None:
         # Only now is there something to show: an error before this shall be one line.
         progress.start()
-        waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
-        description = f"rows ({waiting} under way)" if at.n_rows else "starting"
-        progress.update(rows, total=at.n_rows or None, completed=at.n_finished, description=description)
+        if key not in tasks:
+            tasks[key] = progress.add_task(description, total=at.n_rows)
+        progress.update(tasks[key], completed=at.n_finished, description=description)
 
     try:
-        yield on_progress
+        yield bar
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def collected(summary: Mapping[str, Any]) -> None:
+    """Show what was collected, model by model."""
+    title = f"{summary['dataset']}: {summary['rule']}"
+    unit = summary["cost_unit"]
+    headings = ["model", *summary["splits"], "failed", "rows/s"]
+    if unit is not None:
+        headings[-2:-2] = ["accuracy", f"cost ({unit})"]
+    table = _table(title, headings)
+    for model in summary["models"]:
+        cells = [f"{split['rows']:,}" for split in model["splits"].values()]
+        if unit is not None:
+            cells += [_with_interval(model["accuracy"], model["accuracy_interval"]), _number(model["cost"])]
+        _add_row(table, model["name"], *cells, f"{model['n_failed']:,}", _number(model["rows_per_s"]))
+    _print(table)
+    for model in summary["models"]:
+        for what, n in model["counts"].items():
+            line(f"{model['name']}: {n:,} {what}")
+    if any(model["n_failed"] for model in summary["models"]):
+        line(f"why rows failed: {summary['logits']}/failed")
 
 
 def policy(policy: Policy) -> None:

@@ -14,6 +14,29 @@ from cauc_ray.numbers.metrics import Share
 from cauc_ray.policies.policy import Policy
 
 
+def collect(options: Namespace) -> dict[str, Any]:
+    """Collect a pool's logits on a dataset."""
+    from cauc_ray.front import collecting
+
+    with show.collect_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        summary = collecting.collect(
+            options.pool,
+            options.dataset,
+            options.output,
+            split=options.split,
+            models=options.models,
+            columns=options.columns,
+            embedding=options.embedding,
+            seed=options.seed,
+            address=options.address,
+            on_progress=on_progress,
+        )
+    if not options.json:
+        show.collected(summary)
+        show.line(f"written to {options.output}")
+    return summary
+
+
 def fit(options: Namespace) -> dict[str, Any]:
     """Fit a policy and write its file."""
     offline.require_apart(options.output, options.logits)
@@ -148,6 +171,7 @@ def demo(options: Namespace) -> dict[str, Any]:
 
 
 VERBS: Mapping[str, Callable[[Namespace], dict[str, Any]]] = {
+    "collect": collect,
     "demo": demo,
     "evaluate": evaluate,
     "fit": fit,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.types import Floats
+from cauc_ray.numbers.types import Floats, Ints
 
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
 Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -18,14 +18,39 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Logits of n rows, float32 (n, K), -inf beyond a row's options; what each call cost, float64 (n,), or None."""
+    """What a model says of n rows.
+
+    logits: float32 (n, K), -inf beyond a row's options.   n_options: int (n,), None where every row has K.
+    costs: what the call cost for each row, float64 (n,), or None.   failures: rows that the model cannot answer
+    and why; their logits mean nothing.   counts: how often something happened that a reader of the logits
+    should know, by its name.
+    """
 
     logits: Floats
+    n_options: Ints | None = None
     costs: Floats | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a loaded model says of itself.
+
+    source: what it is, in one phrase.   logit_kind: what its logits are.   gflops: of one example, as whoever
+    published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
+    """
+
+    source: str
+    logit_kind: str = "raw"
+    gflops: float | None = None
+    params_b: float | None = None
 
 
 class Model(Protocol):
     """A loaded model."""
+
+    facts: ModelFacts
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch. Raises whatever the model raises; DataError for logits that nobody can use."""
@@ -48,11 +73,13 @@ def as_answers(output: object, n: int) -> Answers:
         )
     if len(output) != n:
         raise DataError(f"the model returned {len(output)} rows of logits for {n} inputs")
+    n_options = None
     try:
         if isinstance(output, np.ndarray) and output.dtype != object:
             logits = output.astype(np.float32, copy=False)
         else:
-            logits = _padded([np.asarray(row, dtype=np.float32) for row in output])
+            rows = [np.asarray(row, dtype=np.float32) for row in output]
+            logits, n_options = padded(rows), np.array([row.size for row in rows], dtype=np.int64)
     except (TypeError, ValueError) as error:
         raise DataError(f"the model's logits are not numbers: {error}") from error
     if logits.ndim != 2 or logits.shape[1] == 0:
@@ -60,10 +87,11 @@ def as_answers(output: object, n: int) -> Answers:
     bad = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
     if len(bad):
         raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has none")
-    return Answers(logits)
+    return Answers(logits, n_options)
 
 
-def _padded(rows: list[Floats]) -> Floats:
+def padded(rows: Sequence[Floats]) -> Floats:
+    """Lay vectors of any lengths out as float32 (n, K), -inf beyond each one's end."""
     if any(row.ndim != 1 for row in rows):
         raise DataError("a model that returns a list must return one vector of logits for each row")
     logits = np.full((len(rows), max((len(r) for r in rows), default=0)), -np.inf, dtype=np.float32)

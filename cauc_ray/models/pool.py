@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
-from cauc_ray.models.python import PythonSpec
-from cauc_ray.models.saved import SavedSpec
+from cauc_ray.models.kinds import ModelSpec, known_kinds
 
-ModelSpec: TypeAlias = Annotated[PythonSpec | SavedSpec, Field(discriminator="kind")]
-KINDS = ("python", "saved")
-COST_UNITS = {"gflops": "GFLOPs", "params_b": "B params", "seconds": "s", "usd_per_mtok": "USD per M tokens"}
+COST_UNITS = {
+    "gflops": "GFLOPs",
+    "params_b": "B params",
+    "seconds": "s",
+    "usd": "USD",
+    "usd_per_mtok": "USD per M tokens",
+}
 
 
 class _Section(BaseModel):
@@ -22,12 +25,23 @@ class _Section(BaseModel):
 
 
 class CostSpec(_Section):
-    """What one call on one example costs: exactly one number, whose key is its unit."""
+    """What one call on one example costs: exactly one number, whose key is its unit.
 
-    gflops: float | None = Field(default=None, ge=0)
-    params_b: float | None = Field(default=None, ge=0)
-    seconds: float | None = Field(default=None, ge=0)
-    usd_per_mtok: float | None = Field(default=None, ge=0)
+    gflops and params_b may be "auto": as published with the model, else as measured.
+    """
+
+    gflops: float | Literal["auto"] | None = None
+    params_b: float | Literal["auto"] | None = None
+    seconds: float | None = None
+    usd: float | None = None
+    usd_per_mtok: float | None = None
+
+    @field_validator("*")
+    @classmethod
+    def _not_negative(cls, value: Any) -> Any:
+        if isinstance(value, float) and value < 0:
+            raise ValueError(f"a cost must be at least 0, got {value:g}")
+        return value
 
     @model_validator(mode="after")
     def _one_unit(self) -> CostSpec:
@@ -36,14 +50,19 @@ class CostSpec(_Section):
         return self
 
     @property
-    def unit(self) -> str:
-        """Return the unit as costs are reported in it."""
-        return COST_UNITS[next(iter(self.model_fields_set))]
+    def _key(self) -> str:
+        return next(iter(self.model_fields_set))
 
     @property
-    def value(self) -> float:
-        """Return the number."""
-        return float(getattr(self, next(iter(self.model_fields_set))))
+    def unit(self) -> str:
+        """Return the unit as costs are reported in it."""
+        return COST_UNITS[self._key]
+
+    @property
+    def value(self) -> float | None:
+        """Return the number, None for "auto"."""
+        value = getattr(self, self._key)
+        return None if value == "auto" else float(value)
 
 
 class Replicas(_Section):
@@ -117,7 +136,7 @@ class Pool(_Section):
 
 
 def load_pool(path: str | Path) -> Pool:
-    """Read a pool file. Relative paths of saved logits are taken from the file's own folder.
+    """Read a pool file. Relative paths of tables and weights are taken from the file's own folder.
 
     Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
     """
@@ -138,14 +157,8 @@ def load_pool(path: str | Path) -> Pool:
         pool = Pool.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
-    return pool.model_copy(update={"stages": tuple(_located(stage, path.parent) for stage in pool.stages)})
-
-
-def _located(stage: StageSpec, folder: Path) -> StageSpec:
-    if not isinstance(stage.model, SavedSpec):
-        return stage
-    logits = (folder / stage.model.logits).resolve()
-    return stage.model_copy(update={"model": stage.model.model_copy(update={"logits": logits})})
+    located = [s.model_copy(update={"model": s.model.located(path.parent)}) for s in pool.stages]
+    return pool.model_copy(update={"stages": tuple(located)})
 
 
 def _refuse_unknown_kinds(path: Path, content: dict[str, Any]) -> None:
@@ -154,5 +167,5 @@ def _refuse_unknown_kinds(path: Path, content: dict[str, Any]) -> None:
     for place, stage in enumerate(stages if isinstance(stages, list) else []):
         model = stage.get("model") if isinstance(stage, dict) else None
         kind = model.get("kind") if isinstance(model, dict) else None
-        if isinstance(kind, str) and kind not in KINDS:
-            raise ConfigError(f"{path}: stages.{place}.model: {unknown_name('kind', kind, KINDS)}")
+        if isinstance(kind, str) and kind not in known_kinds():
+            raise ConfigError(f"{path}: stages.{place}.model: {unknown_name('kind', kind, known_kinds())}")

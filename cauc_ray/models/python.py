@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, Model, as_answers, batch_size
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, as_answers, batch_size
+from cauc_ray.models.kind import KindSpec
 
 
-class PythonSpec(BaseModel):
+class PythonSpec(KindSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable that takes a batch (the input's columns as numpy arrays) and returns
     float32 logits (n, K), or a list of n vectors where K differs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def load(self) -> Model:
         """Import the factory and call it. Raises ConfigError when it cannot be imported or gives no callable."""
-        module_name, _, function_name = self.factory.partition(":")
-        try:
-            factory = getattr(importlib.import_module(module_name), function_name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"factory {self.factory!r} cannot be imported: {error}") from error
-        function = factory(**self.kwargs)
-        if not callable(function):
-            raise ConfigError(f"factory {self.factory!r} returned {type(function).__name__}, which cannot be called")
-        return PythonModel(function)
+        factory = imported(self.factory)
+        return python_model(factory(**self.kwargs), f"python {self.factory}")
+
+
+def imported(factory: str) -> Callable[..., object]:
+    """Import what "package.module:function" names. Raises ConfigError when it cannot be."""
+    module_name, _, function_name = factory.partition(":")
+    try:
+        found: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"factory {factory!r} cannot be imported: {error}") from error
+    return found
+
+
+def python_model(function: object, source: str) -> PythonModel:
+    """Take what a factory returned as a model. Raises ConfigError when it cannot be called."""
+    if not callable(function):
+        raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which cannot be called")
+    return PythonModel(function, ModelFacts(source, "as the model returns them"))
 
 
 class LogitFunction(Protocol):
@@ -45,11 +56,12 @@ class LogitFunction(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PythonModel:
     """A user's callable, its answers checked."""
 
     function: LogitFunction
+    facts: ModelFacts
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import DataError
-from cauc_ray.models.answers import Answers, Batch, Model
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
+from cauc_ray.models.kind import KindSpec
 
 
-class SavedSpec(BaseModel):
+class SavedSpec(KindSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
     Answers from a logit table by example_id, taking the time that it is told to.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     kind: Literal["saved"]
     logits: Path
     model: str
     split: str
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
+
+    @property
+    def cost_unit(self) -> str | None:
+        """Return the unit of the table's costs."""
+        info = LogitTable(self.logits).info()
+        return info.cost_unit if info else None
+
+    def located(self, folder: Path) -> Self:
+        """Return the same with a relative table taken from the pool file's folder."""
+        return self.model_copy(update={"logits": (folder / self.logits).resolve()})
 
     def load(self) -> Model:
         """Read the logits. Raises CaucError when the table does not hold them."""
@@ -38,7 +48,10 @@ class SavedModel:
 
     def __init__(self, spec: SavedSpec) -> None:
         self._spec = spec
-        self._table = LogitTable(spec.logits).read_model(spec.model, spec.split)
+        table = LogitTable(spec.logits)
+        self._table = table.read_model(spec.model, spec.split)
+        info = table.info()
+        self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", info.logit_kind if info else "unknown")
         self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
 
     def __call__(self, batch: Batch) -> Answers:
@@ -53,7 +66,8 @@ class SavedModel:
                 f"split {self._spec.split!r}"
             ) from error
         costs = self._table.costs
-        answers = Answers(self._table.logits[rows], None if costs is None else costs[rows])
+        own = None if costs is None else costs[rows]
+        answers = Answers(self._table.logits[rows], self._table.n_options[rows], own)
         takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
         remaining = takes - (time.perf_counter() - started)
         if remaining > 0:

@@ -110,7 +110,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages": []}, "stages: "),
         ({"stages__1__name": "small"}, "two stages are named 'small'"),
         ({"stages__0__name": "a/b"}, "stages.0.name: "),
-        ({"stages__0__cost": {}}, "exactly one of gflops, params_b, seconds, usd_per_mtok"),
+        ({"stages__0__cost": {}}, "exactly one of gflops, params_b, seconds, usd, usd_per_mtok"),
         ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
         ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops: "),
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),

@@ -73,15 +73,6 @@ def train(name: str, images: Floats, labels: Ints, seed: int) -> nn.Module:
     return network.eval()
 
 
-def kiloflops(network: nn.Module) -> float:
-    """Return the floating-point operations of one image's forward pass in thousands, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
-        network(torch.zeros(1, 1, SIDE, SIDE))
-    return float(counter.get_total_flops()) / 1e3
-
-
 def load(name: str, weights: str) -> Callable[[Batch], Floats]:
     """Load trained weights as a stage: from a batch with `image` (n, 64) to logits (n, 10)."""
     network = RECIPES[name].build()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import pyarrow as pa
 import yaml
 
 from cauc_ray.data.files import parquet_files, read_parquet, write_parquet, write_text
-from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.ledger import new_folder, require_new
-from cauc_ray.execution.runner import collect_answers, import_paths
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front import offline, online
+from cauc_ray.front.collecting import collect
 from cauc_ray.front.show import steps
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.cascade import single_model_accuracy
@@ -28,7 +26,6 @@ from cauc_ray.policies.policy import Policy
 
 SHARES = {"train": 0.40, "calibration": 0.15, "validation": 0.15, "test": 0.30}
 SEED = 0
-COST_UNIT = "kFLOPs"
 # Of the largest model's cost: what RF may spend per image on average.
 BUDGETS = (0.1, 0.2, 0.4)
 LIVE_BUDGET = 0.2
@@ -58,10 +55,11 @@ def _demo(folder: Path) -> dict[str, Any]:
         step("reading 1,797 images of handwritten digits")
         splits = _write_inputs(folder)
         step("training three classifiers")
-        pool, costs = _train(folder, *splits["train"])
+        pool = _train(folder, *splits["train"])
         with ray_session(None, cpus_needed(pool.stages)):
             step("collecting logits through Ray actors")
-            _collect(folder, pool, costs)
+            collected = collect(pool, folder / "inputs", folder / "logits")
+            costs = {model["name"]: model["cost"] for model in collected["models"]}
             step("fitting CAUC Base, and CAUC-RF at three budgets")
             policies = _fit(folder, pool, costs)
             step("sweeping all operating points")
@@ -73,12 +71,12 @@ def _demo(folder: Path) -> dict[str, Any]:
             online.run(pool, live, folder / "inputs" / "test.parquet", folder / "run")
         step("drawing the accuracy-cost curves")
         rows = _rows(logits, policies)
-        _draw(curves, rows, folder / "accuracy-cost.png")
+        _draw(curves, rows, collected["cost_unit"], folder / "accuracy-cost.png")
     return {
         "folder": str(folder),
         "seconds": time.perf_counter() - started,
         "n": len(splits["test"][1]),
-        "cost_unit": COST_UNIT,
+        "cost_unit": collected["cost_unit"],
         "rows": rows,
         "agreement": _agreement(logits, live, folder / "run"),
         "files": [
@@ -126,18 +124,17 @@ def _write_inputs(folder: Path) -> dict[str, tuple[Any, Any]]:
     return {name: (images[rows], labels[rows]) for name, rows in parts.items()}
 
 
-def _train(folder: Path, images: Any, labels: Any) -> tuple[Pool, dict[str, float]]:
+def _train(folder: Path, images: Any, labels: Any) -> Pool:
     import torch
 
     from cauc_ray.front.demo import classifiers
 
     (folder / "weights").mkdir()
-    stages, costs = [], {}
+    stages = []
     for name in classifiers.RECIPES:
         network = classifiers.train(name, images, labels, SEED)
         weights = folder / "weights" / f"{name}.pt"
         torch.save(network.state_dict(), weights)
-        costs[name] = classifiers.kiloflops(network)
         factory = f"{classifiers.__name__}:load"
         stages.append(
             {
@@ -149,26 +146,7 @@ def _train(folder: Path, images: Any, labels: Any) -> tuple[Pool, dict[str, floa
         )
     content = {"name": "digits", "task": "image-classification", "stages": stages}
     write_text(folder / "pool.yaml", yaml.safe_dump(content, sort_keys=False))
-    return load_pool(folder / "pool.yaml"), costs
-
-
-def _collect(folder: Path, pool: Pool, costs: dict[str, float]) -> None:
-    for split in ("calibration", "validation", "test"):
-        answers = defaultdict(list)
-        for part in collect_answers(pool.stages, folder / "inputs" / f"{split}.parquet", import_paths()):
-            answers[part.stage].append(part)
-        for name, parts in answers.items():
-            write_logits(
-                folder / "logits",
-                name,
-                split,
-                example_ids=[example for part in parts for example in part.example_ids],
-                labels=np.concatenate([part.labels for part in parts]),
-                logits=np.concatenate([part.logits for part in parts]),
-            )
-    models = [PoolModel(name=name, cost=cost, source="trained by cauc demo") for name, cost in costs.items()]
-    note = "scikit-learn's handwritten digits"
-    write_info(folder / "logits", TableInfo(cost_unit=COST_UNIT, logit_kind="raw", note=note, models=models))
+    return load_pool(folder / "pool.yaml")
 
 
 def _fit(folder: Path, pool: Pool, costs: dict[str, float]) -> dict[str, Policy]:
@@ -242,7 +220,7 @@ def _agreement(logits: Path, policy: Policy, run: Path) -> str:
     )
 
 
-def _draw(curves: pa.Table, rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(curves: pa.Table, rows: list[dict[str, Any]], unit: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -265,7 +243,7 @@ def _draw(curves: pa.Table, rows: list[dict[str, Any]], path: Path) -> None:
         axes.annotate(row["name"], at, textcoords="offset points", xytext=offset, ha="center")
     axes.margins(x=0.12, y=0.12)
     axes.set_xscale("log")
-    axes.set_xlabel(f"mean cost per image ({COST_UNIT}, log scale)")
+    axes.set_xlabel(f"mean cost per image ({unit}, log scale)")
     axes.set_ylabel("test accuracy (%)")
     axes.set_title("Thresholds from validation, measured on test")
     axes.grid(alpha=0.25)

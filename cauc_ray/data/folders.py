@@ -1,0 +1,189 @@
+"""What lies at a path: the partitions of a dataset, by the names of its files and folders."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from cauc_ray.data.partitions import ImagePartition, ParquetPartition, Partition, TextPartition
+from cauc_ray.data.text_files import read_csv
+from cauc_ray.errors import DataError
+
+# Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
+Openers: TypeAlias = dict[str, Callable[[], Partition]]
+
+_FORMATS = {".parquet": "Parquet", ".jsonl": "JSONL", ".json": "JSONL", ".csv": "CSV"}
+_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+_PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
+_SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<total>\d{5})(-[0-9a-f]+)?")
+
+
+def find_partitions(path: Path) -> Openers:
+    """Find the partitions at a path: one file; a folder of tables; a folder of images, a subfolder for each class.
+
+    In a folder of tables each file's stem or subfolder names a partition; above class folders, a folder does.
+    A lone subfolder that names no partition is looked into. Raises DataError where nothing fits or much does.
+    """
+    try:
+        if path.is_file():
+            if path.suffix.lower() not in _FORMATS:
+                raise DataError(f"{path} is no Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
+            return {_stem(path): partial(_open_tables, [path])}
+        return _in_folder(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def wilds_partitions(path: Path) -> Openers | None:
+    """Find the partitions of a WILDS folder of images: metadata.csv (split, filename, y) and train/ with all images.
+
+    Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. None where there is no such file.
+    """
+    folders = [path, *(_visible_folders(path) if path.is_dir() else [])]
+    folder = next((folder for folder in folders if (folder / "metadata.csv").is_file()), None)
+    if folder is None:
+        return None
+    file = folder / "metadata.csv"
+    table = read_csv(file)
+    missing = [name for name in ("split", "filename", "y") if name not in table.column_names]
+    if missing:
+        raise DataError(f"{file} has no column {missing[0]!r}; it has {', '.join(table.column_names)}")
+    rows: dict[str, tuple[list[str], list[int]]] = {"val": ([], []), "id_test": ([], []), "test": ([], [])}
+    columns = (table.column(name).to_pylist() for name in ("split", "filename", "y"))
+    for number, (split, name, label) in enumerate(zip(*columns, strict=True)):
+        if split in rows:
+            if not name or not label or not label.isdecimal():
+                raise DataError(f"{file}, row {number}: filename {name!r} and y {label!r} are no image and its class")
+            rows[split][0].append(name)
+            rows[split][1].append(int(label))
+    return {
+        ours: partial(ImagePartition, folder / "train", *rows[theirs], f"{file} ({theirs})")
+        for theirs, ours in (("val", "validation"), ("id_test", "test-id"), ("test", "test-ood"))
+        if rows[theirs][0]
+    }
+
+
+def _in_folder(folder: Path) -> Openers:
+    files = [entry for entry in _visible(folder) if entry.is_file()]
+    tables = [file for file in files if file.suffix.lower() in _FORMATS]
+    kinds = {sub: _kind(sub) for sub in _visible_folders(folder)}
+    table_folders = [sub for sub, kind in kinds.items() if kind == "tables"]
+    classes = [sub for sub, kind in kinds.items() if kind == "images"]
+    above_classes = [sub for sub, kind in kinds.items() if kind == "deeper images"]
+
+    if any(_is_image(file) for file in files) or (classes and all(sub.name.lower() in _PARTITIONS for sub in classes)):
+        where = folder if not classes else classes[0]
+        raise DataError(f"{where} holds images directly; put each into a folder of its class, whose name is the label")
+    sorts = [found[0] for found in (tables + table_folders, classes, above_classes) if found]
+    if not sorts:
+        raise DataError(f"{folder} holds no .parquet, .jsonl or .csv files and no folders of images")
+    if len(sorts) > 1:
+        raise DataError(
+            f"{folder} is mixed: {sorts[0].name} and {sorts[1].name} hold different kinds of data; give one of them"
+        )
+    if classes:
+        name = folder.resolve().name
+        return _of_images({_canonical(name) if name.lower() in _PARTITIONS else "all": folder})
+    subfolders = table_folders + above_classes
+    if not tables and len(subfolders) == 1 and subfolders[0].name.lower() not in _PARTITIONS:
+        return _in_folder(subfolders[0])
+    if above_classes:
+        return _of_images({name: folders[0] for name, folders in _by_name(above_classes).items()})
+    return _of_tables(tables, table_folders)
+
+
+def _of_tables(tables: Sequence[Path], folders: Sequence[Path]) -> Openers:
+    inside = {folder: [file for file in _walk(folder) if file.suffix.lower() in _FORMATS] for folder in folders}
+    first: dict[str, Path] = {}
+    for file in [*tables, *(file for files in inside.values() for file in files)]:
+        first.setdefault(_FORMATS[file.suffix.lower()], file)
+    if len(first) > 1:
+        one, other = list(first.values())[:2]
+        raise DataError(f"{one} and {other} are of different formats; a dataset has one")
+    found = {
+        name: [file for path in paths for file in inside.get(path, [path])]
+        for name, paths in _by_name([*tables, *folders]).items()
+    }
+    return {name: partial(_open_tables, files) for name, files in found.items()}
+
+
+def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
+    """Group files and folders by the partition that they are of: one of each name, or all of a file's shards."""
+    named: dict[str, list[Path]] = {}
+    for path in paths:
+        named.setdefault(_stem(path), []).append(path)
+    for name, group in named.items():
+        shards = [match for match in (_SHARD.fullmatch(path.stem) for path in group) if match]
+        if len(group) > max(len(shards), 1):
+            raise DataError(f"{group[0]} and {group[1].name} are both the partition {name!r}; leave one of them")
+        if shards and len(group) != int(shards[0]["total"]):
+            raise DataError(f"{group[0].parent} has {len(group)} of the {int(shards[0]['total'])} files of {name!r}")
+    return named
+
+
+def _of_images(folders: dict[str, Path]) -> Openers:
+    # A class keeps its number in partitions where it has no images.
+    classes = sorted({sub.name for folder in folders.values() for sub in _visible_folders(folder)})
+    numbers = {name: number for number, name in enumerate(classes)}
+    return {name: partial(_open_images, folder, numbers) for name, folder in folders.items()}
+
+
+def _open_tables(files: Sequence[Path]) -> Partition:
+    return ParquetPartition(files) if files[0].suffix.lower() == ".parquet" else TextPartition(files)
+
+
+def _open_images(folder: Path, numbers: dict[str, int]) -> Partition:
+    names: list[str] = []
+    labels: list[int] = []
+    for sub in _visible_folders(folder):
+        images = [file.name for file in _visible(sub) if _is_image(file)]
+        names += [f"{sub.name}/{image}" for image in images]
+        labels += [numbers[sub.name]] * len(images)
+    return ImagePartition(folder, names, labels, str(folder))
+
+
+def _kind(folder: Path) -> str | None:
+    """Say what a folder holds first: "images", "tables", or "deeper images" below its subfolders."""
+    entries = list(_visible(folder))
+    if any(_is_image(entry) for entry in entries):
+        return "images"
+    if any(entry.suffix.lower() in _FORMATS and entry.is_file() for entry in entries):
+        return "tables"
+    kind = next((kind for kind in (_kind(sub) for sub in entries if sub.is_dir()) if kind), None)
+    return "deeper images" if kind == "images" else kind
+
+
+def _walk(folder: Path) -> list[Path]:
+    files: list[Path] = []
+    for entry in _visible(folder):
+        files += _walk(entry) if entry.is_dir() else [entry]
+    return files
+
+
+def _visible(folder: Path) -> list[Path]:
+    """List a folder by name, without hidden files: they are other programs'."""
+    return [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
+
+
+def _visible_folders(folder: Path) -> list[Path]:
+    return [entry for entry in _visible(folder) if entry.is_dir()]
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in _IMAGES
+
+
+def _stem(path: Path) -> str:
+    """Return the partition that a file or folder is named after: `val-00000-of-00002.parquet` is of validation."""
+    stem = path.name if path.is_dir() else path.stem
+    shard = _SHARD.fullmatch(stem)
+    return _canonical(shard["name"] if shard else stem)
+
+
+def _canonical(name: str) -> str:
+    name = name.lower() if name.lower() in _PARTITIONS else name
+    return "validation" if name in ("val", "valid") else name

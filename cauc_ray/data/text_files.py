@@ -1,0 +1,75 @@
+"""Tables in text files, CSV and JSONL, read whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+
+from cauc_ray.errors import DataError
+
+
+def read_csv(file: Path) -> pa.Table:
+    """Read a CSV file with a header: every cell as text, null where it is empty. Raises DataError."""
+    try:
+        # One block: a row may not straddle two of them. Types are not guessed: "007" is no number.
+        options = pyarrow.csv.ReadOptions(block_size=min(max(file.stat().st_size, 1) + 1, 2**31 - 1))
+        parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+        with pyarrow.csv.open_csv(file, read_options=options, parse_options=parsing) as opened:
+            names = opened.schema.names
+        texts = pyarrow.csv.ConvertOptions(
+            column_types={name: pa.string() for name in names},
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=True,
+        )
+        table = pyarrow.csv.read_csv(file, read_options=options, parse_options=parsing, convert_options=texts)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a readable CSV file: {_first_line(error)}") from error
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{file} has two columns named {twice!r}")
+    return table
+
+
+def read_jsonl(file: Path) -> pa.Table:
+    """Read a file of one JSON object a line. Raises DataError naming the line that is none."""
+    rows: list[dict[str, Any]] = []
+    try:
+        with file.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{file}, line {number}: not JSON: {error}") from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{file}, line {number}: one JSON object a line is expected, got a {_kind(row)}")
+                rows.append(row)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} is not a readable JSONL file: {error}") from error
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return pa.table({name: _array([row.get(name) for row in rows]) for name in names})
+    except UnicodeEncodeError as error:
+        raise DataError(f"{file} holds half a surrogate pair (such as \\ud800), which is no text") from error
+
+
+def _array(values: list[Any]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except (pa.ArrowException, OverflowError):
+        # Values of several kinds: a label column may hold "A" and 1, and columns that nobody reads may hold anything.
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
+
+
+def _kind(value: Any) -> str:
+    return {list: "list", str: "text", type(None): "null"}.get(type(value), "number")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

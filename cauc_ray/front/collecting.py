@@ -1,0 +1,262 @@
+"""Collect every model's logits on a labelled dataset: the Python side of `cauc collect`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
+from cauc_ray.data.files import parquet_files, read_parquet
+from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.execution.collector import (
+    BLOCK_ROWS,
+    Collection,
+    CollectRecord,
+    Target,
+    plan_collection,
+    record_cost,
+    run_side_by_side,
+)
+from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.session import ray_session
+from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
+from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
+from cauc_ray.models.pool import Pool, StageSpec, load_pool
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.metrics import share
+
+
+def collect(
+    pool: str | Path | Pool,
+    dataset: str | Path,
+    out: str | Path,
+    *,
+    split: str | None = None,
+    models: Sequence[str] | None = None,
+    columns: Mapping[str, str] | None = None,
+    embedding: str | None = None,
+    seed: int = 0,
+    address: str | None = None,
+    on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Let the models of a pool answer a labelled dataset on Ray and add their logits to a logit table.
+
+    pool: a pool, or its file.   dataset: one of the paper's nine by name, NAME=PATH for its files, or the path of
+    a file or folder (see data.datasets).   out: the table, new or one to go on with: what it holds already of
+    the same rows and models is not collected again.   split: one of the dataset's splits (default: calibration,
+    validation and test; "all" for every row of a dataset in one piece).   models: some of the pool's (default:
+    all).   columns: the dataset's own names of columns, by what they are called here.   embedding: collect
+    these instead of logits: a stage of the pool for what enters its last layer, else a hub id or folder of a
+    sentence or vision encoder.   seed: of the splits.   address: as for run.
+    Returns a summary. Raises CaucError; rows that a model cannot answer do not, they land in out/failed.
+    """
+    started = time.perf_counter()
+    pool = pool if isinstance(pool, Pool) else load_pool(pool)
+    source = DatasetSource(str(dataset), dict(columns or {}), seed)
+    rows = open_dataset(source)
+    if rows.task != pool.task:
+        raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
+    splits = (split,) if split is not None else tuple(rows.split_sizes)
+    sizes = {name: _size(rows, name) for name in splits}
+    out = Path(out).absolute()
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"output {out} is no folder")
+    works = _works(pool, models, embedding, out, rows, sizes)
+    if embedding is None:
+        _require_one_unit([work.stage for work in works.values()], out)
+    plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows.source)) is not None}
+    seconds: dict[str, float] = {}
+
+    def on_end(name: str, took_s: float) -> None:
+        seconds[name] = took_s
+        if embedding is None:
+            _note(works[name], out, rows)
+
+    if plans:
+        with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
+            run_side_by_side(plans, on_progress, on_end)
+    for name, work in works.items():
+        if embedding is None and name not in plans:
+            _note(work, out, rows)
+    return {
+        "logits": str(out),
+        "dataset": rows.name,
+        "rule": rows.rule,
+        "splits": sizes,
+        "cost_unit": None if embedding is not None else cost_unit(next(iter(works.values())).stage),
+        "models": [
+            _summary(name, work, plans[name].n_rows - plans[name].n_done if name in plans else 0, seconds.get(name))
+            for name, work in works.items()
+        ],
+        "elapsed_s": time.perf_counter() - started,
+    }
+
+
+def _size(rows: Dataset, split: str) -> int:
+    rows.blocks(split, BLOCK_ROWS)  # an unknown split is refused here
+    return rows.split_sizes.get(split, sum(rows.split_sizes.values()))  # "all" of a dataset in one piece
+
+
+def _works(
+    pool: Pool,
+    models: Sequence[str] | None,
+    embedding: str | None,
+    out: Path,
+    rows: Dataset,
+    sizes: Mapping[str, int],
+) -> dict[str, Collection]:
+    if embedding is None:
+        stages = list(pool.chain(tuple(models or [stage.name for stage in pool.stages])))
+    else:
+        if models is not None:
+            raise ConfigError("an embedding is collected for all models at once; leave the models out")
+        stages = [_encoder(pool, embedding)]
+    kind: Literal["model", "embedding"] = "model" if embedding is None else "embedding"
+    works = {}
+    for stage in stages:
+        identity = hashlib.sha256(stage.model.model_dump_json().encode()).hexdigest()[:16]
+        records = {
+            split: CollectRecord(
+                dataset=rows.name,
+                rule=rows.rule,
+                fingerprint=rows.fingerprint,
+                split=split,
+                n_rows=n,
+                block_rows=BLOCK_ROWS,
+                model=identity,
+            )
+            for split, n in sizes.items()
+        }
+        works[stage.name] = Collection(Target(out, kind, stage.name), stage, records)
+    return works
+
+
+def _encoder(pool: Pool, embedding: str) -> StageSpec:
+    """Return an encoder as a stage: one of the pool's up to its last layer, or a model by hub id or folder."""
+    names = [stage.name for stage in pool.stages]
+    if embedding in names:
+        stage = pool.stage(embedding)
+        return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
+    here = Path.cwd()
+    if not (here / embedding).exists() and "/" not in embedding:
+        raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
+    images = pool.task == "image-classification"
+    encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
+    name = Path(embedding).name.replace("=", "-")
+    return StageSpec(name=name, model=pool.stages[0].model, batch_size=64).model_copy(update={"model": encoder})
+
+
+def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
+    """Refuse costs in several units, and ones in another unit than the table's."""
+    for stage in stages:
+        own = stage.model.cost_unit
+        if stage.cost is not None and own is not None and stage.cost.value is None:
+            raise ConfigError(f"stage {stage.name!r}: its calls tell their own cost in {own}; leave its cost out")
+    units = {stage.name: cost_unit(stage) for stage in stages}
+    first, unit = next(iter(units.items()))
+    for name, other in units.items():
+        if other != unit:
+            raise ConfigError(
+                f"costs must be in one unit: stage {first!r} has {unit}, stage {name!r} has {other}; "
+                "declare all in one under `cost` in the pool file"
+            )
+    info = _info(out)
+    if info is not None and info.models and info.cost_unit != unit:
+        raise ConfigError(f"{out} holds costs in {info.cost_unit}, this pool gives {unit}; choose another -o")
+
+
+def _info(out: Path) -> TableInfo | None:
+    return LogitTable(out).info() if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
+
+
+def _note(work: Collection, out: Path, rows: Dataset) -> None:
+    """Write into the table's pool.json what a collected model is and costs."""
+    name = work.target.name
+    splits = [split for split in work.records if work.target.record(split) is not None]
+    record = work.target.record(splits[0])
+    assert record is not None
+    per_call = None if work.stage.cost is not None else _mean_cost(work, splits)
+    cost = record_cost(work.stage, record, per_call)
+    assert cost is not None  # the first call has been asked
+    if cost_unit(work.stage) == MEASURED_UNIT:
+        far = cost_far_off(name, cost, record.gflops_measured)
+        if far is not None:
+            warnings.warn(far, CaucWarning, stacklevel=4)
+    before = _info(out)
+    kept = [model for model in (before.models if before else []) if model.name != name]
+    kinds = {record.logit_kind} | ({before.logit_kind} if before is not None and kept else set())
+    info = TableInfo(
+        cost_unit=cost_unit(work.stage),
+        logit_kind=kinds.pop() if len(kinds) == 1 else "mixed: each model's source says which",
+        note=f"collected on {rows.name}: {rows.rule}",
+        models=[*kept, PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}")],
+    )
+    write_info(out, info)
+
+
+def _mean_cost(work: Collection, splits: Sequence[str]) -> float | None:
+    """Return the mean of what the calls themselves cost, None where they did not say."""
+    costs = []
+    for split in splits:
+        for file in parquet_files(work.target.folder(split)):
+            table = read_parquet(file)
+            if "cost" in table.column_names:
+                costs.append(table.column("cost").to_numpy())
+    return float(np.concatenate(costs).mean(dtype=np.float64)) if costs and sum(map(len, costs)) else None
+
+
+def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:
+    splits: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+    for split in work.records:
+        splits[split] = _split_summary(work.target, split)
+        for what, n in work.target.counts(split).items():
+            counts[what] = counts.get(what, 0) + n
+    record = work.target.record(next(iter(work.records)))
+    assert record is not None
+    labelled = [s["labelled"] for s in splits.values() if s.get("labelled")]
+    right = sum(s["right"] for s in splits.values() if s.get("labelled"))
+    summary: dict[str, Any] = {
+        "name": name,
+        "source": record.source,
+        "n_failed": sum(s["failed"] for s in splits.values()),
+        "splits": splits,
+        "counts": counts,
+        "rows_per_s": n_new / seconds if seconds else None,
+    }
+    if work.target.kind == "embedding":
+        return summary
+    accuracy = share(right, sum(labelled)) if labelled else None
+    per_call = None if work.stage.cost is not None else _mean_cost(work, list(work.records))
+    return summary | {
+        "accuracy": accuracy.value if accuracy else None,
+        "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
+        "cost": record_cost(work.stage, record, per_call),
+        "measured_gflops": record.gflops_measured,
+        "logit_kind": record.logit_kind,
+    }
+
+
+def _split_summary(target: Target, split: str) -> dict[str, Any]:
+    failed = target.failed_folder(split)
+    n_failed = sum(read_parquet(file).num_rows for file in parquet_files(failed)) if failed.is_dir() else 0
+    n = labelled = right = 0
+    for file in parquet_files(target.folder(split)):
+        table = read_parquet(file)
+        n += table.num_rows
+        if target.kind == "model":
+            labels = table.column("label").fill_null(UNKNOWN_LABEL).to_numpy()
+            best = np.array([np.argmax(row) for row in table.column("logits").to_numpy()], dtype=np.int64)
+            labelled += int((labels != UNKNOWN_LABEL).sum())
+            right += int((labels == best).sum())
+    if n == 0:
+        reason = read_parquet(parquet_files(failed)[0]).column("reason")[0].as_py() if n_failed else "no rows"
+        raise DataError(f"{target.name!r} answered no row of split {split!r}; the first failed with: {reason}")
+    return {"rows": n, "failed": n_failed, "labelled": labelled, "right": right}

@@ -1,0 +1,106 @@
+"""Embeddings for routers: of questions by a sentence encoder, of images by a vision encoder or a stage's network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import numpy as np
+from pydantic import Field
+
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size
+from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
+from cauc_ray.models.kinds import ModelSpec
+from cauc_ray.models.questions import read_questions
+from cauc_ray.models.transformers import load_image_network
+
+if TYPE_CHECKING:
+    from cauc_ray.models.vision import ImageModel
+
+
+class FeaturesSpec(KindSpec):
+    """A stage's network up to its last linear layer."""
+
+    kind: Literal["features"] = "features"
+    of: ModelSpec
+
+    def load(self) -> Model:
+        """Load the network. Raises ConfigError when its kind shows no such layer."""
+        return self.of.load_features()
+
+
+class ImageEncoderSpec(KindSpec):
+    """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
+
+    kind: Literal["image-encoder"] = "image-encoder"
+    model: str
+    device: Device = "auto"
+    dtype: Precision = "auto"
+
+    def located(self, folder: Path) -> Self:
+        """Return the same with a relative folder taken from the given one."""
+        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
+
+    def load(self) -> ImageModel:
+        """Load the encoder. Raises ConfigError when it is not to be had."""
+        require("transformers", "torch", "transformers", "PIL")
+        from torch import nn
+        from transformers import AutoModel
+
+        class Pooled(nn.Module):
+            """An encoder's pooled output, or the mean over its patches where it pools nothing."""
+
+            def __init__(self, encoder: nn.Module) -> None:
+                super().__init__()
+                self.encoder = getattr(encoder, "vision_model", encoder)
+
+            def forward(self, images: Any) -> Any:
+                output = self.encoder(pixel_values=images)
+                pooled = getattr(output, "pooler_output", None)
+                return (output.last_hidden_state.mean(dim=1) if pooled is None else pooled).flatten(1)
+
+        return load_image_network(AutoModel, self.model, None, self.device, self.dtype, Pooled)
+
+
+class TextEncoderSpec(KindSpec):
+    """A sentence encoder of sentence-transformers, by hub id or local folder; it reads questions and choices."""
+
+    kind: Literal["text-encoder"] = "text-encoder"
+    model: str = Field(min_length=1)
+    device: Device = "auto"
+
+    def located(self, folder: Path) -> Self:
+        """Return the same with a relative folder taken from the given one."""
+        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
+
+    def load(self) -> Model:
+        """Load the encoder. Raises ConfigError when it is not to be had."""
+        require("embeddings", "torch", "sentence_transformers")
+        from sentence_transformers import SentenceTransformer
+
+        from cauc_ray.models.transformers import loading, quiet
+        from cauc_ray.models.vision import choose_device
+
+        with quiet(), loading(self.model):
+            encoder = SentenceTransformer(self.model, device=str(choose_device(self.device)))
+        return TextEncoder(encoder, ModelFacts(f"sentence-transformers {self.model}", "embedding"))
+
+
+class TextEncoder:
+    """A sentence encoder that reads questions."""
+
+    def __init__(self, encoder: Any, facts: ModelFacts) -> None:
+        self._encoder = encoder
+        self.facts = facts
+
+    def __call__(self, batch: Batch) -> Answers:
+        """Return each question's embedding, float32 (n, d); rows without a question are failures."""
+        questions, faults = read_questions(batch)
+        texts = ["\n".join(filter(None, [q.context, q.question, *q.choices])) for q in questions.values()]
+        n = batch_size(batch)
+        if not texts:
+            return Answers(np.full((n, 1), -np.inf, np.float32), failures=faults)
+        vectors = self._encoder.encode(texts, convert_to_numpy=True, show_progress_bar=False).astype(np.float32)
+        embeddings = np.zeros((n, vectors.shape[1]), np.float32)
+        embeddings[list(questions)] = vectors
+        return Answers(embeddings, failures=faults)

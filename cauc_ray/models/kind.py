@@ -1,0 +1,53 @@
+"""What every kind of model in a pool file has in common."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.answers import Model
+
+# auto: a GPU where the stage has one.
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+# auto: float32, but bfloat16 for language models on a GPU that has it.
+Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class KindSpec(BaseModel):
+    """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @property
+    def cost_unit(self) -> str | None:
+        """Return the unit of what each call tells of its own cost, None where calls tell none."""
+        return None
+
+    def located(self, folder: Path) -> Self:
+        """Return the same with relative paths taken from the pool file's folder."""
+        return self
+
+    def load(self) -> Model:
+        """Load the model. Raises CaucError where it is not there or a package is missing."""
+        raise NotImplementedError
+
+    def load_features(self) -> Model:
+        """Load the model to answer with its penultimate layer in place of logits, for routers."""
+        raise ConfigError(f"a model of kind {self.model_dump()['kind']!r} shows no layer before its last one")
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise ConfigError with the install command where a package of an extra is missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ConfigError(f"this kind of model needs {package}; install it with: pip install 'cauc-ray[{extra}]'")
+
+
+def local_or_hub(name: str, folder: Path) -> str:
+    """Return a model's name as a path if that stands there, seen from folder, else as a hub id."""
+    path = folder / name
+    return str(path.resolve()) if path.exists() else name

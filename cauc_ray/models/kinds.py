@@ -1,0 +1,59 @@
+"""The kinds of models that a pool file may name: those built in, and those that other packages register."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Tag
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.answers import Model
+from cauc_ray.models.kind import KindSpec
+from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.python import PythonSpec, python_model
+from cauc_ray.models.saved import SavedSpec
+from cauc_ray.models.torchvision import TorchvisionSpec
+from cauc_ray.models.transformers import TransformersChoiceSpec, TransformersImageSpec
+
+# A package registers a kind as an entry point of this group: its name, and a factory as `python` takes one.
+ENTRY_POINTS = "cauc_ray.model_kinds"
+BUILT_IN = ("openai", "python", "saved", "torchvision", "transformers-choice", "transformers-image")
+
+
+class RegisteredSpec(KindSpec):
+    """`{kind: NAME, …}`: a kind that another package registers; what stands beside kind goes to its factory."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    kind: str
+
+    def load(self) -> Model:
+        """Call the registered factory. Raises ConfigError when it cannot be imported or gives no callable."""
+        (entry,) = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == self.kind][:1]
+        try:
+            factory = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {error}") from error
+        return python_model(factory(**(self.model_extra or {})), f"{self.kind} {entry.value}")
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Return the names of all kinds that can be used here."""
+    return (*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS)))
+
+
+def _tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return kind if kind in BUILT_IN else "registered"
+
+
+ModelSpec: TypeAlias = Annotated[
+    Annotated[OpenAISpec, Tag("openai")]
+    | Annotated[PythonSpec, Tag("python")]
+    | Annotated[SavedSpec, Tag("saved")]
+    | Annotated[TorchvisionSpec, Tag("torchvision")]
+    | Annotated[TransformersChoiceSpec, Tag("transformers-choice")]
+    | Annotated[TransformersImageSpec, Tag("transformers-image")]
+    | Annotated[RegisteredSpec, Tag("registered")],
+    Discriminator(_tag),
+]

@@ -1,0 +1,158 @@
+"""Image networks in torch: images read, preprocessed in threads, answered in one forward pass."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import nn
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.answers import Answers, Batch, ModelFacts
+from cauc_ray.models.kind import Device, Precision
+
+
+class ImageModel:
+    """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
+
+    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        preprocess: Callable[[Image.Image], torch.Tensor],
+        facts: ModelFacts,
+        device: Device = "auto",
+        dtype: Precision = "auto",
+    ) -> None:
+        self._device = choose_device(device)
+        self._dtype = torch.float32 if dtype == "auto" else choose_dtype(dtype, self._device)
+        self._network = network.eval().to(self._device, self._dtype)
+        self._preprocess = preprocess
+        self.facts = facts
+        # As many as torch's own: those are the CPUs that the stage was given.
+        self._pool = ThreadPoolExecutor(torch.get_num_threads())
+        self._last_layer: nn.Module | None = None
+
+    def features(self) -> ImageModel:
+        """Answer with what enters the network's last linear layer from now on."""
+        linear = [module for module in self._network.modules() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise ConfigError(f"{self.facts.source} has no linear layer whose input could serve as an embedding")
+        self._last_layer = linear[-1]
+        return self
+
+    def __call__(self, batch: Batch) -> Answers:
+        """Answer a batch; images that cannot be read are failures. Raises DataError without a column `image`."""
+        if "image" not in batch:
+            raise DataError(f"the input has no column 'image'; it has {', '.join(sorted(batch))}")
+        read = list(self._pool.map(self._read, batch["image"]))
+        failures = {row: image for row, image in enumerate(read) if isinstance(image, str)}
+        tensors = [image for image in read if not isinstance(image, str)]
+        if not tensors:
+            return Answers(np.full((len(read), 1), -np.inf, np.float32), failures=failures)
+        with torch.inference_mode():
+            answered = self._forward(torch.stack(tensors).to(self._device, self._dtype)).float().cpu().numpy()
+        if not failures:
+            return Answers(answered)
+        logits = np.full((len(read), answered.shape[1]), -np.inf, np.float32)
+        logits[[row for row in range(len(read)) if row not in failures]] = answered
+        return Answers(logits, failures=failures)
+
+    def _forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self._last_layer is None:
+            output = self._network(images)
+            logits: torch.Tensor = getattr(output, "logits", output)
+            return logits
+        entering: list[torch.Tensor] = []
+        hook = self._last_layer.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
+        try:
+            self._network(images)
+        finally:
+            hook.remove()
+        return entering[-1].flatten(1)
+
+    def _read(self, image: Any) -> torch.Tensor | str:
+        """Return a preprocessed image, or why there is none."""
+        try:
+            return self._preprocess(decode_image(image))
+        except DataError as error:
+            return str(error)
+
+
+def decode_image(image: Any) -> Image.Image:
+    """Return an image in RGB from encoded bytes, or from uint8 (H, W, 3) or (H, W).
+
+    Raises DataError when it is none of these, or damaged.
+    """
+    if image is None:
+        raise DataError("there is no image")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # twice as large is an error
+            if isinstance(image, bytes):
+                return Image.open(io.BytesIO(image)).convert("RGB")
+            pixels = np.asarray(image)
+            if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
+                raise DataError(f"an array of {pixels.dtype}, shape {pixels.shape}, is no image; uint8 (H, W, 3) is")
+            return Image.fromarray(pixels).convert("RGB")
+    except UnidentifiedImageError as error:
+        raise DataError("the image cannot be decoded: its format is unknown") from error
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"the image cannot be decoded: {' '.join(str(error).split())}") from error
+
+
+def choose_device(device: Device) -> torch.device:
+    """Return the device to use. Raises ConfigError when a GPU is asked for and the stage sees none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
+    """Return the precision to compute in: as asked, else bfloat16 on a GPU that has it and float32 elsewhere."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
+
+
+def load_state(path: Path) -> Mapping[str, torch.Tensor]:
+    """Read a file of weights. Raises ConfigError when it is missing or holds none."""
+    if not path.is_file():
+        raise ConfigError(f"there is no weight file {path}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors: Mapping[str, torch.Tensor] = load_file(path)
+            return tensors
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and safetensors raise whatever the damage leads to
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{path} is no readable weight file: {reason}") from error
+    for key in ("state_dict", "model"):
+        if isinstance(state, dict) and isinstance(state.get(key), dict):
+            state = state[key]
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ConfigError(f"{path} holds no weights by name")
+    return state
+
+
+def classifier_size(network: nn.Module, state: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of classes that a file of weights was trained for."""
+    layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    weight = state.get(f"{layers[-1]}.weight")
+    if weight is None:
+        raise ConfigError(f"the weight file has no {layers[-1]}.weight, the network's last layer")
+    return int(weight.shape[0])

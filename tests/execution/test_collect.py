@@ -1,0 +1,365 @@
+"""Collecting logits on a real Ray session."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import by_example, read_all, write_pool
+
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
+from cauc_ray.execution.collector import BLOCK_ROWS, Layout
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+SPLITS = ("calibration", "validation", "test")
+
+
+def python_stage(name, factory, **stage):
+    kwargs = stage.pop("kwargs", {})
+    model = {"kind": "python", "factory": f"user_models:{factory}", "kwargs": kwargs}
+    cost = {"cost": {"seconds": 1}} if "cost" not in stage else {}
+    return {"name": name, "model": model, "batch_size": 16, "resources": {"num_cpus": 0.5}, **cost, **stage}
+
+
+def pool(folder, *stages, task="multiple-choice"):
+    path = write_pool(folder, list(stages))
+    path.write_text(path.read_text().replace("task: multiple-choice", f"task: {task}"))
+    return path
+
+
+def images(path, contents, labels=None):
+    """Write images of a few bytes, some of which may be None, with labels of two classes."""
+    n = len(contents)
+    labels = [row % 2 for row in range(n)] if labels is None else labels
+    table = pa.table(
+        {
+            "example_id": [f"image-{row}" for row in range(n)],
+            "image": pa.array(contents, pa.binary()),
+            "label": pa.array(labels, pa.int32()),
+        }
+    )
+    pq.write_table(table, path)
+    return path
+
+
+def questions(path, n, seed=0):
+    """Write questions of two to five choices, each of another length."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for row in range(n):
+        k = int(rng.integers(2, 6))
+        choices = ["x" * int(length) for length in rng.choice(30, size=k, replace=False) + 1]
+        # The longest is right more often than by chance, so that there is something to calibrate.
+        label = int(np.argmax([len(choice) for choice in choices]) if rng.random() < 0.5 else rng.integers(k))
+        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return {row["id"]: row for row in rows}
+
+
+def collected(folder, model):
+    """Return a model's rows of all splits by example, each of which stands there once."""
+    table = pa.concat_tables([read_all(folder / f"model={model}" / f"split={split}") for split in SPLITS])
+    return by_example(table)
+
+
+def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
+    rows = questions(tmp_path / "q.parquet", 1500)
+    stages = [python_stage("long", "longest"), python_stage("square", "longest", kwargs={"exponent": 2.0})]
+    summary = cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
+    for model, exponent in (("long", 1), ("square", 2)):
+        got = collected(tmp_path / "L", model)
+        assert got.keys() == rows.keys()
+        for example, row in got.items():
+            assert row["logits"] == [len(choice) ** exponent for choice in rows[example]["choices"]]
+            assert row["label"] == rows[example]["label"]
+    assert summary["splits"] == {"calibration": 375, "validation": 375, "test": 750}
+    right = sum(np.argmax([len(c) for c in row["choices"]]) == row["label"] for row in rows.values())
+    assert summary["models"][0]["accuracy"] == right / 1500
+    info = LogitTable(tmp_path / "L").info()
+    assert (info.cost_unit, [(m.name, m.cost) for m in info.models]) == ("s", [("long", 1), ("square", 1)])
+    policy = cauc_ray.fit(tmp_path / "L", models=["long", "square"], method="rf", costs=[1, 2])
+    assert cauc_ray.evaluate(tmp_path / "L", policy).measures.n == 750
+
+
+def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
+    rows = questions(tmp_path / "q.parquet", 80)
+    stage = pool(tmp_path, python_stage("long", "longest"))
+    for split in SPLITS:
+        summary = cauc_ray.collect(stage, tmp_path / "q.parquet", tmp_path / "L", split=split)
+        assert list(summary["splits"]) == [split]
+    assert collected(tmp_path / "L", "long").keys() == rows.keys()
+    cauc_ray.collect(stage, tmp_path / "q.parquet", tmp_path / "whole", split="all")
+    whole = by_example(read_all(tmp_path / "whole" / "model=long" / "split=all"))
+    assert whole == collected(tmp_path / "L", "long")
+    with pytest.raises(ConfigError, match="unknown split 'tset'; did you mean 'test'"):
+        cauc_ray.collect(stage, tmp_path / "q.parquet", tmp_path / "L2", split="tset")
+    assert not (tmp_path / "L2").exists()
+
+
+def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path):
+    rows = questions(tmp_path / "q.parquet", 2500)
+    log = tmp_path / "calls"
+    stage = python_stage("long", "longest")
+    noted = python_stage("noted", "longest_noted", kwargs={"log": str(log)})
+    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    undisturbed = collected(tmp_path / "L", "noted")
+    assert undisturbed.keys() == rows.keys()
+    assert sum(map(int, log.read_text().split())) >= 2500
+    files = {p: p.stat().st_mtime_ns for p in (tmp_path / "L").rglob("*.parquet")}
+    gone = sorted(p for p in files if "noted" in str(p) and p.name == "part-000001.parquet")
+    assert len(gone) == 3  # calibration and validation have 625 rows, test 1,250: more than one block each
+    for path in gone[:1]:
+        path.unlink()
+    log.unlink()
+    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    assert collected(tmp_path / "L", "noted") == undisturbed
+    again = {p for p, t in files.items() if p.stat().st_mtime_ns != t}
+    assert again == set(gone[:1])  # nothing else was written anew
+    assert sum(map(int, log.read_text().split())) == 625 - BLOCK_ROWS  # and nothing else computed
+    log.unlink()
+    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    assert not log.exists()
+
+
+def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    questions(tmp_path / "r.parquet", 40, seed=1)
+    one = pool(tmp_path, python_stage("long", "longest"))
+    cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L")
+    before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("*"))
+    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
+        cauc_ray.collect(one, tmp_path / "r.parquet", tmp_path / "L")
+    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
+        cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L", seed=1)
+    other = pool(tmp_path, python_stage("long", "longest", kwargs={"exponent": 3.0}))
+    with pytest.raises(ConfigError, match="is of another model of that name"):
+        cauc_ray.collect(other, tmp_path / "q.parquet", tmp_path / "L")
+    flops = pool(tmp_path, python_stage("longer", "longest", cost={"gflops": 3}))
+    with pytest.raises(ConfigError, match="holds costs in s, this pool gives GFLOPs"):
+        cauc_ray.collect(flops, tmp_path / "q.parquet", tmp_path / "L")
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("*"))
+
+
+def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp_path):
+    contents = [bytes([row % 251]) for row in range(1600)]
+    images(tmp_path / "i.parquet", contents)
+    log = tmp_path / "calls"
+    stage = python_stage("slow", "slow_brightness", kwargs={"seconds": 0.05, "log": str(log)}, replicas={"min": 2})
+    path = pool(tmp_path, stage, task="image-classification")
+    killed = []
+
+    def kill():
+        deadline = time.monotonic() + 60
+        while len(killed) < 2 and time.monotonic() < deadline:
+            lines = log.read_text().split() if log.exists() else []
+            wanted = 8 + 40 * len(killed)  # one replica early, one later
+            if len(lines) >= wanted and lines[-1] not in killed:
+                killed.append(lines[-1])
+                os.kill(int(lines[-1]), signal.SIGKILL)
+            time.sleep(0.02)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+    killer.join()
+    assert len(killed) == 2
+    got = collected(tmp_path / "L", "slow")  # refuses an id that stands twice
+    assert {example: row["logits"] for example, row in got.items()} == {
+        f"image-{row}": [float(content[0]), 100.0] for row, content in enumerate(contents)
+    }
+    assert summary["models"][0]["n_failed"] == 0
+
+
+def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_what_is_there(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    rows = pq.read_table(tmp_path / "q.parquet").append_column("x", pa.array(np.arange(40.0)))
+    pq.write_table(rows, tmp_path / "q.parquet")
+    good = python_stage("good", "longest")
+    bad = python_stage("bad", "dies_on", kwargs={"example": "q7"})
+    cauc_ray.collect(pool(tmp_path, good), tmp_path / "q.parquet", tmp_path / "L")
+    with pytest.raises(ExecutionError, match="stage 'bad' died"):
+        cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
+    assert len(collected(tmp_path / "L", "good")) == 40
+    assert not (tmp_path / "L" / "model=bad").exists()
+
+
+def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
+    contents = [bytes([row]) for row in range(200)]
+    contents[17], contents[130] = b"", b""
+    labels = [0] * 200
+    labels[60] = 7
+    images(tmp_path / "i.parquet", contents, labels)
+    stages = [python_stage("a", "brightness"), python_stage("b", "brightness", kwargs={"factor": 2.0})]
+    summary = cauc_ray.collect(
+        pool(tmp_path, *stages, task="image-classification"), tmp_path / "i.parquet", tmp_path / "L"
+    )
+    assert [model["n_failed"] for model in summary["models"]] == [3, 3]
+    failed = pa.concat_tables([read_all(p) for p in (tmp_path / "L" / "failed" / "model=a").iterdir()])
+    reasons = {row["example_id"]: row["reason"] for row in failed.to_pylist()}
+    assert reasons == {
+        "image-17": "ValueError: an image of no bytes",
+        "image-130": "ValueError: an image of no bytes",
+        "image-60": "its label 7 is outside its 2 options",
+    }
+    assert collected(tmp_path / "L", "a").keys() == {f"image-{row}" for row in range(200)} - reasons.keys()
+
+
+def test_examples_that_one_model_failed_on_are_left_out_of_a_chain_with_a_warning(tmp_path):
+    contents = [bytes([row]) for row in range(1, 201)]
+    images(tmp_path / "i.parquet", contents)
+    stages = [
+        python_stage("whole", "brightness"),
+        python_stage("partly", "brightness_below", kwargs={"limit": 190}),
+    ]
+    cauc_ray.collect(pool(tmp_path, *stages, task="image-classification"), tmp_path / "i.parquet", tmp_path / "L")
+    table = LogitTable(tmp_path / "L")
+    n = 0
+    for split in SPLITS:
+        lost = len(table.read_failed("partly", split))
+        with pytest.warns(CaucWarning, match=f"{lost} examples that some model of the chain failed on are left out"):
+            chain = table.read_chain(["whole", "partly"], split)
+        n += len(chain.example_ids)
+        assert len(table.read_chain(["whole"], split).example_ids) == len(chain.example_ids) + lost
+    assert n == 190
+    with pytest.warns(CaucWarning):
+        cauc_ray.fit(tmp_path / "L", models=["whole", "partly"], costs=[1, 2])
+
+
+def test_a_model_that_answers_nothing_says_why(tmp_path):
+    images(tmp_path / "i.parquet", [bytes([row]) for row in range(1, 13)])
+    stage = python_stage("none", "brightness_below", kwargs={"limit": 0})
+    path = pool(tmp_path, stage, task="image-classification")
+    with pytest.raises(DataError, match=r"'none' answered no row of split 'calibration'; .*: ValueError: too bright"):
+        cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+
+
+def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
+    images(tmp_path / "i.parquet", [bytes([row] * 4) for row in range(40)], [0] * 40)
+    stages = [
+        python_stage("counted", "linear", kwargs={"seed": 0}, cost=None),
+        python_stage("auto", "linear", kwargs={"seed": 1}, cost={"gflops": "auto"}),
+        python_stage("doubled", "linear", kwargs={"seed": 2}, cost={"gflops": 24e-9}),
+    ]
+    path = pool(tmp_path, *stages, task="image-classification")
+    with pytest.warns(
+        CaucWarning, match=r"'doubled': its cost of 2\.4e-08 GFLOPs is 2 times the measured 1\.2e-08; it"
+    ):
+        summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+    assert [model["cost"] for model in summary["models"]] == [12e-9, 12e-9, 24e-9]  # 4 x 3 multiply-adds
+    assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info().models}["counted"] == 12e-9
+
+
+def test_a_cost_that_nobody_knows_ends_the_collection_at_its_first_call(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    path = pool(tmp_path, python_stage("long", "longest", cost=None))
+    with pytest.raises(ExecutionError, match="stage 'long': nobody says what a call costs"):
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    assert not list(tmp_path.glob("L/**/*.parquet"))
+
+
+def test_costs_in_two_units_are_refused(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    stages = [python_stage("a", "longest"), python_stage("b", "longest", cost={"params_b": 1})]
+    with pytest.raises(ConfigError, match="stage 'a' has s, stage 'b' has B params"):
+        cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
+
+
+def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
+    rows = questions(tmp_path / "q.parquet", 60)
+    source = tmp_path / "S"
+    from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+
+    ids = sorted(rows)
+    costs = np.arange(60) / 7
+    logits = [np.zeros(len(rows[i]["choices"]), np.float32) for i in ids]
+    write_logits(source, "m", "all", example_ids=ids, labels=None, logits=logits, costs=costs)
+    write_info(source, TableInfo(cost_unit="USD", models=[PoolModel(name="m", cost=1.0)]))
+    model = {"kind": "saved", "logits": "S", "model": "m", "split": "all"}
+    path = pool(tmp_path, {"name": "m", "model": model, "batch_size": 16})
+    summary = cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    assert summary["cost_unit"] == "USD"
+    got = collected(tmp_path / "L", "m")
+    assert [got[example]["cost"] for example in ids] == costs.astype(np.float32).tolist()
+    assert summary["models"][0]["cost"] == pytest.approx(costs.mean(), rel=1e-6)
+
+
+def test_models_run_side_by_side_as_resources_allow(tmp_path):
+    images(tmp_path / "i.parquet", [bytes([row % 200]) for row in range(96)])
+    log = tmp_path / "calls"
+    kwargs = {"seconds": 0.1, "log": str(log)}
+    stages = [python_stage(name, "slow_brightness", kwargs=kwargs, resources={"num_cpus": 4}) for name in "abc"]
+    seen = []
+    cauc_ray.collect(
+        pool(tmp_path, *stages, task="image-classification"),
+        tmp_path / "i.parquet",
+        tmp_path / "L",
+        on_progress=lambda models: seen.append({name: at.n_finished for name, at in models.items()}),
+    )
+    # Of the session's eight CPUs each takes four: two together, the third when one of them is done.
+    assert any(set(at) == {"a", "b"} for at in seen)
+    assert seen[-1] == {"a": 96, "b": 96, "c": 96}
+    assert len(set(log.read_text().split())) == 3
+
+
+def test_faults_are_told_before_anything_starts(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    good = pool(tmp_path, python_stage("long", "longest"))
+    with pytest.raises(ConfigError, match=r"is for image-classification, but q\.parquet is"):
+        cauc_ray.collect(
+            pool(tmp_path, python_stage("long", "brightness"), task="image-classification"),
+            tmp_path / "q.parquet",
+            tmp_path / "L",
+        )
+    good = pool(tmp_path, python_stage("long", "longest"))
+    with pytest.raises(ConfigError, match="unknown stage 'lnog'"):
+        cauc_ray.collect(good, tmp_path / "q.parquet", tmp_path / "L", models=["lnog"])
+    with pytest.raises(ConfigError, match="unknown dataset 'mmul'; did you mean 'mmlu'"):
+        cauc_ray.collect(good, "mmul", tmp_path / "L")
+    huge = pool(tmp_path, python_stage("huge", "longest", resources={"num_cpus": 4000}))
+    with pytest.raises(ExecutionError, match="stage 'huge' with at least 1 replicas"):
+        cauc_ray.collect(huge, tmp_path / "q.parquet", tmp_path / "L")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        cauc_ray.collect(good, tmp_path / "q.parquet", tmp_path / "file")
+    assert not (tmp_path / "L").exists()
+
+
+def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    path = pool(tmp_path, python_stage("long", "longest"))
+    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    (tmp_path / "L" / "model=long" / "split=test" / "collect.json").unlink()
+    with pytest.raises(ConfigError, match="is of no collection; remove it"):
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    (tmp_path / "L" / "model=long" / "split=test" / "collect.json").write_text("{}")
+    with pytest.raises(DataError, match=r"collect\.json: missing key"):
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    shutil.rmtree(tmp_path / "L" / "model=long" / "split=test")
+    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    assert len(collected(tmp_path / "L", "long")) == 40
+
+
+def test_blocks_are_numbered_on_from_split_to_split():
+    layout = Layout({"calibration": 513, "empty": 0, "validation": 512, "test": 1})
+    places = [("calibration", 0), ("calibration", 1), ("validation", 0), ("test", 0)]
+    assert [layout.place(number) for number in range(4)] == places
+    assert [layout.number(*place) for place in places] == [0, 1, 2, 3]
+
+
+def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
+    questions(tmp_path / "q.parquet", 40)
+    cauc_ray.collect(pool(tmp_path, python_stage("long", "longest")), tmp_path / "q.parquet", tmp_path / "L")
+    record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "collect.json").read_text())
+    assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 20)
+    assert record["source"] == "python user_models:longest"
+    info = LogitTable(tmp_path / "L").info()
+    assert "25/25/50" in info.note
+    assert info.logit_kind == "as the model returns them"
