@@ -15,7 +15,7 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, make_actor, result_of, start_workers, worker_class
 from cauc_ray.execution.controller import BlockResult, Controller, InputLimits, StageLimits
 from cauc_ray.execution.messages import Call, CallResult
-from cauc_ray.execution.stage import Part
+from cauc_ray.execution.stage import Part, packed
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Ints
@@ -151,7 +151,7 @@ class _Reader:
     def next_block(self) -> tuple[_BlockHeader | None, Any]:
         """Return the next block, its columns apart from all else; None after the last."""
         for number, block in self._blocks:
-            return _BlockHeader(number, block.example_ids, block.labels, block.n_bytes), block.columns
+            return _BlockHeader(number, block.example_ids, block.labels, block.n_bytes), packed(block.columns)
         return None, None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import ray
 
 from cauc_ray.data.inputs import concat_column
@@ -173,7 +174,23 @@ def _batch(parts: Sequence[Part], arguments: Sequence[Any]) -> Batch:
     }
 
 
-def _take(column: npt.NDArray[Any], indices: Ints) -> npt.NDArray[Any]:
+def packed(columns: Batch) -> dict[str, npt.NDArray[Any] | pa.Array]:
+    """Return a block's columns as they travel to workers: those of bytes, as images are, in Arrow.
+
+    A worker maps numbers and Arrow from shared memory, but would copy every one of the block's Python objects
+    for each call that takes a few of its rows.
+    """
+    return {name: pa.array(c, pa.large_binary()) if _holds_bytes(c) else c for name, c in columns.items()}
+
+
+def _holds_bytes(column: npt.NDArray[Any]) -> bool:
+    return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
+
+
+def _take(column: npt.NDArray[Any] | pa.Array, indices: Ints) -> npt.NDArray[Any]:
+    if isinstance(column, pa.Array):
+        taken: npt.NDArray[Any] = column.take(pa.array(indices)).to_numpy(zero_copy_only=False)
+        return taken
     return column[indices]
 
 

@@ -59,6 +59,8 @@ def collect(
     """
     started = time.perf_counter()
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
+    if seed < 0:
+        raise ConfigError(f"seed {seed} is below 0")
     source = DatasetSource(str(dataset), dict(columns or {}), seed)
     rows = open_dataset(source)
     if rows.task != pool.task:
@@ -77,14 +79,14 @@ def collect(
     def on_end(name: str, took_s: float) -> None:
         seconds[name] = took_s
         if embedding is None:
-            _note(works[name], out, rows)
+            _note(works[name], list(works), out, rows)
 
     if plans:
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
             run_side_by_side(plans, on_progress, on_end)
     for name, work in works.items():
         if embedding is None and name not in plans:
-            _note(work, out, rows)
+            _note(work, list(works), out, rows)
     return {
         "logits": str(out),
         "dataset": rows.name,
@@ -176,8 +178,11 @@ def _info(out: Path) -> TableInfo | None:
     return LogitTable(out).info() if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
 
 
-def _note(work: Collection, out: Path, rows: Dataset) -> None:
-    """Write into the table's pool.json what a collected model is and costs."""
+def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> None:
+    """Write into the table's pool.json what a collected model is and costs.
+
+    order: the pool's models, which come in their order, after those that the table had from elsewhere.
+    """
     name = work.target.name
     splits = [split for split in work.records if work.target.record(split) is not None]
     record = work.target.record(splits[0])
@@ -192,11 +197,12 @@ def _note(work: Collection, out: Path, rows: Dataset) -> None:
     before = _info(out)
     kept = [model for model in (before.models if before else []) if model.name != name]
     kinds = {record.logit_kind} | ({before.logit_kind} if before is not None and kept else set())
+    models = [*kept, PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}")]
     info = TableInfo(
         cost_unit=cost_unit(work.stage),
         logit_kind=kinds.pop() if len(kinds) == 1 else "mixed: each model's source says which",
         note=f"collected on {rows.name}: {rows.rule}",
-        models=[*kept, PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}")],
+        models=sorted(models, key=lambda model: order.index(model.name) if model.name in order else -1),
     )
     write_info(out, info)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.data.files import open_parquet, parquet_files, read_json
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import FAILED, LogitTable
 from cauc_ray.errors import DataError
 from cauc_ray.models.pool import load_pool
 from cauc_ray.policies.policy import Policy
@@ -59,18 +59,26 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
 def _logit_table(path: Path) -> dict[str, Any]:
     table = LogitTable(path)
     info = table.info()
-    models = []
-    for model in table.models:
+    about = {} if info is None else {"cost_unit": info.cost_unit, "logit_kind": info.logit_kind, "note": info.note}
+    parts = {"models": path, "failed": path / FAILED, "embeddings": path}
+    kinds = {"models": "model", "failed": "model", "embeddings": "embedding"}
+    rows = {name: _rows_by_split(parts[name], kinds[name]) for name in parts}
+    return {"kind": "logit table", "path": str(path), **about, **{name: told for name, told in rows.items() if told}}
+
+
+def _rows_by_split(path: Path, kind: str) -> list[str]:
+    """Say how many rows each model (or encoder) has in each split."""
+    told = []
+    for folder in sorted(path.glob(f"{kind}=*")):
         sizes = []
-        for split in table.splits(model):
+        for split in sorted(folder.glob("split=*")):
             n = 0
-            for file in parquet_files(path / f"model={model}" / f"split={split}"):
+            for file in parquet_files(split):
                 with open_parquet(file) as opened:
                     n += opened.metadata.num_rows
-            sizes.append(f"{split} {n:,}")
-        models.append(f"{model}: {', '.join(sizes)}")
-    about = {} if info is None else {"cost_unit": info.cost_unit, "logit_kind": info.logit_kind, "note": info.note}
-    return {"kind": "logit table", "path": str(path), **about, "models": models}
+            sizes.append(f"{split.name.partition('=')[2]} {n:,}")
+        told.append(f"{folder.name.partition('=')[2]}: {', '.join(sizes)}")
+    return told
 
 
 def _parquet(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from pydantic import Field
 
+from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
 from cauc_ray.models.kinds import ModelSpec
@@ -48,18 +49,33 @@ class ImageEncoderSpec(KindSpec):
         from transformers import AutoModel
 
         class Pooled(nn.Module):
-            """An encoder's pooled output, or the mean over its patches where it pools nothing."""
+            """An encoder's pooled output, or the mean over its patches where it pools nothing.
 
-            def __init__(self, encoder: nn.Module) -> None:
+            A classifier's weights often hold no pooler, which transformers then draws at random: it pools nothing.
+            """
+
+            def __init__(self, encoder: nn.Module, missing: frozenset[str]) -> None:
                 super().__init__()
                 self.encoder = getattr(encoder, "vision_model", encoder)
+                self.pools = not missing
 
             def forward(self, images: Any) -> Any:
                 output = self.encoder(pixel_values=images)
-                pooled = getattr(output, "pooler_output", None)
-                return (output.last_hidden_state.mean(dim=1) if pooled is None else pooled).flatten(1)
+                pooled = getattr(output, "pooler_output", None) if self.pools else None
+                if pooled is not None:
+                    return pooled.flatten(1)
+                patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
+                return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
 
-        return load_image_network(AutoModel, self.model, None, self.device, self.dtype, Pooled)
+        def pooled(encoder: nn.Module, missing: frozenset[str]) -> Pooled:
+            others = sorted(name for name in missing if not name.startswith("pooler."))
+            if others:
+                raise ConfigError(
+                    f"model {self.model!r} is no image encoder: it has no weights {', '.join(others[:3])}"
+                )
+            return Pooled(encoder, missing)
+
+        return load_image_network(AutoModel, self.model, None, self.device, self.dtype, pooled)
 
 
 class TextEncoderSpec(KindSpec):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Tag
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import KindSpec
 from cauc_ray.models.openai import OpenAISpec
@@ -29,17 +29,20 @@ class RegisteredSpec(KindSpec):
 
     def load(self) -> Model:
         """Call the registered factory. Raises ConfigError when it cannot be imported or gives no callable."""
-        (entry,) = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == self.kind][:1]
+        entry = next(iter(entry_points(group=ENTRY_POINTS, name=self.kind)), None)
+        if entry is None:  # the pool was read on another machine
+            raise ConfigError(unknown_name("kind", self.kind, known_kinds()))
         try:
             factory = entry.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {error}") from error
+        except Exception as error:  # importing it runs whatever stands there
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {reason}") from error
         return python_model(factory(**(self.model_extra or {})), f"{self.kind} {entry.value}")
 
 
 def known_kinds() -> tuple[str, ...]:
     """Return the names of all kinds that can be used here."""
-    return (*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS)))
+    return tuple(dict.fromkeys([*BUILT_IN, *(entry.name for entry in entry_points(group=ENTRY_POINTS))]))
 
 
 def _tag(value: Any) -> str:

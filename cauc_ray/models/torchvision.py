@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
+import socket
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -13,6 +20,12 @@ if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
 
 _FILES = (".pth", ".pt", ".safetensors")
+# How long a silent server of published weights is waited for.
+FETCH_TIMEOUT_S = 30.0
+# As TorchVision builds these two for published weights: they scale their normalised input once more.
+_INCEPTION = {"aux_logits": False, "init_weights": False, "transform_input": True}
+# DenseNet's published files name layers as modules may no longer be named: norm.1, conv.1.
+_DENSE_LAYER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
 class TorchvisionSpec(KindSpec):
@@ -40,21 +53,14 @@ class TorchvisionSpec(KindSpec):
         require("torchvision", "torch", "torchvision", "PIL")
         from torchvision import models
 
-        from cauc_ray.models.vision import ImageModel, classifier_size, load_state
+        from cauc_ray.models.vision import ImageModel
 
         if self.arch not in models.list_models(models):
             raise ConfigError(unknown_name("arch", self.arch, models.list_models(models)))
         published = models.get_model_weights(self.arch)
         if self.weights.endswith(_FILES):
             weights = published.DEFAULT
-            state = load_state(Path(self.weights))
-            n_classes = classifier_size(models.get_model(self.arch, weights=None), state)
-            network = models.get_model(self.arch, weights=None, num_classes=n_classes)
-            try:
-                network.load_state_dict(state)
-            except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
-                raise ConfigError(f"{self.weights} does not fit {self.arch}: {reason}") from error
+            network = self._from_file(models)
         else:
             if self.weights not in published.__members__:
                 raise ConfigError(f"{self.arch}: {unknown_name('weights', self.weights, published.__members__)}")
@@ -71,11 +77,54 @@ class TorchvisionSpec(KindSpec):
         """Load the network to answer with what enters its last linear layer."""
         return self.load().features()
 
+    def _from_file(self, models: Any) -> Any:
+        """Build the network that TorchVision builds for published weights, with those of a file."""
+        from cauc_ray.models.vision import classifier_size, load_state
+
+        state = _current_names(load_state(Path(self.weights)))
+        options = _INCEPTION if self.arch in ("googlenet", "inception_v3") else {}
+        network = models.get_model(self.arch, weights=None, **options)
+        n_classes = classifier_size(network, state)
+        if n_classes != classifier_size(network, network.state_dict()):
+            network = models.get_model(self.arch, weights=None, num_classes=n_classes, **options)
+        # MNASNet asks for the version of the format, which a .safetensors file does not hold.
+        state._metadata = getattr(state, "_metadata", None) or {"": network.state_dict()._metadata[""]}
+        try:
+            network.load_state_dict(state)
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{self.weights} does not fit {self.arch}: {reason}") from error
+        return network
+
     def _fetched(self, models: Any, weights: Any) -> Any:
         try:
-            return models.get_model(self.arch, weights=weights)
-        except (OSError, RuntimeError) as error:  # no network, or a file whose hash is wrong
+            # torch.hub tells of its download on stdout, and waits for a silent server for ever.
+            with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
+                return models.get_model(self.arch, weights=weights, progress=False)
+        except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
             raise ConfigError(
                 f"the weights {self.weights} of {self.arch} cannot be fetched: {' '.join(str(error).split())}; "
                 "give a local file as weights"
             ) from error
+
+
+def _current_names(state: Mapping[str, Any]) -> Any:
+    """Return weights by the names of today's modules, without the auxiliary heads, which only training uses."""
+    current: Any = OrderedDict(
+        (_DENSE_LAYER.sub(r"\1\2", name), tensor)
+        for name, tensor in state.items()
+        if not name.startswith(("aux1.", "aux2.", "AuxLogits."))
+    )
+    if hasattr(state, "_metadata"):
+        current._metadata = state._metadata
+    return current
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
 
@@ -87,22 +87,37 @@ def load_image_network(
     revision: str | None,
     device: Device,
     dtype: Precision,
-    wrapped: Callable[[Any], Any] = lambda network: network,
+    wrapped: Callable[[Any, frozenset[str]], Any] | None = None,
 ) -> ImageModel:
-    """Load an image network of one of transformers' auto classes with its own preprocessing."""
+    """Load an image network of one of transformers' auto classes with its own preprocessing.
+
+    wrapped: what answers in the network's place, given it and the names of its weights that the file lacks.
+    Raises ConfigError when there is no such model, or weights are missing (and not dealt with) or do not fit:
+    transformers would draw them at random.
+    """
     from transformers import AutoImageProcessor
 
     from cauc_ray.models.vision import ImageModel
 
     with quiet():
         processor = fetched(AutoImageProcessor, model, revision=revision)
-        network = fetched(factory, model, revision=revision)
+        network, told = fetched(
+            factory, model, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    for name, found, expected in sorted(told["mismatched_keys"]):
+        shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
+        raise ConfigError(f"model {model!r} cannot be loaded: {name} has shape {shapes}")
+    missing = frozenset(told["missing_keys"])
+    if wrapped is not None:
+        network = wrapped(network, missing)
+    elif missing:
+        raise ConfigError(f"model {model!r} is no image classifier: it has no weights {', '.join(sorted(missing)[:3])}")
     facts = ModelFacts(source=f"transformers {model}", params_b=sum(p.numel() for p in network.parameters()) / 1e9)
 
     def preprocess(image: Any) -> Any:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
-    return ImageModel(wrapped(network), preprocess, facts, device, dtype)
+    return ImageModel(network, preprocess, facts, device, dtype)
 
 
 def fetched(factory: Any, name: str, **options: Any) -> Any:
@@ -114,9 +129,13 @@ def fetched(factory: Any, name: str, **options: Any) -> Any:
 @contextmanager
 def loading(name: str) -> Iterator[None]:
     """Turn what the library raises when a model is not to be had into a ConfigError of one line."""
+    if Path(name).is_absolute() and not Path(name).exists():
+        raise ConfigError(f"model {name!r} cannot be loaded: there is no such folder")
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except CaucError:
+        raise
+    except Exception as error:  # transformers, safetensors and torch raise whatever the damage leads to
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"model {name!r} cannot be loaded: {reason}") from error
 

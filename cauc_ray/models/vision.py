@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,14 @@ from torch import nn
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers, Batch, ModelFacts
 from cauc_ray.models.kind import Device, Precision
+
+# Not all that Pillow reads: it hands an EPS file, which is a program, to Ghostscript.
+Image.init()
+FORMATS = tuple(
+    name for name in ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP") if name in Image.OPEN
+)
+# Preprocessing scales an image by its shorter side: 1 x 60,000 pixels would become 10 GB.
+MAX_ASPECT = 100
 
 
 class ImageModel:
@@ -61,10 +70,11 @@ class ImageModel:
             return Answers(np.full((len(read), 1), -np.inf, np.float32), failures=failures)
         with torch.inference_mode():
             answered = self._forward(torch.stack(tensors).to(self._device, self._dtype)).float().cpu().numpy()
-        if not failures:
-            return Answers(answered)
         logits = np.full((len(read), answered.shape[1]), -np.inf, np.float32)
-        logits[[row for row in range(len(read)) if row not in failures]] = answered
+        rows = np.array([row for row in range(len(read)) if row not in failures])
+        logits[rows] = answered
+        for row in rows[~np.isfinite(answered).all(axis=1)]:
+            failures[int(row)] = f"the network's answer in {self._dtype} is NaN or infinite"
         return Answers(logits, failures=failures)
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -83,31 +93,85 @@ class ImageModel:
     def _read(self, image: Any) -> torch.Tensor | str:
         """Return a preprocessed image, or why there is none."""
         try:
-            return self._preprocess(decode_image(image))
+            decoded = decode_image(image)
         except DataError as error:
             return str(error)
+        if max(decoded.size) > MAX_ASPECT * min(decoded.size):
+            width, height = decoded.size
+            return f"the image is {width} x {height} pixels, more than {MAX_ASPECT} times as long as wide"
+        return self._preprocess(decoded)
 
 
 def decode_image(image: Any) -> Image.Image:
     """Return an image in RGB from encoded bytes, or from uint8 (H, W, 3) or (H, W).
 
-    Raises DataError when it is none of these, or damaged.
+    Of an animation, the first frame; of 16 bits a channel, the upper 8. Raises DataError when it is none of
+    these, or damaged.
     """
     if image is None:
         raise DataError("there is no image")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # twice as large is an error
-            if isinstance(image, bytes):
-                return Image.open(io.BytesIO(image)).convert("RGB")
-            pixels = np.asarray(image)
-            if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
-                raise DataError(f"an array of {pixels.dtype}, shape {pixels.shape}, is no image; uint8 (H, W, 3) is")
-            return Image.fromarray(pixels).convert("RGB")
+        with _unwarned:
+            decoded = _opened(image)
+            if 0 in decoded.size:
+                raise DataError("the image has no pixels")
+            return _eight_bits(decoded).convert("RGB")
+    except DataError:
+        raise
     except UnidentifiedImageError as error:
         raise DataError("the image cannot be decoded: its format is unknown") from error
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"the image cannot be decoded: {' '.join(str(error).split())}") from error
+    except Exception as error:  # Pillow's readers raise whatever the damage leads to
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"the image cannot be decoded: {reason}") from error
+
+
+def _opened(image: Any) -> Image.Image:
+    if isinstance(image, bytes):
+        return Image.open(io.BytesIO(image), formats=FORMATS)
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
+        raise DataError(f"an array of {pixels.dtype}, shape {pixels.shape}, is no image; uint8 (H, W, 3) is")
+    return Image.fromarray(pixels)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image whose channels have 8 bits: Pillow's own conversion cuts off all that is above 255."""
+    # Older Pillows read a PNG of 16 bits as 32.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise DataError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits a channel do")
+    return image
+
+
+class _Unwarned:
+    """A block without warnings, in as many threads as there are.
+
+    Pillow warns of what it reads all the same: odd metadata, images near the size that it refuses. The filters
+    belong to the process, so the first thread in changes them and the last one out restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_inside = 0
+        self._caught = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._n_inside == 0:
+                self._caught = warnings.catch_warnings()
+                self._caught.__enter__()
+                warnings.simplefilter("ignore")
+            self._n_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if self._n_inside == 0:
+                self._caught.__exit__(None, None, None)
+
+
+_unwarned = _Unwarned()
 
 
 def choose_device(device: Device) -> torch.device:

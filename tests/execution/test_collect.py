@@ -188,7 +188,8 @@ def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_wha
     with pytest.raises(ExecutionError, match="stage 'bad' died"):
         cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "good")) == 40
-    assert not (tmp_path / "L" / "model=bad").exists()
+    table = LogitTable(tmp_path / "L")
+    assert [model.name for model in table.info().models] == ["good"]
 
 
 def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
@@ -363,3 +364,44 @@ def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
     info = LogitTable(tmp_path / "L").info()
     assert "25/25/50" in info.note
     assert info.logit_kind == "as the model returns them"
+
+
+def photographs(path, n):
+    """Write n JPEG images."""
+    from io import BytesIO
+
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
+    contents = []
+    for _ in range(n):
+        buffer = BytesIO()
+        image.fromarray(rng.integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(buffer, "JPEG")
+        contents.append(buffer.getvalue())
+    contents[3] = contents[3][:100]
+    return images(path, contents)
+
+
+def test_embeddings_are_collected_the_same_way(tmp_path):
+    torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
+    photographs(tmp_path / "i.parquet", 24)
+    torch.manual_seed(0)
+    torch.save(models.mnasnet0_5(weights=None).state_dict(), tmp_path / "weights.pth")
+    model = {"kind": "torchvision", "arch": "mnasnet0_5", "weights": "weights.pth"}
+    stage = {"name": "mnasnet", "model": model, "batch_size": 8}
+    path = pool(tmp_path, stage, task="image-classification")
+    logits = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+    summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", embedding="mnasnet")
+    assert [s["models"][0]["n_failed"] for s in (logits, summary)] == [1, 1]  # the image that is cut off
+    folder = tmp_path / "L" / "embedding=mnasnet"
+    rows = by_example(pa.concat_tables([read_all(folder / f"split={split}") for split in SPLITS]))
+    answers = collected(tmp_path / "L", "mnasnet")
+    assert rows.keys() == answers.keys() == {f"image-{row}" for row in range(24)} - {"image-3"}
+    state = torch.load(tmp_path / "weights.pth")
+    for example, row in rows.items():
+        assert row.keys() == {"example_id", "embedding"}
+        own = np.array(row["embedding"]) @ state["classifier.1.weight"].numpy().T + state["classifier.1.bias"].numpy()
+        assert own == pytest.approx(answers[example]["logits"], rel=1e-3, abs=1e-3)
+    (said,) = LogitTable(tmp_path / "L").info().models
+    assert (said.name, said.cost) == ("mnasnet", pytest.approx(0.10, rel=0.1))  # GFLOPs, of TorchVision's metadata
+    with pytest.raises(ConfigError, match="leave the models out"):
+        cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", embedding="mnasnet", models=["mnasnet"])

@@ -179,6 +179,36 @@ def test_run_and_inspect_its_output(cauc, tmp_path, home):
     assert (code, json.loads(out)) == (0, json.loads((tmp_path / "out" / "summary.json").read_text()))
 
 
+def question_pool():
+    model = {"kind": "python", "factory": "user_models:longest"}
+    stage = {"name": "longest", "model": model, "cost": {"seconds": 1}, "batch_size": 4}
+    return {"name": "questions", "task": "multiple-choice", "stages": [stage]}
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_collect_and_inspect_its_table(cauc, tmp_path):
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(question_pool()))
+    rows = [json.dumps({"stem": f"{n}?", "a": "x" * (n % 5 + 1), "b": "xxx", "key": "AB"[n % 2]}) for n in range(40)]
+    (tmp_path / "q.jsonl").write_text("\n".join([*rows, json.dumps({"stem": "41?", "key": None})]))
+    collect = ["collect", "pool.yaml", "--dataset", "q.jsonl", "--columns", "question=stem,choices=a+b,label=key"]
+    code, out, err = cauc(*collect, "-o", "L", "--json")
+    assert (code, err) == (0, "")
+    summary = json.loads(out)
+    (model,) = summary["models"]
+    assert (model["name"], model["n_failed"], model["cost"], summary["cost_unit"]) == ("longest", 1, 1.0, "s")
+    assert sum(split["rows"] for split in model["splits"].values()) == 40
+    assert model["accuracy_interval"][0] < model["accuracy"] < model["accuracy_interval"][1]
+    code, out, err = cauc(*collect, "-o", "L")
+    assert (code, err) == (0, "")
+    assert "longest" in out
+    assert "why rows failed" in out
+    code, out, _ = cauc("inspect", "L", "--json")
+    found = json.loads(out)
+    assert (code, found["kind"]) == (0, "logit table")
+    assert "25/25/50" in found["note"]
+    assert len(found["failed"]) == 1
+
+
 BAD = {
     "no verb": [],
     "unknown verb": ["fti"],
@@ -217,6 +247,20 @@ BAD = {
     "no such cluster": [
         "run", "good.yaml", "--policy", "policy.json", "--input", "in.parquet", "-o", "out", "--address", "localhost:1",
     ],
+    "collect without a dataset": ["collect", "good.yaml", "-o", "L"],
+    "collect no such dataset": ["collect", "good.yaml", "--dataset", "absent", "-o", "L"],
+    "collect a benchmark that is not there": ["collect", "good.yaml", "--dataset", "mmlu=absent", "-o", "L"],
+    "collect unknown columns": ["collect", "good.yaml", "--dataset", "in.parquet", "--columns", "id=a", "-o", "L"],
+    "collect columns in words": ["collect", "good.yaml", "--dataset", "in.parquet", "--columns", "image", "-o", "L"],
+    "collect from no question": ["collect", "good.yaml", "--dataset", "in.parquet", "-o", "L"],
+    "collect text": ["collect", "good.yaml", "--dataset", "text.txt", "-o", "L"],
+    "collect images for questions": ["collect", "good.yaml", "--dataset", "images.parquet", "-o", "L"],
+    "collect onto a file": ["collect", "good.yaml", "--dataset", "q.csv", "-o", "text.txt"],
+    "collect an unknown split": ["collect", "good.yaml", "--dataset", "q.csv", "--split", "tset", "-o", "L"],
+    "collect an unknown stage": ["collect", "good.yaml", "--dataset", "q.csv", "--models", "b", "-o", "L"],
+    "collect an unknown encoder": ["collect", "good.yaml", "--dataset", "q.csv", "--embedding", "b", "-o", "L"],
+    "collect with a seed below 0": ["collect", "good.yaml", "--dataset", "q.csv", "--seed", "-1", "-o", "L"],
+    "collect from a pool of no kind": ["collect", "kind.yaml", "--dataset", "q.csv", "-o", "L"],
     "nothing to inspect": ["inspect", "absent"],
     "a strange file": ["inspect", "text.txt"],
 }  # fmt: skip
@@ -232,6 +276,10 @@ def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, 
     (tmp_path / "tomorrow.json").write_text(json.dumps(policy | {"format": "cauc-policy/2"}))
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stgaes": []}))
     pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"image": [b"x"] * 9, "label": [0] * 9}), tmp_path / "images.parquet")
+    (tmp_path / "q.csv").write_text("question,choices,label\n" + 'q,"[""a"",""b""]",0\n' * 9)
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(question_pool()))
+    (tmp_path / "kind.yaml").write_text(yaml.safe_dump(question_pool()).replace("python", "pyhton"))
     before = sorted(path.name for path in tmp_path.iterdir())
     code, out, err = cauc(*BAD[fault])
     assert code == 2

