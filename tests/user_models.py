@@ -153,3 +153,13 @@ def brightness_below(limit):
         return brightness()(batch)
 
     return answer
+
+
+def slow_longest(seconds):
+    """Answer as longest does, after some seconds."""
+
+    def answer(batch):
+        time.sleep(seconds)
+        return longest()(batch)
+
+    return answer

@@ -31,7 +31,7 @@ from cauc_ray.models.pool import Replicas, StageSpec
 from cauc_ray.numbers.types import Floats, Ints
 
 # The unit of commits: so many rows are done again at most when a collection is ended.
-BLOCK_ROWS = 512
+BLOCK_ROWS = 256
 RECORD = "collect.json"
 _COUNTS = b"cauc.counts"
 
@@ -246,6 +246,7 @@ class CollectedTables:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RECORD).exists():
             write_json(folder / RECORD, self._records[split].model_dump())
+        (failed / name).unlink(missing_ok=True)  # of an attempt that ended before this block was committed
         if reasons:
             failed.mkdir(parents=True, exist_ok=True)
             stage = self._target.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +122,6 @@ def _works(
     kind: Literal["model", "embedding"] = "model" if embedding is None else "embedding"
     works = {}
     for stage in stages:
-        identity = hashlib.sha256(stage.model.model_dump_json().encode()).hexdigest()[:16]
         records = {
             split: CollectRecord(
                 dataset=rows.name,
@@ -132,7 +130,7 @@ def _works(
                 split=split,
                 n_rows=n,
                 block_rows=BLOCK_ROWS,
-                model=identity,
+                model=stage.model.identity,
             )
             for split, n in sizes.items()
         }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +23,14 @@ class KindSpec(BaseModel):
     """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    # Settings that change how answers are got and not what they are.
+    HOW: ClassVar[frozenset[str]] = frozenset({"device"})
+
+    @property
+    def identity(self) -> str:
+        """Return a hash of all that its answers depend on."""
+        content = json.dumps(self.model_dump(mode="json", exclude=set(self.HOW)), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def cost_unit(self) -> str | None:

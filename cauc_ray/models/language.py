@@ -1,8 +1,8 @@
 """Causal language models in torch that choose among a question's options.
 
-Sequences are padded on the left and sorted by length into passes of a bounded number of tokens; positions and
-the attention mask leave padding out, so that neither neighbours nor padding change a row's logits beyond
-rounding. Of a head as wide as the vocabulary only the options' numbers leave this module.
+Prompts are padded on the left and sorted by length into passes of a bounded number of tokens; positions and the
+attention mask leave padding out, so that neither neighbours nor padding change a row's logits beyond rounding.
+Of a head as wide as the vocabulary only the options' numbers leave this module.
 """
 
 from __future__ import annotations
@@ -41,14 +41,22 @@ def load_choice_model(spec: TransformersChoiceSpec) -> ChoiceModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sequence:
-    """Tokens to run: for which row (and option); the last n_scored of them are the option's own, of n_bytes."""
+class _Asked:
+    """A question in tokens.   options: those of each option's text and its length in bytes; none for letters."""
 
     row: int
-    tokens: list[int]
-    option: int = 0
-    n_scored: int = 0
-    n_bytes: int = 0
+    prompt: list[int]
+    options: tuple[tuple[list[int], int], ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest option."""
+        return max((len(tokens) for tokens, _ in self.options), default=0)
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of the longest sequence that the model sees."""
+        return len(self.prompt) + self.longest
 
 
 class ChoiceModel:
@@ -65,6 +73,8 @@ class ChoiceModel:
         self._chat = bool(wanted and tokenizer.chat_template)
         if spec.chat_template and not tokenizer.chat_template:
             raise ConfigError(f"chat_template: {spec.model} has none")
+        if spec.scoring == "text" and "past_key_values" not in self._accepts:
+            raise ConfigError(f"{spec.model} keeps no cache that options could share; use scoring: letter")
         self._letters = self._letter_tokens() if spec.scoring == "letter" else torch.zeros(0)
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
         how = "through its chat template" if self._chat else "without a chat template"
@@ -82,47 +92,44 @@ class ChoiceModel:
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch; rows without a question, or with one that is too long, are failures."""
         questions, faults = read_questions(batch)
-        sequences: list[_Sequence] = []
+        asked: list[_Asked] = []
         for row, question in questions.items():
-            own = self._sequences(row, question)
-            if isinstance(own, str):
-                faults[row] = own
+            one = self._asked(row, question)
+            if isinstance(one, str):
+                faults[row] = one
             else:
-                sequences += own
-        scores = {row: np.zeros(len(question.choices), np.float32) for row, question in questions.items()}
+                asked.append(one)
+        scores: dict[int, Floats] = {}
         with torch.inference_mode():
-            for together in self._passes(sequences):
-                self._answer(together, scores)
+            for together in self._passes(asked):
+                if self._spec.scoring == "text":
+                    scores |= self._score_texts(together)
+                    continue
+                logits = self._ask(together)[0][:, self._letters].float().cpu().numpy()
+                scores |= {one.row: row for one, row in zip(together, logits, strict=True)}
         n = batch_size(batch)
         nothing = np.zeros(0, np.float32)
-        rows = [nothing if row in faults else scores[row] for row in range(n)]
+        rows = [nothing if row in faults else scores[row][: len(questions[row].choices)] for row in range(n)]
         return Answers(padded(rows), np.array([len(row) for row in rows]), failures=faults)
 
-    def _sequences(self, row: int, question: Question) -> list[_Sequence] | str:
-        """Return what is to be run for a question, or why it cannot be."""
+    def _asked(self, row: int, question: Question) -> _Asked | str:
+        """Return a question in tokens, or why it cannot be asked."""
         if self._spec.scoring == "letter":
             n = len(question.choices)
             if n > len(self._letters):
                 return f"it has {n} options and there are {len(self._letters)} letters; scoring: text takes any number"
-            sequences = [
-                _Sequence(row, self._encoded(letter_request(question) if self._chat else letter_prompt(question)))
-            ]
+            asked = _Asked(row, self._encoded(letter_request(question) if self._chat else letter_prompt(question)))
         else:
-            if not all(choice.strip() for choice in question.choices):
+            texts = [choice.strip() for choice in question.choices]
+            if not all(texts):
                 return "one of its choices is empty"
-            sequences = self._texts(row, question)
-        longest = max(len(sequence.tokens) for sequence in sequences)
-        if longest > self._max_tokens:
-            return f"it is {longest:,} tokens long; the model takes {self._max_tokens:,}"
-        return sequences
-
-    def _texts(self, row: int, question: Question) -> list[_Sequence]:
-        prompt, sequences = self._encoded(text_request(question) if self._chat else text_prompt(question)), []
-        for place, choice in enumerate(question.choices):
-            text = choice.strip()
-            own = self._tokenizer.encode(text if self._chat else f" {text}", add_special_tokens=False)
-            sequences.append(_Sequence(row, prompt + own, place, len(own), len(text.encode())))
-        return sequences
+            lead = "" if self._chat else " "
+            options = [(self._tokenizer.encode(lead + t, add_special_tokens=False), len(t.encode())) for t in texts]
+            prompt = self._encoded(text_request(question) if self._chat else text_prompt(question))
+            asked = _Asked(row, prompt, tuple(options))
+        if asked.n_tokens > self._max_tokens:
+            return f"it is {asked.n_tokens:,} tokens long; the model takes {self._max_tokens:,}"
+        return asked
 
     def _encoded(self, text: str) -> list[int]:
         if self._chat:
@@ -147,60 +154,78 @@ class ChoiceModel:
             raise ConfigError(f"{self._spec.model}: its letters are no tokens by themselves; use scoring: text")
         return torch.tensor(tokens, device=self._device)
 
-    def _passes(self, sequences: Sequence[_Sequence]) -> Iterator[list[_Sequence]]:
-        """Yield sequences of like length together, padded within the bounds of a pass."""
-        together: list[_Sequence] = []
-        width = scored = 0
-        for sequence in sorted(sequences, key=lambda s: len(s.tokens)):
-            n, width, scored = len(together) + 1, len(sequence.tokens), max(scored, sequence.n_scored)
-            vocabulary = self._network.config.get_text_config().vocab_size
-            too_many = n * width > self._spec.batch_tokens or n * (scored + 1) * vocabulary > _LOGITS_AT_ONCE
-            if together and too_many:
+    def _passes(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+        """Yield questions of like length together, padded within the bounds of a pass."""
+        together: list[_Asked] = []
+        n_options = longest = 0
+        vocabulary = self._network.config.get_text_config().vocab_size
+        for one in sorted(asked, key=lambda one: (len(one.prompt), one.longest)):
+            n_options, longest = n_options + len(one.options), max(longest, one.longest)
+            n = len(together) + 1
+            n_tokens = n * len(one.prompt) + n_options * longest
+            if together and (
+                n_tokens > self._spec.batch_tokens or (n + n_options * longest) * vocabulary > _LOGITS_AT_ONCE
+            ):
                 yield together
-                together, scored = [], sequence.n_scored
-            together.append(sequence)
+                together, n_options, longest = [], len(one.options), one.longest
+            together.append(one)
         if together:
             yield together
 
-    def _answer(self, together: Sequence[_Sequence], scores: dict[int, Floats]) -> None:
-        if self._spec.scoring == "letter":
-            last = self._forward(together, 1)[:, -1, self._letters].float().cpu().numpy()
-            for sequence, logits in zip(together, last, strict=True):
-                scores[sequence.row][:] = logits[: len(scores[sequence.row])]
-            return
-        longest = max(sequence.n_scored for sequence in together)
-        logits = self._forward(together, longest + 1)[:, :-1].float()
-        targets = torch.tensor(
-            [[0] * (longest - s.n_scored) + s.tokens[len(s.tokens) - s.n_scored :] for s in together],
-            device=self._device,
-        )
-        chosen = logits.gather(2, targets[:, :, None])[:, :, 0] - torch.logsumexp(logits, dim=2)
-        own = torch.arange(longest, device=self._device) >= longest - torch.tensor(
-            [[s.n_scored] for s in together], device=self._device
-        )
-        totals = torch.where(own, chosen, 0.0).double().sum(dim=1).cpu().numpy()
-        for sequence, total in zip(together, totals, strict=True):
-            scores[sequence.row][sequence.option] = total / sequence.n_bytes
-
-    def _forward(self, together: Sequence[_Sequence], keep: int) -> torch.Tensor:
-        """Return the logits of the last so many positions, (n, keep, vocabulary)."""
-        width = max(len(sequence.tokens) for sequence in together)
+    def _ask(self, together: Sequence[_Asked]) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """Run the prompts. Returns the next token's logits (n, vocabulary), the cache, the mask of real tokens."""
+        width = max(len(one.prompt) for one in together)
         tokens = torch.zeros(len(together), width, dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for place, sequence in enumerate(together):
-            tokens[place, width - len(sequence.tokens) :] = torch.tensor(sequence.tokens)
-            mask[place, width - len(sequence.tokens) :] = 1
-        inputs = {
-            "input_ids": tokens,
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0),
+        for place, one in enumerate(together):
+            tokens[place, width - len(one.prompt) :] = torch.tensor(one.prompt)
+            mask[place, width - len(one.prompt) :] = 1
+        tokens, mask = tokens.to(self._device), mask.to(self._device)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        output = self._run(tokens, mask, positions, logits_to_keep=1, use_cache=self._spec.scoring == "text")
+        return output.logits[:, -1], getattr(output, "past_key_values", None), mask
+
+    def _score_texts(self, together: Sequence[_Asked]) -> dict[int, Floats]:
+        """Return each option's log-likelihood per byte: its first token's after the prompt, the others' from there on.
+
+        The prompt is run once; what it leaves in the cache serves every option.
+        """
+        first, cache, mask = self._ask(together)
+        options = [(place, tokens) for place, one in enumerate(together) for tokens, _ in one.options]
+        owners = torch.tensor([place for place, _ in options], device=self._device)
+        starts = torch.tensor([tokens[0] for _, tokens in options], device=self._device)
+        totals = first.float().log_softmax(dim=1)[owners, starts].double()
+        longer = [place for place, (_, tokens) in enumerate(options) if len(tokens) > 1]
+        if longer:
+            rest = torch.tensor(longer, device=self._device)
+            cache.batch_select_indices(owners[rest])
+            own_tokens = [options[place][1] for place in longer]
+            totals[rest] += self._continuations(own_tokens, cache, mask[owners[rest]])
+        likelihoods = iter(totals.cpu().numpy())
+        return {
+            one.row: np.array([next(likelihoods) / n_bytes for _, n_bytes in one.options], dtype=np.float32)
+            for one in together
         }
-        given: dict[str, Any] = {k: v.to(self._device) for k, v in inputs.items() if k in self._accepts}
-        for name, value in (("logits_to_keep", keep), ("use_cache", False)):
-            if name in self._accepts:
-                given[name] = value
-        logits: torch.Tensor = self._network(**given).logits
-        return logits[:, -keep:]
+
+    def _continuations(self, options: Sequence[list[int]], cache: Any, before: torch.Tensor) -> torch.Tensor:
+        """Return the log-likelihood of each option's tokens after its first, float64 (m,).
+
+        before: the mask of what the cache holds, (m, width).
+        """
+        width = max(map(len, options)) - 1
+        padded_tokens = torch.tensor([o + [0] * (width + 1 - len(o)) for o in options], device=self._device)
+        inputs, targets = padded_tokens[:, :-1], padded_tokens[:, 1:]
+        own = torch.arange(width, device=self._device) < torch.tensor([[len(o) - 1] for o in options]).to(self._device)
+        positions = before.sum(dim=1, keepdim=True) + torch.arange(width, device=self._device)
+        mask = torch.cat([before, own.long()], dim=1)
+        output = self._run(inputs, mask, positions, past_key_values=cache, use_cache=True)
+        logits = output.logits.float()
+        chosen = logits.gather(2, targets[:, :, None])[:, :, 0] - torch.logsumexp(logits, dim=2)
+        return torch.where(own, chosen, 0.0).double().sum(dim=1)
+
+    def _run(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, **settings: Any) -> Any:
+        given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, **settings}
+        return self._network(**{name: value for name, value in given.items() if name in self._accepts})
 
 
 def _context_length(config: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -35,6 +35,7 @@ class OpenAISpec(KindSpec):
     endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
     """
 
+    HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries"})
     kind: Literal["openai"]
     model: str = Field(min_length=1)
     # A password or key in the address would show in tables and messages.

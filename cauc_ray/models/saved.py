@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -21,6 +21,7 @@ class SavedSpec(KindSpec):
     Answers from a logit table by example_id, taking the time that it is told to.
     """
 
+    HOW: ClassVar[frozenset[str]] = frozenset({"seconds_per_call", "seconds_per_row"})
     kind: Literal["saved"]
     logits: Path
     model: str

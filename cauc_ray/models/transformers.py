@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -56,6 +56,7 @@ class TransformersChoiceSpec(KindSpec):
     into such passes.   max_tokens: longest sequence, by default the model's context.
     """
 
+    HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     kind: Literal["transformers-choice"]
     model: str
     gguf_file: str | None = None

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import MODELS, by_example, saved_pool, split_input
+from runs import MODELS, by_example, read_all, saved_pool, split_input
 from synthetic import write_table
 
 from cauc_ray.front.command import main
@@ -415,3 +415,31 @@ def test_an_interrupted_run_stops_at_once_and_says_so(tmp_path):
     assert err.splitlines()[-1] == "cauc: stopped: interrupted"
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def test_collect_killed_outright_goes_on_and_has_every_row_once(tmp_path):
+    cauc = Path(sys.executable).parent / "cauc"
+    pool = question_pool()
+    pool["stages"][0] |= {"batch_size": 16}
+    pool["stages"][0]["model"] = {"kind": "python", "factory": "user_models:slow_longest", "kwargs": {"seconds": 0.05}}
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
+    rows = [{"id": f"q{n}", "question": f"{n}?", "choices": ["a", "b" * (n % 7 + 1)], "label": 1} for n in range(2000)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    collect = [cauc, "collect", "pool.yaml", "--dataset", "q.parquet", "--split", "all", "-o", "L", "--json"]
+    first = subprocess.Popen(collect, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    folder = tmp_path / "L" / "model=longest" / "split=all"
+    deadline = time.monotonic() + 90
+    while len(list(folder.glob("part-*.parquet"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    first.kill()
+    first.communicate(timeout=60)
+    time.sleep(2.0)  # the controller ends with its driver
+    parts = {path.name: path.read_bytes() for path in folder.glob("part-*.parquet")}
+    assert 2 <= len(parts) < 8
+    again = subprocess.run(collect, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(again.stdout)["models"][0]["splits"]["all"]["rows"] == 2000
+    table = by_example(read_all(folder))
+    assert {example: row["logits"] for example, row in table.items()} == {
+        row["id"]: [float(len(choice)) for choice in row["choices"]] for row in rows
+    }
+    assert all((folder / name).read_bytes() == content for name, content in parts.items())

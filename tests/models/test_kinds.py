@@ -1,0 +1,153 @@
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import yaml
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
+from cauc_ray.models.pool import load_pool
+from cauc_ray.models.python import PythonSpec
+
+KINDS = {
+    "constant": "other_package.kinds:constant",
+    "echo": "other_package.kinds:echo",
+    "number": "other_package.kinds:number",
+    "absent-module": "other_package.absent:load",
+    "absent-function": "other_package.kinds:absent",
+    "needs-a-package": "other_package.needs:load",
+    "breaks": "other_package.breaks:load",
+    "python": "other_package.kinds:number",
+}
+MODULES = {
+    "__init__": "",
+    "kinds": """
+        import numpy as np
+
+        number = dict
+
+        def constant(value=1.0, model_name="m"):
+            return lambda batch: np.full((len(batch["x"]), 2), value, dtype=np.float32)
+
+        def echo(**settings):
+            answer = lambda batch: [[0.0]] * len(batch["x"])
+            answer.settings = settings
+            return answer
+        """,
+    "needs": "import a_package_that_is_not_there",
+    "breaks": "raise ValueError('the licence\\nhas ended')",
+}
+
+
+@pytest.fixture
+def other_package(tmp_path, monkeypatch):
+    """Install a package that registers kinds, as pip would leave it."""
+    site = tmp_path / "site"
+    (site / "other_package").mkdir(parents=True)
+    for name, text in MODULES.items():
+        (site / "other_package" / f"{name}.py").write_text(textwrap.dedent(text))
+    info = site / "other_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in KINDS.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINTS}]", *lines, ""]))
+    monkeypatch.syspath_prepend(site)
+    importlib.invalidate_caches()
+    yield site
+    for name in [name for name in sys.modules if name.split(".")[0] == "other_package"]:
+        del sys.modules[name]
+
+
+def pool_file(folder, **model):
+    stage = {"name": "s", "model": model}
+    path = folder / "pool.yaml"
+    path.write_text(yaml.safe_dump({"name": "p", "task": "image-classification", "stages": [stage]}))
+    return path
+
+
+def loaded(folder, **model):
+    return load_pool(pool_file(folder, **model)).stage("s").model.load()
+
+
+BATCH = {"x": np.zeros(3)}
+
+
+def refused(act):
+    with pytest.raises(ConfigError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("other_package")
+def test_a_registered_kind_answers(tmp_path):
+    model = loaded(tmp_path, kind="constant", value=2.5)
+    assert model(BATCH).logits.tolist() == [[2.5, 2.5]] * 3
+    assert "other_package.kinds:constant" in model.facts.source
+
+
+@pytest.mark.usefixtures("other_package")
+def test_what_stands_beside_the_kind_reaches_the_factory(tmp_path):
+    # Names that a spec's own methods and fields have are no exception.
+    settings = {"model_name": "x", "load": 3, "located": None, "cost_unit": "USD", "nested": {"a": [1, {"b": 2.0}]}}
+    spec = load_pool(pool_file(tmp_path, kind="echo", **settings)).stage("s").model
+    assert isinstance(spec, RegisteredSpec)
+    assert spec.cost_unit is None
+    assert spec.load().function.settings == settings
+
+
+@pytest.mark.usefixtures("other_package")
+def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path):
+    assert "kind 'absent-module'" in refused(lambda: loaded(tmp_path, kind="absent-module"))
+    assert "has no attribute 'absent'" in refused(lambda: loaded(tmp_path, kind="absent-function"))
+    message = refused(lambda: loaded(tmp_path, kind="needs-a-package"))
+    assert "other_package.needs:load" in message
+    assert "a_package_that_is_not_there" in message
+    assert "the licence has ended" in refused(lambda: loaded(tmp_path, kind="breaks"))
+    assert "returned dict, which cannot be called" in refused(lambda: loaded(tmp_path, kind="number"))
+
+
+@pytest.mark.usefixtures("other_package")
+def test_a_built_in_kind_is_not_overridden(tmp_path):
+    spec = load_pool(pool_file(tmp_path, kind="python", factory="user_models:by_x")).stage("s").model
+    assert isinstance(spec, PythonSpec)
+    assert spec.load()({"x": np.array([2.0])}).logits.tolist() == [[2.0, 0.0]]
+    assert sorted(known_kinds()) == sorted({*BUILT_IN, *KINDS})
+    assert "factory" in refused(lambda: load_pool(pool_file(tmp_path, kind="python")))
+
+
+def test_an_unknown_kind_lists_the_registered_ones(tmp_path, request):
+    path = pool_file(tmp_path, kind="constannt")
+    assert "constant" not in refused(lambda: load_pool(path))
+    request.getfixturevalue("other_package")
+    message = refused(lambda: load_pool(path))
+    assert "unknown kind 'constannt'; did you mean 'constant'?" in message
+    for name in known_kinds():
+        assert name in message
+
+
+def test_a_kind_that_is_registered_only_where_the_pool_was_read_is_said(tmp_path, other_package, monkeypatch):
+    spec = load_pool(pool_file(tmp_path, kind="echo")).stage("s").model
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(other_package)])
+    importlib.invalidate_caches()
+    assert "unknown kind 'echo'" in refused(spec.load)
+
+
+def test_a_process_of_its_own_finds_the_kind(tmp_path, other_package):
+    code = """
+        import json, sys
+        import numpy as np
+        from cauc_ray.models.pool import load_pool
+        model = load_pool(sys.argv[1]).stage("s").model.load()
+        print(json.dumps([model({"x": np.zeros(1)}).logits.tolist(), "torch" in sys.modules]))
+    """
+    path = pool_file(tmp_path, kind="constant", value=4)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other_package), os.environ["PYTHONPATH"]])}
+    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert json.loads(output) == [[[4.0, 4.0]], False]
