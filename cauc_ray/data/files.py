@@ -97,6 +97,15 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
 
 
+def count_rows(path: Path) -> int:
+    """Return the rows of a Parquet file, 0 where there is none. Raises DataError as read_parquet does."""
+    if not path.exists():
+        return 0
+    with open_parquet(path) as file:
+        n: int = file.metadata.num_rows
+        return n
+
+
 def parquet_files(path: Path) -> list[Path]:
     """Return a Parquet file, or all those of a folder and below it, by name. Raises DataError if none."""
     if path.is_file():

@@ -17,10 +17,11 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
+from cauc_ray.data.logit_part import read_part, typed_column
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, and why.
 FAILED = "failed"
@@ -105,7 +106,7 @@ class LogitTable:
         folder = self.path / FAILED / f"model={model}" / f"split={split}"
         if not folder.is_dir():
             return pa.array([], pa.string())
-        ids = [_column(read_parquet(f), "example_id", pa.string(), str(f)) for f in parquet_files(folder)]
+        ids = [typed_column(read_parquet(f), "example_id", pa.string(), str(f)) for f in parquet_files(folder)]
         return pa.chunked_array(ids, pa.string()).combine_chunks()
 
     def splits(self, model: str) -> list[str]:
@@ -121,7 +122,7 @@ class LogitTable:
         splits = self.splits(model)
         if split not in splits:
             raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
-        parts = [_read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")]
+        parts = [read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")]
         where = f"{self.path}: model {model!r}, split {split!r}"
         ids = pa.chunked_array([p.example_ids for p in parts], type=pa.string()).combine_chunks()
         if len(ids) == 0:
@@ -303,77 +304,6 @@ def logit_columns(
 def write_info(path: str | Path, info: TableInfo) -> None:
     """Write LOGITS/pool.json."""
     write_json(Path(path) / "pool.json", info.model_dump(exclude_none=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    file: Path
-    example_ids: pa.Array
-    labels: Ints
-    logits: Floats
-    n_options: Ints
-    costs: Floats | None
-
-
-def _read_part(file: Path, model: str) -> _Part:
-    table = read_parquet(file)
-    where = f"{file}: model {model!r}"
-    for column in ("example_id", "label", "logits"):
-        if column not in table.column_names:
-            raise DataError(f"{where}: no column {column!r}; it has {', '.join(table.column_names)}")
-    ids = _column(table, "example_id", pa.string(), where)
-    if ids.null_count:
-        raise DataError(f"{where}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
-
-    stored = table.schema.field("logits").type
-    if pa.types.is_nested(stored) and pa.types.is_boolean(getattr(stored, "value_type", pa.null())):
-        raise DataError(f"{where}: column 'logits' is {stored}, not numbers")
-    lists = _column(table, "logits", pa.list_(pa.float32()), where)
-    values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
-    if values.null_count:
-        row = int(np.searchsorted(np.cumsum(n_options), pc.index(values.is_null(), True).as_py(), side="right"))
-        raise DataError(f"{where}, example {ids[row].as_py()!r}: one of its logits is null")
-    logits = _rows(values.to_numpy(zero_copy_only=False), n_options)
-    labels = _column(table, "label", pa.int32(), where).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
-
-    def refuse(bad: Bools, what: str) -> None:
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise DataError(
-                f"{where}, example {ids[row].as_py()!r}: {what.format(label=labels[row], n=n_options[row])}"
-            )
-
-    refuse(n_options == 0, "it has no logits")
-    # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
-    refuse(~np.isfinite(logits.max(axis=1, initial=-np.inf)), "a logit is NaN or +inf, or all are -inf")
-    nulls = table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
-    refuse(~nulls & ((labels < 0) | (labels >= n_options)), "label {label} is outside its {n} options")
-    chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
-    refuse(~nulls & np.isneginf(chosen), "the logit of its label {label} is -inf")
-    costs = None
-    if "cost" in table.column_names:
-        costs = _column(table, "cost", pa.float64(), where).to_numpy(zero_copy_only=False)
-        refuse(~(np.isfinite(costs) & (costs >= 0)), "its cost is not a number of at least 0")
-    return _Part(file, ids, labels, logits, n_options, costs)
-
-
-def _column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Array:
-    column = table.column(name)
-    try:
-        return column.cast(kind).combine_chunks()
-    except pa.ArrowException as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise DataError(f"{where}: column {name!r} is {column.type}, not {kind}: {reason}") from error
-
-
-def _rows(values: Floats, n_options: Ints) -> Floats:
-    """Lay lists out as (N, K), padded with -inf."""
-    width = int(n_options.max(initial=0))
-    if len(values) == len(n_options) * width:
-        return values.reshape(len(n_options), width)
-    logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)
-    logits[np.arange(width) < n_options[:, None]] = values
-    return logits
 
 
 def _padded(logits: Floats, width: int) -> Floats:

@@ -13,7 +13,7 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import open_parquet, read_json, write_json, write_parquet
+from cauc_ray.data.files import count_rows, read_json, write_json, write_parquet
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, explain
 from cauc_ray.execution.controller import BlockResult
@@ -115,17 +115,9 @@ def resumed_record(out: Path, now: RunRecord) -> RunRecord:
 def committed_blocks(out: Path) -> dict[int, int]:
     """Return the blocks of input whose predictions are there, and how many rows each had."""
     return {
-        int(path.stem.removeprefix("part-")): _n_rows(path) + _n_rows(out / "failed" / path.name)
+        int(path.stem.removeprefix("part-")): count_rows(path) + count_rows(out / "failed" / path.name)
         for path in (out / "predictions").glob("part-*.parquet")
     }
-
-
-def _n_rows(path: Path) -> int:
-    if not path.exists():
-        return 0
-    with open_parquet(path) as file:
-        n: int = file.metadata.num_rows
-        return n
 
 
 class RunTables:

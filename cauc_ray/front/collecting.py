@@ -11,18 +11,11 @@ from typing import Any, Literal
 import numpy as np
 
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
-from cauc_ray.data.files import parquet_files, read_parquet
+from cauc_ray.data.files import count_rows, parquet_files, read_parquet
 from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
-from cauc_ray.execution.collector import (
-    BLOCK_ROWS,
-    Collection,
-    CollectRecord,
-    Target,
-    plan_collection,
-    record_cost,
-    run_side_by_side,
-)
+from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
+from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
 from cauc_ray.execution.loop import RunProgress
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
@@ -250,7 +243,7 @@ def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> 
 
 def _split_summary(target: Target, split: str) -> dict[str, Any]:
     failed = target.failed_folder(split)
-    n_failed = sum(read_parquet(file).num_rows for file in parquet_files(failed)) if failed.is_dir() else 0
+    n_failed = sum(count_rows(file) for file in parquet_files(failed)) if failed.is_dir() else 0
     n = labelled = right = 0
     for file in parquet_files(target.folder(split)):
         table = read_parquet(file)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import open_parquet, parquet_files, read_json
+from cauc_ray.data.files import count_rows, open_parquet, parquet_files, read_json
 from cauc_ray.data.logits import FAILED, LogitTable
 from cauc_ray.errors import DataError
 from cauc_ray.models.pool import load_pool
@@ -72,10 +72,7 @@ def _rows_by_split(path: Path, kind: str) -> list[str]:
     for folder in sorted(path.glob(f"{kind}=*")):
         sizes = []
         for split in sorted(folder.glob("split=*")):
-            n = 0
-            for file in parquet_files(split):
-                with open_parquet(file) as opened:
-                    n += opened.metadata.num_rows
+            n = sum(count_rows(file) for file in parquet_files(split))
             sizes.append(f"{split.name.partition('=')[2]} {n:,}")
         told.append(f"{folder.name.partition('=')[2]}: {', '.join(sizes)}")
     return told

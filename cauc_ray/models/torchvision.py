@@ -102,9 +102,9 @@ class TorchvisionSpec(KindSpec):
             with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
                 return models.get_model(self.arch, weights=weights, progress=False)
         except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
+            reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"the weights {self.weights} of {self.arch} cannot be fetched: {' '.join(str(error).split())}; "
-                "give a local file as weights"
+                f"the weights {self.weights} of {self.arch} cannot be fetched: {reason}; give a local file as weights"
             ) from error
 
 

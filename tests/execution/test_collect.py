@@ -16,7 +16,7 @@ from runs import by_example, read_all, write_pool
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
-from cauc_ray.execution.collector import BLOCK_ROWS, Layout
+from cauc_ray.execution.collected import BLOCK_ROWS, Layout
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SPLITS = ("calibration", "validation", "test")

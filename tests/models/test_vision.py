@@ -5,6 +5,7 @@ import re
 import socket
 import struct
 import threading
+import urllib.request
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersImageSpec
 from cauc_ray.models.vision import FORMATS, MAX_ASPECT, ImageModel, classifier_size, decode_image
 
+PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
 RNG = np.random.default_rng(5)
 PIXELS = RNG.integers(0, 256, (24, 40, 3), dtype=np.uint8)
 # What a sum of float32 in another order may change, in units of the logits' own spread.
@@ -61,16 +63,16 @@ def synthetic_photographs(n):
 
 def photographs(n):
     """Read (JPEG, label) of the first n photographs."""
-    path = SHARED_DATA / "imagenet_nips17_1000.parquet"
-    if not path.is_file():
+    if not PHOTOGRAPHS.is_file():
         pytest.skip("the photographs (../shared/data/imagenet_nips17_1000.parquet) are not here")
-    rows = next(pq.ParquetFile(path).iter_batches(batch_size=n, columns=["jpeg", "label"]))
+    rows = next(pq.ParquetFile(PHOTOGRAPHS).iter_batches(batch_size=n, columns=["jpeg", "label"]))
     return rows["jpeg"].to_pylist(), np.asarray(rows["label"])
 
 
-@pytest.fixture(scope="module", params=["synthetic", "photographs"])
-def images(request):
-    return list(synthetic_photographs(5)) if request.param == "synthetic" else photographs(5)[0]
+@pytest.fixture(scope="module")
+def images():
+    """Photographs where they are, else what stands in for them."""
+    return photographs(3)[0] if PHOTOGRAPHS.is_file() else list(synthetic_photographs(3))
 
 
 def assert_same(found, expected, tolerance=ROUNDING):
@@ -121,9 +123,16 @@ def refused(act):
 # The kind torchvision.
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
 @pytest.mark.parametrize(
-    ("arch", "n_classes"), [("mnasnet0_5", 1000), ("mnasnet0_5", 257), ("resnet18", 257), ("squeezenet1_0", 3)]
+    ("arch", "n_classes", "suffix"),
+    [
+        ("mnasnet0_5", 1000, ".pth"),
+        ("mnasnet0_5", 1000, ".safetensors"),
+        ("mnasnet0_5", 257, ".safetensors"),
+        ("resnet18", 257, ".pt"),
+        ("squeezenet1_0", 3, ".pth"),
+        ("squeezenet1_0", 3, ".safetensors"),
+    ],
 )
 def test_a_file_of_weights_answers_as_torch_does(tmp_path, images, arch, n_classes, suffix, capfd):
     network = new_network(arch, num_classes=n_classes)
@@ -177,7 +186,8 @@ def test_a_file_of_published_weights_answers_as_the_published_weights(published,
     if arch == "densenet121":
         old = {re.sub(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.", name): name for name in state}
         assert "features.denseblock1.denselayer1.norm.1.weight" in old
-        state = {name: state[now] for name, now in old.items()}
+        # They are older than the counts of batches, and than the note of each module's version.
+        state = {name: state[now] for name, now in old.items() if "num_batches" not in name}
     path = published(arch, state)
     by_name, by_file = spec(arch, "DEFAULT").load(), spec(arch, path).load()
     assert_same(by_file(column(images)).logits, by_name(column(images)).logits, 1e-6)
@@ -190,9 +200,16 @@ def test_googlenets_heads_for_training_do_not_count(published):
     assert facts.params_b == pytest.approx(models.GoogLeNet_Weights.DEFAULT.meta["num_params"] / 1e9)
 
 
-@pytest.mark.parametrize("arch", [a for a in models.list_models(models) if not a.startswith("regnet")])
+FAMILIES = (
+    "alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t "
+    "mnasnet0_5 mobilenet_v2 mobilenet_v3_small resnet18 resnext50_32x4d shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t "
+    "vgg11 vgg11_bn vit_b_32 wide_resnet50_2"
+)
+
+
+@pytest.mark.parametrize("arch", FAMILIES.split())
 def test_the_number_of_classes_is_read_from_every_architecture(arch):
-    """Regnets cannot be built without memory; vit_h_14 and its like could not be built here with it."""
+    """Without memory for the weights, which regnets alone cannot be built without."""
     options = {"init_weights": False} if arch in ("googlenet", "inception_v3") else {}
     with torch.device("meta"):
         network = models.get_model(arch, weights=None, num_classes=7, **options).eval()
@@ -289,6 +306,8 @@ def proxy(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     server, url = listening()
     monkeypatch.setenv("https_proxy", url)
+    monkeypatch.setattr(urllib.request, "_opener", None)  # it keeps the proxies of its first request
+    server.settimeout(60)
     with server:
         yield server
 
@@ -457,11 +476,13 @@ def image_or_reason(data):
     """Decode as a caller would who knows of DataError only."""
     try:
         image = decode_image(data)
-    except DataError as error:
-        assert "\n" not in str(error)
+    except DataError as raised:
+        reason = str(raised)
+    else:
+        assert image.mode == "RGB"
+        assert np.asarray(image).shape == (image.height, image.width, 3)
         return
-    assert image.mode == "RGB"
-    assert np.asarray(image).shape == (image.height, image.width, 3)
+    assert "\n" not in reason
 
 
 @given(st.binary(max_size=200))
