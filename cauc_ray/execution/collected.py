@@ -28,7 +28,8 @@ from cauc_ray.numbers.types import Floats, Ints
 
 # The unit of commits: so many rows are done again at most when a collection is ended.
 BLOCK_ROWS = 256
-RECORD = "collect.json"
+# Other readers of hive-partitioned Parquet pass over names that begin so.
+RECORD = "_collect.json"
 _COUNTS = b"cauc.counts"
 
 
@@ -60,7 +61,7 @@ class Layout:
 
 
 class CollectRecord(BaseModel):
-    """What a collected split says of itself (collect.json), so that it is gone on with and not mixed with another.
+    """What a collected split says of itself (_collect.json), so that it is gone on with and not mixed with another.
 
     fingerprint, split, n_rows, block_rows, model: what must be the same for that.   The others are what the
     model says of itself and what was measured.

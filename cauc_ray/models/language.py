@@ -36,7 +36,12 @@ def load_choice_model(spec: TransformersChoiceSpec) -> ChoiceModel:
     options = {"revision": spec.revision, "gguf_file": spec.gguf_file}
     with quiet():
         tokenizer = fetched(AutoTokenizer, spec.model, **options)
-        network = fetched(AutoModelForCausalLM, spec.model, dtype=dtype, **options)
+        network, told = fetched(AutoModelForCausalLM, spec.model, dtype=dtype, output_loading_info=True, **options)
+    missing = sorted(told["missing_keys"])
+    if missing:  # which transformers would draw at random
+        raise ConfigError(
+            f"model {spec.model!r} is no causal language model: it has no weights {', '.join(missing[:3])}"
+        )
     return ChoiceModel(spec, tokenizer, network.eval().to(device))
 
 
@@ -107,6 +112,9 @@ class ChoiceModel:
                     continue
                 logits = self._ask(together)[0][:, self._letters].float().cpu().numpy()
                 scores |= {one.row: row for one, row in zip(together, logits, strict=True)}
+        for row, found in scores.items():
+            if not np.isfinite(found).all():
+                faults[row] = "the model's logits for it are NaN or infinite"
         n = batch_size(batch)
         nothing = np.zeros(0, np.float32)
         rows = [nothing if row in faults else scores[row][: len(questions[row].choices)] for row in range(n)]

@@ -36,8 +36,9 @@ def imported(factory: str) -> Callable[..., object]:
     module_name, _, function_name = factory.partition(":")
     try:
         found: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"factory {factory!r} cannot be imported: {error}") from error
+    except Exception as error:  # a user's module may raise anything while it is imported
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"factory {factory!r} cannot be imported: {reason}") from error
     return found
 
 

@@ -339,11 +339,11 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     path = pool(tmp_path, python_stage("long", "longest"))
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    (tmp_path / "L" / "model=long" / "split=test" / "collect.json").unlink()
+    (tmp_path / "L" / "model=long" / "split=test" / "_collect.json").unlink()
     with pytest.raises(ConfigError, match="is of no collection; remove it"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    (tmp_path / "L" / "model=long" / "split=test" / "collect.json").write_text("{}")
-    with pytest.raises(DataError, match=r"collect\.json: missing key"):
+    (tmp_path / "L" / "model=long" / "split=test" / "_collect.json").write_text("{}")
+    with pytest.raises(DataError, match=r"_collect\.json: missing key"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     shutil.rmtree(tmp_path / "L" / "model=long" / "split=test")
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
@@ -360,7 +360,7 @@ def test_blocks_are_numbered_on_from_split_to_split():
 def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, python_stage("long", "longest")), tmp_path / "q.parquet", tmp_path / "L")
-    record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "collect.json").read_text())
+    record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "_collect.json").read_text())
     assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 20)
     assert record["source"] == "python user_models:longest"
     info = LogitTable(tmp_path / "L").info()

