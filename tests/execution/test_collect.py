@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+import warnings
 
 import numpy as np
 import pyarrow as pa
@@ -407,3 +408,37 @@ def test_embeddings_are_collected_the_same_way(tmp_path):
     assert (said.name, said.cost) == ("mnasnet", pytest.approx(0.10, rel=0.1))  # GFLOPs, of TorchVision's metadata
     with pytest.raises(ConfigError, match="leave the models out"):
         cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", embedding="mnasnet", models=["mnasnet"])
+
+
+def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(tmp_path):
+    torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
+    photographs(tmp_path / "i.parquet", 48)
+    torch.manual_seed(0)
+    stages = []
+    for name in ("small", "large"):
+        torch.save(models.mnasnet0_5(weights=None, num_classes=2).state_dict(), tmp_path / f"{name}.pth")
+        model = {"kind": "torchvision", "arch": "mnasnet0_5", "weights": f"{name}.pth"}
+        stages.append({"name": name, "model": model, "batch_size": 8, "resources": {"num_cpus": 0.5}})
+    path = pool(tmp_path, *stages, task="image-classification")
+    cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)  # networks that have learnt nothing, of equal cost
+        policy = cauc_ray.fit(tmp_path / "L", models=["small", "large"], method="rf", threshold=0.50001)
+        tables = [cauc_ray.evaluate(tmp_path / "L", policy, split=split).predictions() for split in SPLITS]
+    replayed = by_example(pa.concat_tables(tables))
+    summary = cauc_ray.run(path, policy, tmp_path / "i.parquet", tmp_path / "out")
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert live.keys() == replayed.keys() == {f"image-{row}" for row in range(48)} - {"image-3"}
+    for example, row in live.items():
+        for column in ("prediction", "stage", "cost", "label"):
+            assert row[column] == replayed[example][column]
+    (failed,) = read_all(tmp_path / "out" / "failed").to_pylist()
+    assert (failed["example_id"], failed["stage"]) == ("image-3", "small")
+    assert "cannot be decoded" in failed["reason"]
+    ledger = read_all(tmp_path / "out" / "ledger").to_pylist()
+    # The model itself says which row it is: no call fails, none is repeated.
+    assert all(call["attempt"] == 1 for call in ledger)
+    first = [call for call in ledger if call["stage"] == "small"]
+    assert sum(call["batch"] for call in first) == 48
+    assert sum(call["accepted"] + call["deferred"] for call in first) == 47
+    assert summary["n_failed"] == 1
