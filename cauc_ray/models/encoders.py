@@ -10,10 +10,10 @@ from pydantic import Field
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size
-from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
+from cauc_ray.models.kind import Device, KindSpec, local_or_hub, require
 from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.questions import read_questions
-from cauc_ray.models.transformers import load_image_network
+from cauc_ray.models.transformers import HubSpec, load_image_network
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
@@ -30,17 +30,10 @@ class FeaturesSpec(KindSpec):
         return self.of.load_features()
 
 
-class ImageEncoderSpec(KindSpec):
+class ImageEncoderSpec(HubSpec):
     """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
 
     kind: Literal["image-encoder"] = "image-encoder"
-    model: str
-    device: Device = "auto"
-    dtype: Precision = "auto"
-
-    def located(self, folder: Path) -> Self:
-        """Return the same with a relative folder taken from the given one."""
-        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 
     def load(self) -> ImageModel:
         """Load the encoder. Raises ConfigError when it is not to be had."""
@@ -75,7 +68,7 @@ class ImageEncoderSpec(KindSpec):
                 )
             return Pooled(encoder, missing)
 
-        return load_image_network(AutoModel, self.model, None, self.device, self.dtype, pooled)
+        return load_image_network(AutoModel, self.model, self.revision, self.device, self.dtype, pooled)
 
 
 class TextEncoderSpec(KindSpec):

@@ -17,14 +17,10 @@ if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
 
 
-class TransformersImageSpec(KindSpec):
-    """`{kind: transformers-image, model: google/vit-base-patch16-224}`: any AutoModelForImageClassification.
+class HubSpec(KindSpec):
+    """A model by hub id or local folder.   revision: of the hub's repository."""
 
-    model: a hub id or a local folder, which holds the preprocessing too.   revision: of the hub's repository.
-    """
-
-    kind: Literal["transformers-image"]
-    model: str
+    model: str = Field(min_length=1)
     revision: str | None = None
     device: Device = "auto"
     dtype: Precision = "auto"
@@ -32,6 +28,15 @@ class TransformersImageSpec(KindSpec):
     def located(self, folder: Path) -> Self:
         """Return the same with a relative folder taken from the pool file's."""
         return self.model_copy(update={"model": local_or_hub(self.model, folder)})
+
+
+class TransformersImageSpec(HubSpec):
+    """`{kind: transformers-image, model: google/vit-base-patch16-224}`: any AutoModelForImageClassification.
+
+    model: a hub id or a local folder, which holds the preprocessing too.
+    """
+
+    kind: Literal["transformers-image"]
 
     def load(self) -> ImageModel:
         """Load the network and its preprocessing. Raises ConfigError when they are not to be had."""
@@ -45,7 +50,7 @@ class TransformersImageSpec(KindSpec):
         return self.load().features()
 
 
-class TransformersChoiceSpec(KindSpec):
+class TransformersChoiceSpec(HubSpec):
     """`{kind: transformers-choice, model: ORG/NAME, scoring: letter}`: a causal language model.
 
     model: a hub id or a local folder.   gguf_file: a GGUF file there, whose weights are dequantised.
@@ -58,19 +63,11 @@ class TransformersChoiceSpec(KindSpec):
 
     HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     kind: Literal["transformers-choice"]
-    model: str
     gguf_file: str | None = None
-    revision: str | None = None
     scoring: Literal["letter", "text"] = "letter"
     chat_template: bool | None = None
     batch_tokens: int = Field(default=8192, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
-    device: Device = "auto"
-    dtype: Precision = "auto"
-
-    def located(self, folder: Path) -> Self:
-        """Return the same with a relative folder taken from the pool file's."""
-        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 
     def load(self) -> Model:
         """Load the model and its tokenizer. Raises ConfigError when they are not to be had."""
