@@ -78,18 +78,6 @@ def writes_to_its_input():
     return answer
 
 
-def dies_once_on(example, marker):
-    """Answer, but be killed the first time that a batch holds one example."""
-
-    def answer(batch):
-        if example in batch["example_id"] and not os.path.exists(marker):
-            open(marker, "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return by_x()(batch)
-
-    return answer
-
-
 def brightness(factor=1.0):
     """Answer images of one byte each with their brightness, and 100; raise on an image of no bytes."""
 
@@ -161,5 +149,26 @@ def slow_longest(seconds):
     def answer(batch):
         time.sleep(seconds)
         return longest()(batch)
+
+    return answer
+
+
+def longest_dies_on(question):
+    """Answer as longest does, but be killed on any batch that holds one question."""
+
+    def answer(batch):
+        if question in batch["question"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return longest()(batch)
+
+    return answer
+
+
+def one_too_many_on(question):
+    """Answer as longest does, with a logit too many for one question."""
+
+    def answer(batch):
+        rows = longest()(batch)
+        return [row + [0.0] * (asked == question) for row, asked in zip(rows, batch["question"], strict=True)]
 
     return answer

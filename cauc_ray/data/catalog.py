@@ -34,7 +34,7 @@ def find_dataset(text: str) -> FoundDataset:
     """
     if text.startswith("hub:"):
         hub, _, config = text.removeprefix("hub:").partition(":")
-        if not hub:
+        if not hub or ".." in hub.split("/"):
             raise ConfigError(f"{text!r} names no dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
         return FoundDataset(text, hub, hub, hub_partitions(hub, config or None, remedy="give the path of its files"))
     if text in BENCHMARKS:

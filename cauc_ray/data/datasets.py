@@ -117,6 +117,8 @@ def open_dataset(source: DatasetSource) -> Dataset:
         return _opened(source, find_dataset(source.dataset))
     except OSError as error:
         raise DataError(f"{source.dataset} cannot be read: {error}") from error
+    except UnicodeEncodeError as error:  # a file's name, which is its example's id
+        raise DataError(f"{source.dataset}: the name {error.object!r} is not valid UTF-8; rename it") from error
 
 
 def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:

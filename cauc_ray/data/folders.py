@@ -158,10 +158,18 @@ def _kind(folder: Path) -> str | None:
 
 
 def _walk(folder: Path) -> list[Path]:
+    """List the files of a folder and below; a folder that a link leads to a second time is passed over."""
     files: list[Path] = []
-    for entry in _visible(folder):
-        files += _walk(entry) if entry.is_dir() else [entry]
-    return files
+    seen: set[str] = set()
+    waiting = [folder]
+    while waiting:
+        at = waiting.pop()
+        if (real := os.path.realpath(at)) in seen:
+            continue
+        seen.add(real)
+        for entry in _visible(at):
+            (waiting if entry.is_dir() else files).append(entry)
+    return sorted(files)
 
 
 def _visible(folder: Path) -> list[Path]:

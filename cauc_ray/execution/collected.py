@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -121,11 +122,14 @@ class Target:
         if found is None or not found.same_work(wanted):
             whose = "no collection" if found is None else f"another {self._difference(found, wanted)}"
             raise ConfigError(f"{folder} is of {whose}; remove it or choose another -o")
-        return {
-            int(path.stem.removeprefix("part-")): count_rows(path)
-            + count_rows(self.failed_folder(wanted.split) / path.name)
-            for path in folder.glob("part-*.parquet")
-        }
+        done: dict[int, int] = {}
+        n_blocks = -(-wanted.n_rows // wanted.block_rows)
+        for path in parquet_files(folder) if any(folder.glob("*.parquet")) else ():
+            block = re.fullmatch(r"part-(\d{6})\.parquet", path.name)
+            if block is None or int(block[1]) >= n_blocks:
+                raise DataError(f"{path} is none of the parts that were collected there; remove it")
+            done[int(block[1])] = count_rows(path) + count_rows(self.failed_folder(wanted.split) / path.name)
+        return done
 
     def record(self, split: str) -> CollectRecord | None:
         """Return what a collected split says of itself, None where nothing was collected."""

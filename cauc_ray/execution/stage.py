@@ -18,7 +18,7 @@ import ray
 from cauc_ray.data.inputs import concat_column
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.messages import CallResult
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, choices_in, matched
 from cauc_ray.models.flops import measured_gflops
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -83,7 +83,7 @@ class StageWorker:
         model = self._loaded()  # a model that cannot be loaded is no fault of the rows
         started_at, started = time.time(), time.perf_counter()
         try:
-            answers = model(_batch(parts, arguments))
+            answers = _asked(model, _batch(parts, arguments))
             answered = _answered(answers)
             state = _state(parts, arguments)
             step = self._policy.step(self._stage, answers.logits[answered], state if state is None else state[answered])
@@ -114,7 +114,7 @@ class StageWorker:
         model = self._loaded()
         started_at, started = time.time(), time.perf_counter()
         try:
-            answers = model(_batch(parts, arguments))
+            answers = _asked(model, _batch(parts, arguments))
         except (ConfigError, ExecutionError):
             raise
         except Exception as error:
@@ -148,6 +148,12 @@ class StageWorker:
         if self._policy.costs == "per-call" and answers.costs is not None:
             return answers.costs
         return np.full(n, self._policy.stages[self._stage].cost)
+
+
+def _asked(model: Model, batch: Batch) -> Answers:
+    """Ask a model, and hold its answers against the number of choices where rows offer some."""
+    n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
+    return matched(model(batch), n_choices)
 
 
 def _answered(answers: Answers) -> Bools:

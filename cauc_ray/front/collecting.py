@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +26,8 @@ from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoder
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.metrics import share
+
+_LONGEST_PATH = 250
 
 
 def collect(
@@ -59,9 +64,7 @@ def collect(
         raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
     splits = (split,) if split is not None else tuple(rows.split_sizes)
     sizes = {name: _size(rows, name) for name in splits}
-    out = Path(out).absolute()
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"output {out} is no folder")
+    out = _writable(out)
     works = _works(pool, models, embedding, out, rows, sizes)
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], out)
@@ -70,6 +73,7 @@ def collect(
 
     def on_end(name: str, took_s: float) -> None:
         seconds[name] = took_s
+        _refuse_unanswered(works[name])
         if embedding is None:
             _note(works[name], list(works), out, rows)
 
@@ -91,6 +95,22 @@ def collect(
         ],
         "elapsed_s": time.perf_counter() - started,
     }
+
+
+def _writable(out: str | Path) -> Path:
+    """Return an output folder's path. Raises ConfigError where no folder is or can be made."""
+    if not str(out):
+        raise ConfigError("output '' is no folder")
+    path = Path(out).absolute()
+    try:
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    if not there.is_dir():
+        raise ConfigError(f"output {path} cannot be made: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
+        raise ConfigError(f"output {path} cannot be made: {there} cannot be written to")
+    return path
 
 
 def _size(rows: Dataset, split: str) -> int:
@@ -138,11 +158,13 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
         stage = pool.stage(embedding)
         return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
     here = Path.cwd()
-    if not (here / embedding).exists() and "/" not in embedding:
+    if len(embedding) > _LONGEST_PATH or not embedding or not ((here / embedding).exists() or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
-    name = Path(embedding).name.replace("=", "-")
+    name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
+    if not name:
+        raise ConfigError(f"{embedding!r} is no encoder: it has no name")
     return StageSpec(name=name, model=pool.stages[0].model, batch_size=64).model_copy(update={"model": encoder})
 
 
@@ -167,6 +189,28 @@ def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
 
 def _info(out: Path) -> TableInfo | None:
     return LogitTable(out).info() if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
+
+
+def _refuse_unanswered(work: Collection) -> None:
+    """Take back the splits of which a model has answered no row, so that the next attempt asks again.
+
+    Raises DataError with the reason of the first of those rows.
+    """
+    target, told = work.target, None
+    for split in work.records:
+        if any(count_rows(file) for file in parquet_files(target.folder(split))):
+            continue
+        reason = read_parquet(parquet_files(target.failed_folder(split))[0]).column("reason")[0].as_py()
+        told = told or f"{target.name!r} answered no row of split {split!r}; the first failed with: {reason}"
+        for folder in (target.folder(split), target.failed_folder(split)):
+            shutil.rmtree(folder)
+            with suppress(OSError):  # and those above it up to the table that hold nothing else
+                for above in folder.parents:
+                    if not above.is_relative_to(target.table):
+                        break
+                    above.rmdir()
+    if told is not None:
+        raise DataError(told)
 
 
 def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> None:
@@ -253,7 +297,4 @@ def _split_summary(target: Target, split: str) -> dict[str, Any]:
             best = np.array([np.argmax(row) for row in table.column("logits").to_numpy()], dtype=np.int64)
             labelled += int((labels != UNKNOWN_LABEL).sum())
             right += int((labels == best).sum())
-    if n == 0:
-        reason = read_parquet(parquet_files(failed)[0]).column("reason")[0].as_py() if n_failed else "no rows"
-        raise DataError(f"{target.name!r} answered no row of split {split!r}; the first failed with: {reason}")
     return {"rows": n, "failed": n_failed, "labelled": labelled, "right": right}

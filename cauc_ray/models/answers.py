@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -98,3 +98,23 @@ def padded(rows: Sequence[Floats]) -> Floats:
     for place, row in enumerate(rows):
         logits[place, : len(row)] = row
     return logits
+
+
+def choices_in(batch: Batch) -> list[int | None] | None:
+    """Return how many choices each row of a batch offers, None where it has none, and None without such a column."""
+    if "choices" not in batch:
+        return None
+    return [None if choices is None else len(choices) for choices in batch["choices"]]
+
+
+def matched(answers: Answers, n_choices: Sequence[int | None] | None) -> Answers:
+    """Return answers with those rows as failures whose logits are more or fewer than their choices."""
+    if n_choices is None:
+        return answers
+    width = answers.logits.shape[1]
+    failures = dict(answers.failures)
+    for row, n in enumerate(n_choices):
+        got = width if answers.n_options is None else int(answers.n_options[row])
+        if row not in failures and n is not None and got != n:
+            failures[row] = f"the model gave {got} logits for its {n} choices"
+    return replace(answers, failures=failures)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 
+LONGEST_NAME = 200  # a folder's name has 255 at most
 COST_UNITS = {
     "gflops": "GFLOPs",
     "params_b": "B params",
@@ -30,11 +31,11 @@ class CostSpec(_Section):
     gflops and params_b may be "auto": as published with the model, else as measured.
     """
 
-    gflops: float | Literal["auto"] | None = None
-    params_b: float | Literal["auto"] | None = None
-    seconds: float | None = None
-    usd: float | None = None
-    usd_per_mtok: float | None = None
+    gflops: StrictFloat | Literal["auto"] | None = None
+    params_b: StrictFloat | Literal["auto"] | None = None
+    seconds: StrictFloat | None = None
+    usd: StrictFloat | None = None
+    usd_per_mtok: StrictFloat | None = None
 
     @field_validator("*")
     @classmethod
@@ -45,7 +46,7 @@ class CostSpec(_Section):
 
     @model_validator(mode="after")
     def _one_unit(self) -> CostSpec:
-        if len(self.model_fields_set) != 1:
+        if len(self.model_fields_set) != 1 or getattr(self, self._key) is None:
             raise ValueError(f"give a cost as exactly one of {', '.join(COST_UNITS)}")
         return self
 
@@ -99,13 +100,23 @@ class StageSpec(_Section):
     batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch to fill, in seconds.
     """
 
-    name: str = Field(pattern=r"^[^/=]+$")
+    name: str
     model: ModelSpec
     cost: CostSpec | None = None
     batch_size: int = Field(default=256, ge=1)
     batch_wait_s: float = Field(default=1.0, ge=0)
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        """Keep names to what can stand in a folder's name and in --models a,b."""
+        if not name or name != name.strip() or not name.isprintable() or set(name) & set("/=,"):
+            raise ValueError(f"a stage's name is some printable text without '/', '=' and ',', not {name!r}")
+        if len(name.encode(errors="replace")) > LONGEST_NAME:
+            raise ValueError(f"a stage's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
+        return name
 
 
 class Pool(_Section):
@@ -141,6 +152,8 @@ def load_pool(path: str | Path) -> Pool:
     Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file")  # a pipe would be waited for, a device read for ever
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

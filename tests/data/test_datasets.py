@@ -585,3 +585,13 @@ def test_real_images_and_questions():
             found = rows_of(dataset(file), "all", 4096)
             assert len(found) == pq.read_metadata(file).num_rows
             assert all(0 <= row["label"] < len(row["choices"]) <= len(string.ascii_uppercase) for row in found)
+
+
+def test_image_files_whose_names_are_no_text_are_refused(tmp_path):
+    folder = os.fsencode(tmp_path / "cats")
+    os.makedirs(folder)
+    for number in range(8):
+        with open(folder + b"/%d\xfe.png" % number, "wb") as file:
+            file.write(b"x")
+    with pytest.raises(DataError, match="is not valid UTF-8; rename it"):
+        dataset(tmp_path)

@@ -183,10 +183,8 @@ def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp
 
 def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_what_is_there(tmp_path):
     questions(tmp_path / "q.parquet", 40)
-    rows = pq.read_table(tmp_path / "q.parquet").append_column("x", pa.array(np.arange(40.0)))
-    pq.write_table(rows, tmp_path / "q.parquet")
     good = python_stage("good", "longest")
-    bad = python_stage("bad", "dies_on", kwargs={"example": "q7"})
+    bad = python_stage("bad", "longest_dies_on", kwargs={"question": "7?"})
     cauc_ray.collect(pool(tmp_path, good), tmp_path / "q.parquet", tmp_path / "L")
     with pytest.raises(ExecutionError, match="stage 'bad' died"):
         cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
@@ -243,6 +241,16 @@ def test_a_model_that_answers_nothing_says_why(tmp_path):
     path = pool(tmp_path, stage, task="image-classification")
     with pytest.raises(DataError, match=r"'none' answered no row of split 'calibration'; .*: ValueError: too bright"):
         cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
+    assert not (tmp_path / "L").exists()  # nothing that another attempt would take for done
+
+
+def test_a_row_whose_logits_are_not_as_many_as_its_choices_has_failed(tmp_path):
+    rows = questions(tmp_path / "q.parquet", 40)
+    stage = python_stage("odd", "one_too_many_on", kwargs={"question": "7?"})
+    cauc_ray.collect(pool(tmp_path, stage), tmp_path / "q.parquet", tmp_path / "L", split="all")
+    (failed,) = read_all(tmp_path / "L" / "failed" / "model=odd" / "split=all").to_pylist()
+    n = len(rows["q7"]["choices"])
+    assert (failed["example_id"], failed["reason"]) == ("q7", f"the model gave {n + 1} logits for its {n} choices")
 
 
 def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
@@ -347,6 +355,11 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     with pytest.raises(DataError, match=r"_collect\.json: missing key"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     shutil.rmtree(tmp_path / "L" / "model=long" / "split=test")
+    copy = tmp_path / "L" / "model=long" / "split=validation" / "part-000000 (1).parquet"
+    shutil.copy(copy.with_name("part-000000.parquet"), copy)
+    with pytest.raises(DataError, match="is none of the parts that were collected there; remove it"):
+        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
+    copy.unlink()
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "long")) == 40
 
