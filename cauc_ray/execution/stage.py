@@ -22,7 +22,7 @@ from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, choices_i
 from cauc_ray.models.flops import measured_gflops
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ class StageWorker:
             answers = _asked(model, _batch(parts, arguments))
             answered = _answered(answers)
             state = _state(parts, arguments)
-            step = self._policy.step(self._stage, answers.logits[answered], state if state is None else state[answered])
+            state = state if state is None else state[answered]
+            step = self._policy.step(self._stage, answers.logits[answered], state) if answered.any() else _NOBODY
         except (ConfigError, ExecutionError):
             raise  # a wrong key or a server that is down is no fault of the rows
         except Exception as error:
@@ -148,6 +149,10 @@ class StageWorker:
         if self._policy.costs == "per-call" and answers.costs is not None:
             return answers.costs
         return np.full(n, self._policy.stages[self._stage].cost)
+
+
+# A policy has nothing to decide where a model has answered no row: there is not even an option.
+_NOBODY = Step(np.zeros(0, np.int32), np.zeros(0), np.zeros(0, bool), np.zeros((0, 0)))
 
 
 def _asked(model: Model, batch: Batch) -> Answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal, Self, TypeAlias
@@ -41,9 +42,9 @@ class KindSpec(BaseModel):
         """Return the same with relative paths taken from the pool file's folder."""
         return self
 
+    @abstractmethod
     def load(self) -> Model:
         """Load the model. Raises CaucError where it is not there or a package is missing."""
-        raise NotImplementedError
 
     def load_features(self) -> Model:
         """Load the model to answer with its penultimate layer in place of logits, for routers."""

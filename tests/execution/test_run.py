@@ -3,7 +3,9 @@
 import json
 import time
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,11 +21,15 @@ from runs import (
     two_model_policy,
     write_pool,
 )
-from synthetic import write_table
+from synthetic import chain, write_table
 
 import cauc_ray
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.execution.stage import Part, StageWorker
+from cauc_ray.models.answers import Answers
+from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.cascade import replay
+from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -271,3 +277,19 @@ def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
     expected = by_example(evaluation.predictions().drop_columns(["label"]))
     assert live == expected
     assert (replay(policy, evaluation.chain).stages > 0).any()
+
+
+@pytest.mark.parametrize("method", [fit_base, fit_rf])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stage):
+    calibration = replace(chain(31, 200, 2, (1.0, 2.0)), models=("small", "large"))
+    policy = method(calibration, rule=ThresholdRule(threshold=0.7))
+    spec = StageSpec(name=policy.models[stage], model={"kind": "python", "factory": "user_models:by_x"})
+    worker = StageWorker(spec, stage, policy, ())
+    worker._model = lambda batch: Answers(np.zeros((2, 0), np.float32), failures={0: "too long", 1: "no question"})
+    carried = () if stage == 0 else (policy.step(0, np.zeros((2, 2)), None).state,)
+    part = Part(payload=0, indices=np.arange(2), state=1 if stage else None, state_rows=np.arange(2 * stage))
+    result, state = worker.decide([part], {"x": np.zeros(2)}, *carried)
+    assert (result.error, result.failures) == (None, {0: "too long", 1: "no question"})
+    assert (len(state), result.n_deferred, result.accepted.tolist()) == (0, 0, [False, False])
+    assert result.costs.tolist() == [0.0, 0.0]
