@@ -120,7 +120,8 @@ class Target:
             return {}
         found = self.record(wanted.split)
         if found is None or not found.same_work(wanted):
-            whose = "no collection" if found is None else f"another {self._difference(found, wanted)}"
+            other = "dataset, seed or layout" if found and found.model == wanted.model else "model of that name"
+            whose = "no collection" if found is None else f"another {other}"
             raise ConfigError(f"{folder} is of {whose}; remove it or choose another -o")
         done: dict[int, int] = {}
         n_blocks = -(-wanted.n_rows // wanted.block_rows)
@@ -150,9 +151,6 @@ class Target:
             for name, n in own.items():
                 totals[name] = totals.get(name, 0) + n
         return totals
-
-    def _difference(self, found: CollectRecord, wanted: CollectRecord) -> str:
-        return "model of that name" if found.model != wanted.model else "dataset, seed or layout"
 
 
 @dataclass(slots=True)
@@ -215,8 +213,8 @@ class CollectedTables:
         """Commit a finished block. A row whose label names none of its options is a failed row too."""
         at = self._open.pop(result.block, None) or _OpenRows()
         reasons = {row: reason for row, (_, reason) in result.failures.items()}
-        for row, logits in at.rows.items() if labels is not None and self._target.kind == "model" else ():
-            if labels is not None and labels[row] >= len(logits):
+        for row, logits in at.rows.items():
+            if labels is not None and self._target.kind == "model" and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
         split, block = self._layout.place(result.block)
         name = f"part-{block:06d}.parquet"

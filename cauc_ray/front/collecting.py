@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.files import count_rows, parquet_files, read_parquet
 from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
 from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
 from cauc_ray.execution.loop import RunProgress
@@ -26,8 +27,6 @@ from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoder
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.metrics import share
-
-_LONGEST_PATH = 250
 
 
 def collect(
@@ -158,14 +157,17 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
         stage = pool.stage(embedding)
         return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
     here = Path.cwd()
-    if len(embedding) > _LONGEST_PATH or not embedding or not ((here / embedding).exists() or "/" in embedding):
+    # os.path.exists, unlike Path's, is False where a name is too long.
+    if not embedding or not (os.path.exists(here / embedding) or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
     name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
-    if not name:
-        raise ConfigError(f"{embedding!r} is no encoder: it has no name")
-    return StageSpec(name=name, model=pool.stages[0].model, batch_size=64).model_copy(update={"model": encoder})
+    try:
+        stage = StageSpec(name=name, model=pool.stages[0].model, batch_size=64)
+    except ValidationError as error:
+        raise ConfigError(f"encoder {embedding!r}: {explain(error)}") from error
+    return stage.model_copy(update={"model": encoder})
 
 
 def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
