@@ -57,6 +57,18 @@ def dies_on(example):
     return answer
 
 
+def gives_up_on(example):
+    """Answer, but give up for good at a batch that holds one example."""
+    from cauc_ray.errors import ExecutionError
+
+    def answer(batch):
+        if example in batch["example_id"]:
+            raise ExecutionError("the model's server is down")
+        return by_x()(batch)
+
+    return answer
+
+
 def empties_its_batch():
     """Answer, and leave nothing of the batch, which is the model's own."""
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.stage import StageWorker
-from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 
 START_DEADLINE_S = 600.0
-# So often a worker whose process died is started again, and a call that it held repeated.
-RESTARTS = 3
 
 
 def make_actor(kind: type, **options: Any) -> Any:
@@ -26,49 +31,46 @@ def make_actor(kind: type, **options: Any) -> Any:
 
 
 def worker_class(stage: StageSpec) -> Any:
-    """Return the actor class of a stage's workers, with the resources that the stage asks for."""
+    """Return the actor class of a stage's workers, with the resources that the stage asks for.
+
+    Ray neither starts it again nor repeats its calls: the controller does, elsewhere, and knows of it.
+    """
     needs = stage.resources
     return make_actor(
         StageWorker,
         num_cpus=needs.num_cpus,
         num_gpus=needs.num_gpus,
+        resources=needs.custom,
         label_selector=needs.labels or None,
+        fallback_strategy=[{"label_selector": labels} for labels in needs.fallback] or None,
         allow_out_of_order_execution=True,
-        max_restarts=RESTARTS,
-        max_task_retries=RESTARTS,
+        max_restarts=0,
+        max_task_retries=0,
     )
-
-
-def start_workers(names: Sequence[str], handles: Sequence[Any]) -> list[ModelFacts]:
-    """Wait until every worker has loaded its model and return what these say of themselves.
-
-    names: each worker's stage. Raises ExecutionError naming the first that has not.
-    """
-    ready = [handle.load.remote() for handle in handles]
-    deadline = time.monotonic() + START_DEADLINE_S
-    try:
-        return [
-            result_of(ref, max(0.1, deadline - time.monotonic()), f"stage {name!r}")
-            for name, ref in zip(names, ready, strict=True)
-        ]
-    except BaseException:
-        for handle in handles:
-            ray.kill(handle)
-        raise
 
 
 def result_of(ref: Any, timeout_s: float, who: str) -> Any:
     """Return a result, or say in one line why there is none."""
     try:
         return ray.get(ref, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise ExecutionError(f"{who} has not answered for {timeout_s:.0f} s") from error
-    except RayTaskError as error:
-        raise _told(error.cause, who) from error
-    except RayActorError as error:
-        raise ExecutionError(f"{who} died{_last_words(error)}") from error
     except RayError as error:
-        raise ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        raise told(error, who, timeout_s) from error
+
+
+def told(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
+    """Return what an error of Ray's means, in one line; a CaucError that was raised over there as it is."""
+    if isinstance(error, GetTimeoutError):
+        return ExecutionError(f"{who} has not answered for {timeout_s:.0f} s")
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        if isinstance(cause, ExecutionError):
+            return cause
+        if isinstance(cause, CaucError):
+            return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
+        return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
+    if isinstance(error, RayActorError):
+        return ExecutionError(f"{who} died{_last_words(error)}")
+    return ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
 def _last_words(error: RayActorError) -> str:
@@ -77,9 +79,16 @@ def _last_words(error: RayActorError) -> str:
     return f": {found.group(1).rstrip('. ')}" if found else ""
 
 
-def _told(cause: BaseException, who: str) -> CaucError:
-    if isinstance(cause, ExecutionError):
-        return cause
-    if isinstance(cause, CaucError):
-        return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
-    return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
+def kind_of(error: RayError) -> Literal["died", "lost", "full", "raised"]:
+    """Say what an error of a call is: its actor died, objects of it are lost, there is no room for any, or it raised.
+
+    What a call needs may be found missing before it begins or while it runs: the error is the same, or the cause.
+    """
+    for one in (error, getattr(error, "cause", None)):
+        if isinstance(one, RayActorError | WorkerCrashedError | OutOfMemoryError):
+            return "died"
+        if isinstance(one, ObjectStoreFullError | OutOfDiskError):
+            return "full"
+        if isinstance(one, ObjectLostError):
+            return "lost"
+    return "raised"

@@ -48,6 +48,11 @@ class Layout:
         n_blocks = [-(-rows // BLOCK_ROWS) for rows in self.sizes.values()]
         return dict(zip(self.sizes, accumulate([0, *n_blocks]), strict=False))
 
+    @property
+    def n_blocks(self) -> int:
+        """Return the blocks of all splits."""
+        return sum(-(-rows // BLOCK_ROWS) for rows in self.sizes.values())
+
     def number(self, split: str, block: int) -> int:
         """Return the number of a split's block among all."""
         return self._starts[split] + block
@@ -173,13 +178,13 @@ class CollectedTables:
         self._open: dict[int, _OpenRows] = {}
         self._measured = False
 
-    def start(self, facts: Sequence[ModelFacts]) -> None:
+    def start(self, facts: ModelFacts) -> None:
         """Note what the model says of itself."""
         known = {
-            "source": facts[0].source,
-            "logit_kind": facts[0].logit_kind,
-            "gflops_published": facts[0].gflops,
-            "params_b": facts[0].params_b,
+            "source": facts.source,
+            "logit_kind": facts.logit_kind,
+            "gflops_published": facts.gflops,
+            "params_b": facts.params_b,
         }
         self._records = {split: record.model_copy(update=known) for split, record in self._records.items()}
 

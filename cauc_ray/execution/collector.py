@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 
-from cauc_ray.data.datasets import DatasetSource, open_dataset
+from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.inputs import InputBlock
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectedTables, CollectRecord, Layout, Target
-from cauc_ray.execution.loop import POLL_S, LiveRun, RunPlan, RunProgress, import_paths
-from cauc_ray.execution.session import replicas_that_fit
+from cauc_ray.execution.live import POLL_S, LiveRun
+from cauc_ray.execution.plan import RunPlan, import_paths
+from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.session import replicas_that_fit, require_fit
 from cauc_ray.models.pool import Replicas, StageSpec
 
+# Blocks that one reader reads one after the other.
+GROUP_BLOCKS = 16
 
-@dataclass(frozen=True, slots=True)
+
 class _DatasetBlocks:
-    """The blocks of a dataset's splits that are not done."""
+    """The blocks of a dataset's splits that are not done; a reader opens the dataset once."""
 
-    dataset: DatasetSource
-    layout: Layout
-    done: frozenset[int]
+    def __init__(self, dataset: DatasetSource, layout: Layout, done: frozenset[int]) -> None:
+        self._source, self._layout, self._done = dataset, layout, done
+        self._dataset: Dataset | None = None
 
-    def blocks(self) -> Iterator[tuple[int, InputBlock]]:
-        dataset = open_dataset(self.dataset)
-        for split in self.layout.sizes:
-            done = {block for owner, block in map(self.layout.place, self.done) if owner == split}
-            for block, content in dataset.blocks(split, BLOCK_ROWS, done):
-                yield self.layout.number(split, block), content
+    @property
+    def n_groups(self) -> int:
+        return -(-self._layout.n_blocks // GROUP_BLOCKS)
+
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+        first = group * GROUP_BLOCKS
+        last = min(first + GROUP_BLOCKS, self._layout.n_blocks)
+        wanted = [number for number in range(first, last) if number not in self._done]
+        for split, numbers in groupby(wanted, lambda number: self._layout.place(number)[0]):
+            if self._dataset is None:
+                self._dataset = open_dataset(self._source)
+            blocks = {self._layout.place(number)[1] for number in numbers}
+            n_blocks = -(-self._layout.sizes[split] // BLOCK_ROWS)
+            for block, content in self._dataset.blocks(split, BLOCK_ROWS, set(range(n_blocks)) - blocks):
+                yield self._layout.number(split, block), content
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,7 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
     if sum(done.values()) == n_rows:
         return None
     return RunPlan(
+        run_id=work.target.name,
         stages=(work.stage,),
         policy=None,
         source=_DatasetBlocks(dataset, layout, frozenset(done)),
@@ -61,25 +77,27 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
 
 
 def run_side_by_side(
-    plans: Mapping[str, RunPlan],
+    works: Mapping[str, Collection],
+    dataset: DatasetSource,
     on_progress: Callable[[Mapping[str, RunProgress]], None],
     on_end: Callable[[str, float], None],
 ) -> None:
-    """Run plans of one stage each on the current Ray session, as many at a time as its resources hold.
+    """Run collections that are not done on the current Ray session, as many at a time as its resources hold.
 
-    on_progress: called about twice a second with all that have started.   on_end: called with a plan's name and
+    on_progress: called about twice a second with all that have started.   on_end: called with a model's name and
     its seconds of work. Raises ExecutionError when one does not fit, does not start or dies; the others end
     too, and what was committed stays.
     """
-    for plan in plans.values():
-        replicas_that_fit(plan.stages)
-    waiting, running = dict(plans), dict[str, tuple[LiveRun, StageSpec]]()
+    for work in works.values():
+        require_fit([work.stage])
+    waiting, running = dict(works), dict[str, tuple[LiveRun, StageSpec]]()
     progress: dict[str, RunProgress] = {}
     try:
         while waiting or running:
             for name, stage, n in _that_fit(waiting, [stage for _, stage in running.values()]):
                 fixed = stage.model_copy(update={"replicas": Replicas(min=n, max=n)})
-                running[name] = (LiveRun(waiting.pop(name), [n]), fixed)
+                work = replace(waiting.pop(name), stage=fixed)
+                running[name] = (LiveRun(partial(plan_collection, work, dataset)), fixed)
             for name, (run, _) in list(running.items()):
                 seconds = run.wait(POLL_S / len(running))
                 progress[name] = run.progress()
@@ -93,14 +111,14 @@ def run_side_by_side(
             run.close()
 
 
-def _that_fit(waiting: Mapping[str, RunPlan], taken: Sequence[StageSpec]) -> list[tuple[str, StageSpec, int]]:
-    """Return which plans can start beside the stages that run, and with how many replicas."""
+def _that_fit(waiting: Mapping[str, Collection], taken: Sequence[StageSpec]) -> list[tuple[str, StageSpec, int]]:
+    """Return which collections can start beside the stages that run, and with how many replicas."""
     chosen: list[tuple[str, StageSpec]] = []
     counts: list[int] = []
-    for name, plan in waiting.items():
+    for name, work in waiting.items():
         try:
-            counts = replicas_that_fit([*taken, *(stage for _, stage in chosen), *plan.stages])
+            counts = replicas_that_fit([*taken, *(stage for _, stage in chosen), work.stage])
         except ExecutionError:
             continue
-        chosen.append((name, plan.stages[0]))
+        chosen.append((name, work.stage))
     return [(name, stage, n) for (name, stage), n in zip(chosen, counts[len(taken) :], strict=True)]

@@ -7,13 +7,15 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import count_rows, read_json, write_json, write_parquet
+from cauc_ray.data.files import count_rows, read_json, read_parquet, write_json, write_parquet
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, explain
 from cauc_ray.execution.controller import BlockResult
@@ -77,7 +79,8 @@ def new_folder(path: Path) -> Iterator[None]:
 class RunRecord(BaseModel):
     """What a run's folder says of it (run.json), so that a resumption is of the same run.
 
-    block_rows: rows in a block of input, the unit of commits.   input: rows of each file, by its name.
+    block_rows: most rows in a block of input, the unit of commits.   input: what it is of, such as the rows of each
+    file by its name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,7 +100,7 @@ def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int]) -> R
 def resumed_record(out: Path, now: RunRecord) -> RunRecord:
     """Return the record of the run in a folder, which must be of the policy and input of now.
 
-    Raises ConfigError when there is no run, or one of something else.
+    Its blocks are as they were. Raises ConfigError when there is no run, or one of something else.
     """
     path = out / "run.json"
     if not path.is_file():
@@ -106,7 +109,7 @@ def resumed_record(out: Path, now: RunRecord) -> RunRecord:
         record = RunRecord.model_validate(read_json(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
-    for what in ("policy_id", "block_rows", "input"):
+    for what in ("policy_id", "input"):
         if getattr(record, what) != getattr(now, what):
             raise ConfigError(f"the run in {out} is of another {what.removesuffix('_id')}; start a new one elsewhere")
     return record
@@ -127,14 +130,19 @@ class RunTables:
     failures, are written before.
     """
 
-    def __init__(self, out: Path, record: RunRecord, stages: Sequence[str]) -> None:
+    def __init__(self, out: Path, record: RunRecord, stages: Sequence[str], *, degrade: bool, shard: int) -> None:
+        """Take the run's folder, its record and its stages' names.
+
+        degrade: whether rows tell if they were.   shard: of the run, whose controller this is for.
+        """
         self._out = out
         self._record = record
         self._stages = tuple(stages)
+        self._degrade = degrade
+        self._shard = shard
         self._calls: list[dict[str, object]] = []
-        self._n_ledgers = len(list((out / "ledger").glob("part-*.parquet")))
 
-    def start(self, facts: Sequence[ModelFacts]) -> None:
+    def start(self, facts: ModelFacts) -> None:
         """Need nothing of what the models say of themselves."""
 
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
@@ -161,14 +169,14 @@ class RunTables:
         """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
         if not (self._out / "run.json").exists():
             write_json(self._out / "run.json", self._record.model_dump())
-        self.close()
+        self._write_calls(f"part-{result.block:06d}")
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
         ids = pa.array(example_ids, pa.string())
         if result.failures:
             (self._out / "failed").mkdir(exist_ok=True)
             rows = [
-                {"example_id": example_ids[row], "stage": self._stages[stage], "reason": reason}
+                {"example_id": example_ids[row], "stage": self._name(stage), "reason": reason}
                 for row, (stage, reason) in sorted(result.failures.items())
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
@@ -181,13 +189,33 @@ class RunTables:
             result.costs[answered],
             None if labels is None else labels[answered],
         )
+        if self._degrade:
+            table = table.append_column("degraded", pa.array(result.degraded[answered]))
         write_parquet(self._out / "predictions" / name, table)
 
     def close(self) -> None:
-        """Write the calls noted since the last time."""
-        if self._calls:
-            (self._out / "ledger").mkdir(exist_ok=True)
-            table = pa.Table.from_pylist(self._calls, schema=LEDGER_SCHEMA)
-            write_parquet(self._out / "ledger" / f"part-{self._n_ledgers:06d}.parquet", table)
-            self._calls = []
-            self._n_ledgers += 1
+        """Write the calls noted since the last block."""
+        self._write_calls(f"part-end-{self._shard}")
+
+    def _write_calls(self, name: str) -> None:
+        """Write the calls noted since the last time, under a free name: an earlier attempt may have written some."""
+        if not self._calls:
+            return
+        folder = self._out / "ledger"
+        folder.mkdir(exist_ok=True)
+        names = (name if n == 0 else f"{name}-{n}" for n in count())
+        path = next(path for path in (folder / f"{name}.parquet" for name in names) if not path.exists())
+        write_parquet(path, pa.Table.from_pylist(self._calls, schema=LEDGER_SCHEMA))
+        self._calls = []
+
+    def _name(self, stage: int) -> str | None:
+        """Return a stage's name, None for rows that could not be read."""
+        return self._stages[stage] if stage >= 0 else None
+
+
+def next_replica(out: Path) -> int:
+    """Return the number above those of all replicas in a run's ledger."""
+    if not (out / "ledger").is_dir():
+        return 0
+    numbers = [pc.max(read_parquet(path).column("replica")).as_py() for path in (out / "ledger").glob("*.parquet")]
+    return 1 + max((number for number in numbers if number is not None), default=-1)

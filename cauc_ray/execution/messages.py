@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
@@ -12,15 +14,15 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 class Rows:
     """Rows of one input block that go to a stage together.
 
-    block: its number.   indices: int (n,), places in the block.   state: the call that left their state, None
-    before the first stage.   state_rows: int (n,), places in that state.   ready_at: seconds since the epoch,
-    when they became ready for the stage.
+    block: its number.   indices: int (n,), places in the block.   parcel: the object that holds their columns and
+    state.   places: int (n,), places in that object.   ready_at: seconds since the epoch, when they became ready
+    for the stage.
     """
 
     block: int
     indices: Ints
-    state: int | None
-    state_rows: Ints
+    parcel: int
+    places: Ints
     ready_at: float
 
     def __len__(self) -> int:
@@ -31,18 +33,26 @@ class Rows:
         return self._take(slice(None, n)), self._take(slice(n, None))
 
     def _take(self, part: slice) -> Rows:
-        return Rows(self.block, self.indices[part], self.state, self.state_rows[part], self.ready_at)
+        return Rows(self.block, self.indices[part], self.parcel, self.places[part], self.ready_at)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One batch for one replica of a stage.   attempt: 1, or more where a failed batch was cut in two."""
+    """One batch for one replica of a stage.
+
+    output: the object that will hold the columns and state of the rows that go on.   attempt: 1, or more where
+    rows are tried again.   alone: nothing else is at the replica meanwhile, so that if this dies, it is to blame.
+    strikes: how often these very rows have failed so.
+    """
 
     id: int
     stage: int
     replica: int
     rows: tuple[Rows, ...]
-    attempt: int
+    output: int
+    attempt: int = 1
+    alone: bool = False
+    strikes: int = 0
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.rows)
@@ -55,12 +65,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a stage says of a call of n rows; the deferred rows' state goes beside it, as an object of its own.
+    """What a stage says of a call of n rows; the deferred rows' columns and state go beside it.
 
     predictions: int32 (n,).   confidences: float64 (n,).   accepted: bool (n,).   costs: float64 (n,), of this
-    call alone.   started_at: seconds since the epoch.   compute_s: wall time in model and policy.   device_s:
-    time on an accelerator, None without one.   error: why the call failed; the arrays are empty then.
-    failures: why rows of a call that did not fail have no answer, by place; they are neither accepted nor deferred.
+    call alone.   started_at: seconds since the epoch.   compute_s: wall time in model and policy, None where
+    nobody knows.   policy_s: of that, the policy's step.   device_s: time on an accelerator, None without one.
+    error: why the call failed; the arrays are empty then.   failures: why rows of a call that did not fail have no
+    answer, by place; they are neither accepted nor deferred.   state_bytes: of a deferred row's state.
     """
 
     predictions: Ints
@@ -68,11 +79,30 @@ class CallResult:
     accepted: Bools
     costs: Floats
     started_at: float
-    compute_s: float
+    compute_s: float | None
+    policy_s: float
     device_s: float | None
     node: str
     error: str | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
+    state_bytes: float = 0.0
+
+    @classmethod
+    def broken(cls, started_at: float, node: str, error: str) -> CallResult:
+        """Return the result of a call that nothing came back of but an error."""
+        nothing = np.zeros(0)
+        return cls(
+            predictions=np.zeros(0, dtype=np.int32),
+            confidences=nothing,
+            accepted=np.zeros(0, dtype=bool),
+            costs=nothing,
+            started_at=started_at,
+            compute_s=None,
+            policy_s=0.0,
+            device_s=None,
+            node=node,
+            error=error,
+        )
 
     @property
     def n_deferred(self) -> int:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from cauc_ray.data.inputs import InputBlock, RunInput
-from cauc_ray.execution.ledger import RunRecord, RunTables, committed_blocks
-from cauc_ray.execution.loop import LiveRun, RunPlan, RunProgress, follow, import_paths
-from cauc_ray.execution.session import replicas_that_fit
+from cauc_ray.data.inputs import RunInput
+from cauc_ray.execution.ledger import RunRecord, RunTables, committed_blocks, next_replica
+from cauc_ray.execution.live import LiveRun, follow
+from cauc_ray.execution.plan import RunPlan, Shard, import_paths, sharded
+from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.session import require_fit
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
-BLOCK_ROWS = 2048
+# A block has so many rows at most, and fewer where they are large.
+BLOCK_ROWS = 4096
+BLOCK_BYTES = 16 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _ParquetBlocks:
-    """The blocks of a Parquet input that are not done."""
-
-    path: Path
-    done: frozenset[int]
-
-    def blocks(self) -> Iterator[tuple[int, InputBlock]]:
-        for number, block in enumerate(RunInput(self.path).blocks(BLOCK_ROWS)):
-            if number not in self.done:
-                yield number, block
+def block_rows(row_bytes: float) -> int:
+    """Return the rows in a block of rows of so many bytes, 0 where nobody knows."""
+    fit = BLOCK_BYTES / row_bytes if row_bytes else BLOCK_ROWS / 4
+    return int(min(BLOCK_ROWS, max(32, fit)))
 
 
 def run_cascade(
@@ -36,22 +33,41 @@ def run_cascade(
     out: Path,
     record: RunRecord,
     on_progress: Callable[[RunProgress], None],
+    *,
+    degrade: bool,
+    controllers: int,
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
-    Returns the seconds from the first read to the last commit, without starting the stages.
-    Raises ExecutionError when the stages do not fit on the cluster, do not start or die; what was finished
-    before stays in the output.
+    degrade: answer without a stage that is down.   controllers: how many share the input and the replicas.
+    Returns the seconds from the first call to the last commit. Raises ConfigError when a stage has too few replicas
+    for so many controllers; ExecutionError when the stages do not fit on the cluster, do not start or cannot go on;
+    what was finished before stays in the output.
     """
-    done = committed_blocks(out)
-    plan = RunPlan(
-        stages=stages,
-        policy=policy,
-        source=_ParquetBlocks(inputs.path.absolute(), frozenset(done)),
-        sink=RunTables(out, record, [stage.name for stage in stages]),
-        n_rows=inputs.n_rows,
-        n_done=sum(done.values()),
-        block_rows=BLOCK_ROWS,
-        import_paths=import_paths(),
-    )
-    return follow(LiveRun(plan, replicas_that_fit(stages)), on_progress)
+    shards = [Shard(number, controllers) for number in range(controllers)]
+    chains = [sharded(stages, shard) for shard in shards]
+    require_fit([stage for chain in chains for stage in chain])
+
+    def plan(number: int) -> RunPlan | None:
+        done = committed_blocks(out)
+        n_done = sum(done.values())
+        if n_done == inputs.n_rows:
+            return None
+        return RunPlan(
+            run_id=record.run_id,
+            stages=chains[number],
+            policy=policy,
+            source=inputs.source(record.block_rows, frozenset(done)),
+            sink=RunTables(out, record, [stage.name for stage in stages], degrade=degrade, shard=number),
+            n_rows=inputs.n_rows,
+            n_done=n_done if number == 0 else 0,
+            block_rows=record.block_rows,
+            import_paths=import_paths(),
+            degrade=degrade,
+            shard=shards[number],
+            first_replica=next_replica(out),
+        )
+
+    if plan(0) is None:
+        return 0.0
+    return follow([LiveRun(partial(plan, number)) for number in range(controllers)], on_progress)

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.pool import Replicas, StageSpec
 
 REACH_DEADLINE_S = 10.0
 
@@ -75,21 +75,26 @@ class _Node:
 
     def takes(self, stage: StageSpec) -> bool:
         needs = stage.resources
-        return (
-            all(self.labels.get(key) == value for key, value in needs.labels.items())
-            and self.free.get("CPU", 0.0) >= needs.num_cpus
-            and self.free.get("GPU", 0.0) >= needs.num_gpus
-        )
+        enough = all(self.free.get(name, 0.0) >= amount for name, amount in needs.amounts.items())
+        return enough and needs.met_by(self.labels)
 
     def place(self, stage: StageSpec) -> None:
-        self.free["CPU"] = self.free.get("CPU", 0.0) - stage.resources.num_cpus
-        self.free["GPU"] = self.free.get("GPU", 0.0) - stage.resources.num_gpus
+        for name, amount in stage.resources.amounts.items():
+            self.free[name] = self.free.get(name, 0.0) - amount
+
+
+def require_fit(stages: Sequence[StageSpec]) -> None:
+    """Raise ExecutionError naming the first stage whose least replicas do not fit on the live nodes.
+
+    An actor that cannot be placed waits in Ray for ever and says nothing, so this asks beforehand.
+    """
+    least = [Replicas(min=stage.replicas.min, max=stage.replicas.min) for stage in stages]
+    replicas_that_fit([s.model_copy(update={"replicas": n}) for s, n in zip(stages, least, strict=True)])
 
 
 def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
     """Return how many replicas of each stage the live nodes hold: its minimum, then more in turn up to its maximum.
 
-    An actor that cannot be placed waits in Ray for ever and says nothing, so this asks beforehand.
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
     nodes = [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
@@ -116,12 +121,13 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
 
 
 def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:
-    needs = stage.resources
-    asked = f"{needs.num_cpus:g} CPUs and {needs.num_gpus:g} GPUs"
-    if needs.labels:
-        asked += " on a node labelled " + ", ".join(f"{k}={v}" for k, v in sorted(needs.labels.items()))
-    free = "; ".join(f"{n.free.get('CPU', 0):g} CPUs, {n.free.get('GPU', 0):g} GPUs" for n in nodes)
+    names = stage.resources.amounts
+    free = "; ".join(", ".join(f"{n.free.get(name, 0):g} {_plural(name)}" for name in names) for n in nodes)
     return (
-        f"stage {stage.name!r} with at least {stage.replicas.min} replicas of {asked} does not fit beside the others "
-        f"(left on the nodes: {free}); lower its resources or replicas, or add nodes"
+        f"stage {stage.name!r} with at least {stage.replicas.min} replicas of {stage.resources} does not fit beside "
+        f"the others (left on the nodes: {free}); lower its resources or replicas, or add nodes"
     )
+
+
+def _plural(name: str) -> str:
+    return f"{name}s" if name in ("CPU", "GPU") else name

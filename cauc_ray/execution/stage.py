@@ -6,9 +6,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,29 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
+Column: TypeAlias = npt.NDArray[Any] | pa.Array
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Rows of a call, by where they stand among the call's arguments.
 
-    payload: which argument holds their columns.   indices: int (n,), places there.   state: which argument
-    holds their state, None before the first stage.   state_rows: int (n,), places there.
+    parcel: which argument holds them.   places: int (n,), places there.
     """
 
-    payload: int
-    indices: Ints
-    state: int | None
-    state_rows: Ints
+    parcel: int
+    places: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Rows on their way: their columns by name, numbers as numpy arrays, bytes in Arrow, and the state they carry.
+
+    state: float64 (n, S), None before the first stage.
+    """
+
+    columns: Mapping[str, Column]
+    state: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,7 @@ class Collected:
 class StageWorker:
     """Loads a model once and answers calls; a fault of a call is an answer, not an exception.
 
-    Loading is a call of its own: of what a constructor raises, Ray keeps only the text. A worker that Ray has
-    started again after its process died loads the model before it answers.
+    Loading is a call of its own: of what a constructor raises, Ray keeps only the text.
     """
 
     def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
@@ -69,60 +78,70 @@ class StageWorker:
         self._policy = policy
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
 
+    def place(self) -> str:
+        """Return the node that the worker has been placed on."""
+        return self._node
+
     def load(self) -> ModelFacts:
         """Load the model and return what it says of itself. Raises CaucError, or what the user's code raises."""
-        return self._loaded().facts
+        self._model = self._spec.model.load()
+        return self._model.facts
 
-    def decide(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Floats]:
+    def decide(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Parcel]:
         """Answer a call's rows and decide which of them stop.
 
-        arguments: the payloads (columns by name) and states that the parts point into.
-        Returns the result and the state of the rows that go on, float64 (n_deferred, S).
+        parcels: what the parts point into. Returns the result, and the rows that go on.
         """
         assert self._policy is not None
-        model = self._loaded()  # a model that cannot be loaded is no fault of the rows
-        started_at, started = time.time(), time.perf_counter()
+        clock = _Clock()
         try:
-            answers = _asked(model, _batch(parts, arguments))
+            answers = clock.asks(self._asked, _batch(parts, parcels))
             answered = _answered(answers)
-            state = _state(parts, arguments)
+            state = _state(parts, parcels)
             state = state if state is None else state[answered]
+            decided = time.perf_counter()
             step = self._policy.step(self._stage, answers.logits[answered], state) if answered.any() else _NOBODY
+            policy_s = time.perf_counter() - decided
         except (ConfigError, ExecutionError):
             raise  # a wrong key or a server that is down is no fault of the rows
         except Exception as error:
-            return _failed(error, started_at, time.perf_counter() - started, self._node), np.zeros((0, 0))
-        n = len(answered)
+            return self._failed(error, clock), Parcel({})
+        accepted = _spread(step.accepted, answered, False)
+        goes_on = Parcel({})
+        if not step.accepted.all():
+            goes_on = Parcel(_chosen(parts, parcels, answered & ~accepted), step.state[~step.accepted])
         result = CallResult(
             predictions=_spread(step.predictions, answered, -1),
             confidences=_spread(step.confidences, answered, np.nan),
-            accepted=_spread(step.accepted, answered, False),
-            costs=np.where(answered, self._costs(answers, n), 0.0),
-            started_at=started_at,
-            compute_s=time.perf_counter() - started,
-            device_s=None,
+            accepted=accepted,
+            costs=np.where(answered, self._costs(answers, len(answered)), 0.0),
+            started_at=clock.started_at,
+            compute_s=clock.elapsed_s,
+            policy_s=policy_s,
+            device_s=clock.device_s,
             node=self._node,
             failures=answers.failures,
+            state_bytes=step.state.shape[1] * step.state.itemsize,
         )
-        return result, step.state[~step.accepted]
+        return result, goes_on
 
-    def answer(self, parts: Sequence[Part], *arguments: Any) -> tuple[CallResult, Collected | None]:
+    def answer(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
 
         Returns the result, its predictions and confidences empty of meaning, and the model's answers; None for
         a call that failed.
         """
-        model = self._loaded()
-        started_at, started = time.time(), time.perf_counter()
+        clock = _Clock()
         try:
-            answers = _asked(model, _batch(parts, arguments))
+            answers = clock.asks(self._asked, _batch(parts, parcels))
         except (ConfigError, ExecutionError):
             raise
         except Exception as error:
-            return _failed(error, started_at, time.perf_counter() - started, self._node), None
-        compute_s = time.perf_counter() - started
+            return self._failed(error, clock), None
+        compute_s = clock.elapsed_s
         if self._gflops is None and answers.costs is None:
-            self._gflops = measured_gflops(model, _batch(parts, arguments)) or 0.0
+            assert self._model is not None
+            self._gflops = measured_gflops(self._model, _batch(parts, parcels)) or 0.0
         answered = _answered(answers)
         n = len(answered)
         result = CallResult(
@@ -130,18 +149,25 @@ class StageWorker:
             confidences=np.full(n, np.nan),
             accepted=answered,
             costs=np.zeros(n) if answers.costs is None else answers.costs,
-            started_at=started_at,
+            started_at=clock.started_at,
             compute_s=compute_s,
-            device_s=None,
+            policy_s=0.0,
+            device_s=clock.device_s,
             node=self._node,
             failures=answers.failures,
         )
         return result, Collected(answers, self._gflops or None)
 
-    def _loaded(self) -> Model:
-        if self._model is None:
-            self._model = self._spec.model.load()
-        return self._model
+    def _asked(self, batch: Batch) -> Answers:
+        """Ask the model, and hold its answers against the number of choices where rows offer some."""
+        assert self._model is not None
+        n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
+        return matched(self._model(batch), n_choices)
+
+    def _failed(self, error: Exception, clock: _Clock) -> CallResult:
+        said = " ".join(str(error).split())
+        reason = said if isinstance(error, CaucError) else f"{type(error).__name__}: {said}"
+        return replace(CallResult.broken(clock.started_at, self._node, reason), compute_s=clock.elapsed_s)
 
     def _costs(self, answers: Answers, n: int) -> Floats:
         """Return each row's cost: the call's own where the policy counts those and the model tells them."""
@@ -155,10 +181,35 @@ class StageWorker:
 _NOBODY = Step(np.zeros(0, np.int32), np.zeros(0), np.zeros(0, bool), np.zeros((0, 0)))
 
 
-def _asked(model: Model, batch: Batch) -> Answers:
-    """Ask a model, and hold its answers against the number of choices where rows offer some."""
-    n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
-    return matched(model(batch), n_choices)
+class _Clock:
+    """The time that a call takes: on the wall, and between two events on a GPU if the model has used one."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        self.device_s: float | None = None
+        self._started = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def asks(self, ask: Callable[[Batch], Answers], batch: Batch) -> Answers:
+        cuda = _cuda()
+        if cuda is None:
+            return ask(batch)
+        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        first.record()
+        answers = ask(batch)
+        last.record()
+        last.synchronize()
+        self.device_s = first.elapsed_time(last) / 1000
+        return answers
+
+
+def _cuda() -> Any:
+    """Return torch.cuda where a model has made use of it in this process, else None."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _answered(answers: Answers) -> Bools:
@@ -177,15 +228,31 @@ def _spread(values: npt.NDArray[Any], answered: Bools, otherwise: float) -> npt.
     return spread
 
 
-def _batch(parts: Sequence[Part], arguments: Sequence[Any]) -> Batch:
+def _batch(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
     """Gather the parts' rows, column by column, into arrays that the model may write to."""
     return {
-        name: concat_column([_take(arguments[part.payload][name], part.indices) for part in parts])
-        for name in arguments[parts[0].payload]
+        name: concat_column([_plain(_take(parcels[part.parcel].columns[name], part.places)) for part in parts])
+        for name in parcels[parts[0].parcel].columns
     }
 
 
-def packed(columns: Batch) -> dict[str, npt.NDArray[Any] | pa.Array]:
+def _chosen(parts: Sequence[Part], parcels: Sequence[Parcel], mask: Bools) -> dict[str, Column]:
+    """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
+    ends = np.cumsum([len(part.places) for part in parts])
+    chosen = [
+        Part(part.parcel, part.places[mask[end - len(part.places) : end]])
+        for part, end in zip(parts, ends, strict=True)
+    ]
+    kept = [part for part in chosen if len(part.places)]
+    columns: dict[str, Column] = {}
+    for name in parcels[parts[0].parcel].columns:
+        taken = [_take(parcels[part.parcel].columns[name], part.places) for part in kept]
+        arrow = all(isinstance(column, pa.Array) for column in taken)
+        columns[name] = pa.concat_arrays(taken) if arrow else concat_column([_plain(column) for column in taken])
+    return columns
+
+
+def packed(columns: Batch) -> dict[str, Column]:
     """Return a block's columns as they travel to workers: those of bytes, as images are, in Arrow.
 
     A worker maps numbers and Arrow from shared memory, but would copy every one of the block's Python objects
@@ -198,34 +265,22 @@ def _holds_bytes(column: npt.NDArray[Any]) -> bool:
     return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
 
 
-def _take(column: npt.NDArray[Any] | pa.Array, indices: Ints) -> npt.NDArray[Any]:
+def _take(column: Column, places: Ints) -> Column:
+    return column.take(pa.array(places)) if isinstance(column, pa.Array) else column[places]
+
+
+def _plain(column: Column) -> npt.NDArray[Any]:
     if isinstance(column, pa.Array):
-        taken: npt.NDArray[Any] = column.take(pa.array(indices)).to_numpy(zero_copy_only=False)
-        return taken
-    return column[indices]
+        plain: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return plain
+    return column
 
 
-def _state(parts: Sequence[Part], arguments: Sequence[Any]) -> Floats | None:
+def _state(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
     """Gather the parts' states, padded with -inf to the widest."""
-    states = [arguments[part.state][part.state_rows] for part in parts if part.state is not None]
+    carried = [(parcels[part.parcel].state, part.places) for part in parts]
+    states = [state[places] for state, places in carried if state is not None]
     if not states:
         return None
     width = max(state.shape[1] for state in states)
     return np.concatenate([np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states])
-
-
-def _failed(error: Exception, started_at: float, compute_s: float, node: str) -> CallResult:
-    said = " ".join(str(error).split())
-    reason = said if isinstance(error, CaucError) else f"{type(error).__name__}: {said}"
-    nothing = np.zeros(0)
-    return CallResult(
-        predictions=np.zeros(0, dtype=np.int32),
-        confidences=nothing,
-        accepted=np.zeros(0, dtype=bool),
-        costs=nothing,
-        started_at=started_at,
-        compute_s=compute_s,
-        device_s=None,
-        node=node,
-        error=reason,
-    )

@@ -20,7 +20,7 @@ from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
 from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
-from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
@@ -78,7 +78,7 @@ def collect(
 
     if plans:
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
-            run_side_by_side(plans, on_progress, on_end)
+            run_side_by_side({name: works[name] for name in plans}, rows.source, on_progress, on_end)
     for name, work in works.items():
         if embedding is None and name not in plans:
             _note(work, list(works), out, rows)
@@ -89,7 +89,7 @@ def collect(
         "splits": sizes,
         "cost_unit": None if embedding is not None else cost_unit(next(iter(works.values())).stage),
         "models": [
-            _summary(name, work, plans[name].n_rows - plans[name].n_done if name in plans else 0, seconds.get(name))
+            _summary(name, work, sum(sizes.values()) - plans[name].n_done if name in plans else 0, seconds.get(name))
             for name, work in works.items()
         ],
         "elapsed_s": time.perf_counter() - started,

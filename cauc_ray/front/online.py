@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.data.files import read_json, write_json
-from cauc_ray.data.inputs import RunInput
-from cauc_ray.errors import CaucWarning
+from cauc_ray.data.inputs import open_input
+from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.loop import RunProgress
-from cauc_ray.execution.runner import BLOCK_ROWS, run_cascade
+from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -29,24 +29,28 @@ def run(
     *,
     resume: bool = False,
     address: str | None = None,
+    controllers: int = 1,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Run a policy's chain on every row of a Parquet input, on Ray.
+    """Run a policy's chain on every row of an input, on Ray.
 
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
-    input: Parquet file or folder with example_id and the columns that the models read.
+    input: Parquet file or folder with example_id and the columns that the models read, or a folder of images.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
+    controllers: how many share the input and the replicas, where one is the limit.
     Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
     """
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy if isinstance(policy, Policy) else Policy.load(policy)
     stages = pool.chain(policy.models)
     _warn_of_other_costs(stages, policy)
-    rows = RunInput(input)
+    if controllers < 1:
+        raise ConfigError(f"a run needs at least 1 controller, not {controllers}")
+    rows = open_input(input)
     out = Path(out).absolute()
-    record = new_record(policy.id, BLOCK_ROWS, rows.rows_by_file)
+    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity)
     if resume:
         record = resumed_record(out, record)
         if (out / "summary.json").is_file():
@@ -56,7 +60,16 @@ def run(
         require_new(out)
     started = time.perf_counter()
     with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(out):
-        run_s = run_cascade(stages, policy, rows, out, record, on_progress)
+        run_s = run_cascade(
+            stages,
+            policy,
+            rows,
+            out,
+            record,
+            on_progress,
+            degrade=pool.on_failure == "degrade",
+            controllers=controllers,
+        )
     summary = {
         "run_id": record.run_id,
         "pool": pool.name,

@@ -27,7 +27,7 @@ from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.policy import MeasuredShare, Policy
 
 if TYPE_CHECKING:
-    from cauc_ray.execution.loop import RunProgress
+    from cauc_ray.execution.progress import RunProgress
 
 # What takes less than this needs no progress bar.
 _PATIENCE_S = 2.0
@@ -79,7 +79,7 @@ def run_progress() -> Iterator[Callable[[RunProgress], None]]:
     with _row_bars() as bars:
 
         def on_progress(at: RunProgress) -> None:
-            waiting = ", ".join(f"{name} {queued + computing}" for name, queued, computing, _ in at.stages)
+            waiting = ", ".join(f"{stage.name} {stage.queued + stage.in_flight}" for stage in at.stages)
             bars("rows", at, f"rows ({waiting} under way)")
 
         yield on_progress

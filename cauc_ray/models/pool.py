@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, ValidationError,
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.models.kinds import ModelSpec, known_kinds
+from cauc_ray.models.resources import Resources
 
 LONGEST_NAME = 200  # a folder's name has 255 at most
 COST_UNITS = {
@@ -86,18 +87,12 @@ class Replicas(_Section):
         return self
 
 
-class Resources(_Section):
-    """What one replica occupies, and the labels that its node must carry."""
-
-    num_cpus: float = Field(default=1, ge=0)
-    num_gpus: float = Field(default=0, ge=0)
-    labels: dict[str, str] = {}
-
-
 class StageSpec(_Section):
     """One model of a pool as a stage.
 
     batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch to fill, in seconds.
+    call_timeout_s: a call that takes longer is given up, and with it the replica.   down_after_s: a stage that has
+    had no live replica for so long is down.
     """
 
     name: str
@@ -105,6 +100,8 @@ class StageSpec(_Section):
     cost: CostSpec | None = None
     batch_size: int = Field(default=256, ge=1)
     batch_wait_s: float = Field(default=1.0, ge=0)
+    call_timeout_s: float = Field(default=600.0, gt=0)
+    down_after_s: float = Field(default=600.0, gt=0)
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
 
@@ -120,10 +117,15 @@ class StageSpec(_Section):
 
 
 class Pool(_Section):
-    """A set of models for one task."""
+    """A set of models for one task.
+
+    on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
+    "degrade" answers them as the stages before would have, and says so in the rows.
+    """
 
     name: str
     task: Literal["image-classification", "multiple-choice"]
+    on_failure: Literal["fail", "degrade"] = "fail"
     stages: tuple[StageSpec, ...] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -1,0 +1,99 @@
+"""Commits beside the controller: a thread that hands results to where they are written, in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import ray
+
+from cauc_ray.execution.controller import BlockResult
+from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.reader import BlockNames
+from cauc_ray.models.answers import ModelFacts
+from cauc_ray.numbers.types import Ints
+
+# So many results may wait to be written before the controller waits, too.
+MOST_WAITING = 512
+GET_DEADLINE_S = 120.0
+
+
+class Sink(Protocol):
+    """Where a run's results go; plain, used in the controller's process."""
+
+    def start(self, facts: ModelFacts) -> None:
+        """Take what the first stage's model says of itself."""
+        ...
+
+    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+        """Take a call's result; extra: a reference to what the worker returned beside it."""
+        ...
+
+    def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
+        """Commit a finished block."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left after the last block."""
+        ...
+
+
+class Committer:
+    """Gives a sink what happened, in its order, on a thread of its own, so that a slow disk holds up no replica."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._todo: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._error: BaseException | None = None
+        self.n_rows = 0
+        self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
+        self._thread.start()
+
+    def start(self, facts: ModelFacts) -> None:
+        """Give the sink what the model says of itself."""
+        self._put(lambda: self._sink.start(facts))
+
+    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+        """Give the sink a call's result."""
+        self._put(lambda: self._sink.add_call(call, result, extra))
+
+    def add_block(self, result: BlockResult, names: Any) -> None:
+        """Have the sink commit a block.   names: a reference to its BlockNames."""
+
+        def commit() -> None:
+            known: BlockNames = ray.get(names, timeout=GET_DEADLINE_S)
+            self._sink.add_block(result, known.example_ids.to_pylist(), known.labels)
+            self.n_rows += len(result.stages)
+
+        self._put(commit)
+
+    def close(self) -> None:
+        """Wait until all is written. Raises what the sink has raised."""
+        self._put(self._sink.close)
+        self._put(None)
+        self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the sink has raised, if it has."""
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, what: Callable[[], None] | None) -> None:
+        while True:
+            self.check()
+            try:
+                self._todo.put(what, timeout=1.0)
+                return
+            except queue.Full:
+                continue  # unless what fills it is an error
+
+    def _work(self) -> None:
+        while (what := self._todo.get()) is not None:
+            try:
+                what()
+            except BaseException as error:
+                self._error = error
+                return

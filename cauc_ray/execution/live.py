@@ -1,0 +1,104 @@
+"""Runs in progress: each in an actor of its own beside the user, started again if that dies, followed to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import ray
+from ray.exceptions import RayError
+
+from cauc_ray.errors import ExecutionError
+from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, result_of, told
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.progress import RunProgress, StageProgress, together
+from cauc_ray.execution.run_controller import RunController
+
+POLL_S = 0.5
+# So often a controller whose process dies is started again; what was committed is not done again.
+RESTARTS = 3
+
+
+class LiveRun:
+    """A run in its own actor, on the node of the user, whose files it reads and writes.
+
+    It starts the stages itself, so that they end with it.
+    """
+
+    def __init__(self, plan: Callable[[], RunPlan | None]) -> None:
+        """Start a run on the current Ray session.
+
+        plan: called here, and again if the controller has died: returns what is still to be done, None if nothing.
+        """
+        self._plan = plan
+        self._restarts = RESTARTS
+        self._spent_s = 0.0
+        self._started = time.perf_counter()
+        first = plan()
+        assert first is not None
+        self._start(first)
+
+    def wait(self, timeout_s: float) -> float | None:
+        """Wait so long for the end. Returns the seconds from the first call to the last commit, None before it.
+
+        Raises ExecutionError when the stages do not start or cannot go on; what was finished stays committed.
+        """
+        if not ray.wait([self._seconds], timeout=timeout_s)[0]:
+            return None
+        try:
+            seconds: float = ray.get(self._seconds)
+        except RayError as error:
+            fault = told(error, "the controller")
+            if kind_of(error) != "died" or not self._restarts:
+                raise fault from error
+            return self._start_again()
+        return self._spent_s + seconds
+
+    def progress(self) -> RunProgress:
+        """Return how far the run is; how far it was, where its controller has died."""
+        with suppress(ExecutionError):
+            at: RunProgress = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
+            self._last = at
+        return self._last
+
+    def close(self) -> None:
+        """End the run and its stages."""
+        ray.kill(self._actor)
+
+    def _start(self, plan: RunPlan) -> None:
+        here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+        controller = make_actor(RunController, num_cpus=0, label_selector=here, concurrency_groups={"watch": 1})
+        self._actor = controller.remote(plan, here)
+        waiting = tuple(StageProgress(stage.name) for stage in plan.stages)
+        self._last = RunProgress(time.time(), plan.n_rows, plan.n_done, waiting)
+        self._seconds = self._actor.run.remote()
+
+    def _start_again(self) -> float | None:
+        self._restarts -= 1
+        self._spent_s = time.perf_counter() - self._started
+        plan = self._plan()
+        if plan is None:
+            return self._spent_s
+        self._start(plan)
+        return None
+
+
+def follow(runs: Sequence[LiveRun], on_progress: Callable[[RunProgress], None]) -> float:
+    """Wait for the end of a run's controllers, reporting progress about twice a second; end all if one cannot go on.
+
+    Returns the seconds of the longest.
+    """
+    try:
+        seconds: dict[int, float] = {}
+        while len(seconds) < len(runs):
+            for number, run in enumerate(runs):
+                if number not in seconds:
+                    taken = run.wait(POLL_S / (len(runs) - len(seconds)))
+                    if taken is not None:
+                        seconds[number] = taken
+            on_progress(together([run.progress() for run in runs]))
+        return max(seconds.values())
+    finally:
+        for run in runs:
+            run.close()

@@ -1,0 +1,106 @@
+"""All that one controller's run needs to know, as it is sent to it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from cauc_ray.data.inputs import BlockSource
+from cauc_ray.errors import ConfigError
+from cauc_ray.execution.committing import Sink
+from cauc_ray.execution.controller import StageLimits
+from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.policies.policy import Policy
+
+# What may wait before a stage: so many batches for each replica that it may have, so many blocks before the first.
+QUEUE_BATCHES = 8
+QUEUE_BLOCKS = 2
+# Rows that have no answer yet, in blocks: what a run that is ended has to do again, at most.
+OPEN_BLOCKS = 32
+# Of the object store, the share that waiting rows may fill; and bytes, where the store is large.
+STORE_SHARE = 0.3
+QUEUE_BYTES = 512 * 1024 * 1024
+# A block comes in so many objects at most.
+MOST_CHUNKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A controller's share of a run: every count-th group of the input from its number on."""
+
+    number: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The chain's stages, what decides, where rows come from and go to.
+
+    policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
+    input, None where nobody knows.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
+    rows in a block of input.   degrade: answer without a stage that is down.   first_replica: number of the first
+    replica, above those that the ledger has.
+    """
+
+    run_id: str
+    stages: tuple[StageSpec, ...]
+    policy: Policy | None
+    source: BlockSource
+    sink: Sink
+    n_rows: int | None
+    n_done: int
+    block_rows: int
+    import_paths: tuple[str, ...]
+    degrade: bool = False
+    shard: Shard = Shard()
+    first_replica: int = 0
+
+    @property
+    def groups(self) -> range:
+        """Return the groups of the input that are this controller's."""
+        return range(self.shard.number, self.source.n_groups, self.shard.count)
+
+    @property
+    def chunk_rows(self) -> int:
+        """Return the rows of a chunk: whole batches of the first stage, as few as the most chunks allow."""
+        batch = min(self.stages[0].batch_size, self.block_rows)
+        return batch * -(-self.block_rows // (MOST_CHUNKS * batch))
+
+    @property
+    def n_chunks(self) -> int:
+        """Return the chunks of a full block."""
+        return -(-self.block_rows // self.chunk_rows)
+
+    def limits(self, store_bytes: float) -> tuple[tuple[StageLimits, ...], int]:
+        """Return the stages' limits, and the open rows, for an object store of so many bytes."""
+        n_bytes = min(QUEUE_BYTES, STORE_SHARE * store_bytes) / len(self.stages)
+        limits = []
+        for place, stage in enumerate(self.stages):
+            rows = QUEUE_BATCHES * stage.batch_size * stage.replicas.max
+            # A stage's batches come from those of the stage before, the first one's from blocks.
+            fed_by = QUEUE_BLOCKS * self.block_rows if place == 0 else 4 * self.stages[place - 1].batch_size
+            limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, max(rows, fed_by), n_bytes))
+        return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))
+
+
+def sharded(stages: tuple[StageSpec, ...], shard: Shard) -> tuple[StageSpec, ...]:
+    """Return the stages with one controller's share of their replicas.
+
+    Raises ConfigError when a stage may not have one replica for every controller.
+    """
+    shares = []
+    for stage in stages:
+        if stage.replicas.max < shard.count:
+            raise ConfigError(
+                f"{shard.count} controllers need a replica of every stage each; stage {stage.name!r} may have "
+                f"{stage.replicas.max}: raise its replicas' max, or lower the number of controllers"
+            )
+        most = (stage.replicas.max + shard.count - 1 - shard.number) // shard.count
+        least = min(most, max(1, (stage.replicas.min + shard.count - 1 - shard.number) // shard.count))
+        shares.append(stage.model_copy(update={"replicas": Replicas(min=least, max=most)}))
+    return tuple(shares)
+
+
+def import_paths() -> tuple[str, ...]:
+    """Return where stages look for a user's own modules beside the installed ones: the current folder."""
+    return (os.getcwd(),)

@@ -1,0 +1,118 @@
+"""Reading a run's input: several readers at once, each a group of blocks after the other, in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+
+from cauc_ray.data.inputs import BlockSource, InputBlock
+from cauc_ray.execution.controller import Chunk
+from cauc_ray.execution.stage import Parcel, packed
+from cauc_ray.numbers.types import Ints
+
+# A block that cannot be read is tried so often, with a growing pause between.
+TRIES = 3
+PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """What the controller needs of a block.   unreadable: why it has ids and no columns."""
+
+    number: int
+    n_rows: int
+    chunks: tuple[Chunk, ...]
+    unreadable: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """What is needed of a block's rows when they are committed.   labels: as InputBlock's."""
+
+    example_ids: pa.Array
+    labels: Ints | None
+
+
+class BlockReader:
+    """Reads blocks in chunks of at most so many rows; goes on where it was, or begins a group anew."""
+
+    def __init__(self, source: BlockSource, chunk_rows: int, n_chunks: int) -> None:
+        self._source = source
+        self._chunk_rows = chunk_rows
+        self._n_chunks = n_chunks
+        self._at = (-1, 0)
+        self._blocks: Iterator[tuple[int, InputBlock]] = iter(())
+
+    def read(self, group: int, place: int) -> list[Any]:
+        """Return a group's block at a place among those that are to be done: header, names, then every chunk.
+
+        The header is None after the last block. Chunks that the block does not fill are None.
+        """
+        found = self._block(group, place)
+        for attempt in range(1, TRIES):
+            if found is None or found[1].unreadable is None:
+                break
+            time.sleep(PAUSE_S * 2**attempt)
+            self._at = (-1, 0)
+            found = self._block(group, place)
+        if found is None:
+            return [None] * (2 + self._n_chunks)
+        number, block = found
+        n, size = len(block.example_ids), self._chunk_rows
+        chunks, parcels = [], []
+        for start in range(0, n if block.unreadable is None else 0, size):
+            rows = min(size, n - start)
+            chunks.append(Chunk(rows, int(block.n_bytes * rows / n)))
+            parcels.append(Parcel(packed({name: c[start : start + rows] for name, c in block.columns.items()})))
+        header = BlockHeader(number, n, tuple(chunks), block.unreadable)
+        names = BlockNames(pa.array(block.example_ids, pa.string()), block.labels)
+        return [header, names, *parcels, *[None] * (self._n_chunks - len(parcels))]
+
+    def _block(self, group: int, place: int) -> tuple[int, InputBlock] | None:
+        if self._at != (group, place):
+            self._blocks = islice(self._source.blocks(group), place, None)
+        self._at = (group, place + 1)
+        return next(self._blocks, None)
+
+
+class ReadPlan:
+    """Which block each reader reads next: it goes through its group, then takes the next that nobody has.
+
+    groups: the input's, or one controller's share of them.
+    """
+
+    def __init__(self, groups: range) -> None:
+        self._untouched = list(reversed(groups))
+        self._begun: dict[int, tuple[int, int]] = {}
+        self._again: list[tuple[int, int]] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """Say whether there is nothing more to ask for."""
+        return not (self._untouched or self._begun or self._again)
+
+    def next_place(self, reader: int) -> tuple[int, int] | None:
+        """Return the group and the place in it that a reader shall read now, None if others read all that is left."""
+        if self._again:
+            return self._again.pop(0)
+        if reader not in self._begun:
+            if not self._untouched:
+                return None
+            self._begun[reader] = (self._untouched.pop(), 0)
+        group, place = self._begun[reader]
+        self._begun[reader] = (group, place + 1)
+        return group, place
+
+    def group_ended(self, reader: int, group: int) -> None:
+        """Note that a group has no further block."""
+        if reader in self._begun and self._begun[reader][0] == group:
+            del self._begun[reader]
+
+    def read_again(self, places: list[tuple[int, int]]) -> None:
+        """Have places read again, by whoever asks next: their reader died before it delivered them."""
+        self._again += places

@@ -1,0 +1,181 @@
+"""The replicas of a run's stages on Ray: placed, loaded, replaced when they die, let go when there is no work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayError
+
+from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.execution.actors import kind_of, told, worker_class
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.scaling import StageLoad, scale
+from cauc_ray.models.answers import ModelFacts
+
+# A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
+PLACE_S = 20.0
+REFUSED_S = 30.0
+# The pause before another replica is started after one died without having answered: it grows to the longest.
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(slots=True)
+class Replica:
+    """One copy of a stage's model.   ref: what it has not answered yet of placing and loading.   node: where it is."""
+
+    number: int
+    stage: int
+    handle: Any
+    phase: Literal["placing", "loading", "live", "closing"]
+    ref: Any
+    since: float
+    node: str = ""
+    has_answered: bool = False
+
+
+@dataclass(slots=True)
+class _Stage:
+    """without_since: since when it has had no live replica, None while it has.   why: what the last one died of."""
+
+    without_since: float | None
+    was_live: bool = False
+    deaths_in_row: int = 0
+    not_before: float = 0.0
+    refused_until: float = 0.0
+    busy_at: float = 0.0
+    why: str = ""
+
+
+class Replicas:
+    """All replicas that a controller has on Ray."""
+
+    def __init__(self, plan: RunPlan, now: float) -> None:
+        """Start every stage's least number."""
+        self._plan = plan
+        self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
+        self._classes = [worker_class(stage) for stage in plan.stages]
+        self._next = plan.first_replica + plan.shard.number
+        self.by_number: dict[int, Replica] = {}
+        self.by_ref: dict[Any, Replica] = {}
+        for stage, spec in enumerate(plan.stages):
+            for _ in range(spec.replicas.min):
+                self._start(stage, now)
+
+    def counts(self) -> list[tuple[int, int]]:
+        """Return each stage's live replicas and those that are being started."""
+        counts = [[0, 0] for _ in self._stages]
+        for replica in self.by_number.values():
+            if replica.phase != "closing":
+                counts[replica.stage][replica.phase != "live"] += 1
+        return [(live, starting) for live, starting in counts]
+
+    def take(self, ref: Any, now: float) -> tuple[Replica, ModelFacts] | None:
+        """Take a replica's answer to being placed or loaded. Returns it once it is live.
+
+        Raises the model's error when a stage that has never had a live replica cannot load it.
+        """
+        replica = self.by_ref.pop(ref)
+        try:
+            answer = ray.get(ref)
+        except RayError as error:
+            fault = told(error, f"stage {self._plan.stages[replica.stage].name!r}")
+            if kind_of(error) == "raised" and not self._stages[replica.stage].was_live:
+                raise fault from error
+            self.lost(replica, str(fault), now)
+            return None
+        if replica.phase == "placing":
+            replica.phase, replica.node = "loading", answer
+            self._await(replica, replica.handle.load.remote())
+            return None
+        replica.phase, at = "live", self._stages[replica.stage]
+        at.was_live, at.without_since = True, None
+        return replica, answer
+
+    def lost(self, replica: Replica, why: str, now: float) -> None:
+        """Give a replica up: it died, or hangs. Another is started in its place, after a pause if it never worked."""
+        at = self._stages[replica.stage]
+        at.why = why
+        at.deaths_in_row = 0 if replica.has_answered else at.deaths_in_row + 1
+        pause_s = FIRST_PAUSE_S * 2 ** (at.deaths_in_row - 1) if at.deaths_in_row else 0.0
+        at.not_before = now + min(pause_s, LONGEST_PAUSE_S)
+        self.let_go(replica, now)
+
+    def let_go(self, replica: Replica, now: float) -> None:
+        """End a replica."""
+        del self.by_number[replica.number]
+        if replica.ref is not None:
+            self.by_ref.pop(replica.ref, None)
+        ray.kill(replica.handle)
+        at = self._stages[replica.stage]
+        if at.without_since is None and not self.counts()[replica.stage][0]:
+            at.without_since = now
+
+    def down_for(self, stage: int, now: float) -> tuple[float, str]:
+        """Return for how many seconds a stage has had no live replica, and what is known of why."""
+        at = self._stages[stage]
+        return (0.0 if at.without_since is None else now - at.without_since), at.why
+
+    def rescale(self, backlogs_s: Sequence[float | None], now: float) -> list[int]:
+        """Start what is missing or wanted.   backlogs_s: each stage's, as the controller knows them.
+
+        Returns the stages that are to let a replica go, once it has no call.
+        """
+        loads, n_unplaced = [], 0
+        for replica in list(self.by_number.values()):
+            if replica.phase == "placing" and now - replica.since > 1.0:
+                if now - replica.since > PLACE_S and self._is_spare(replica.stage):
+                    self._stages[replica.stage].refused_until = now + REFUSED_S
+                    self.let_go(replica, now)
+                else:
+                    n_unplaced += 1
+        for (live, starting), backlog_s, at, spec in zip(
+            self.counts(), backlogs_s, self._stages, self._plan.stages, strict=True
+        ):
+            if backlog_s is None or backlog_s > 0:
+                at.busy_at = now
+            loads.append(
+                StageLoad(
+                    live=live,
+                    starting=starting,
+                    least=spec.replicas.min,
+                    most=spec.replicas.max,
+                    backlog_s=backlog_s,
+                    idle_s=now - at.busy_at,
+                    refused=now < at.refused_until,
+                )
+            )
+        change = scale(loads, n_unplaced=n_unplaced)
+        for stage in change.start:
+            if now >= self._stages[stage].not_before:
+                self._start(stage, now)
+        return list(change.stop)
+
+    def newest(self, stage: int) -> Replica | None:
+        """Return a stage's live replica that was started last."""
+        live = [r for r in self.by_number.values() if r.stage == stage and r.phase == "live"]
+        return live[-1] if live else None
+
+    def _is_spare(self, stage: int) -> bool:
+        return sum(self.counts()[stage]) > self._plan.stages[stage].replicas.min
+
+    def _start(self, stage: int, now: float) -> None:
+        plan = self._plan
+        handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy, plan.import_paths)
+        replica = Replica(self._next, stage, handle, "placing", None, now)
+        self._next += plan.shard.count
+        self.by_number[replica.number] = replica
+        self._await(replica, handle.place.remote())
+
+    def _await(self, replica: Replica, ref: Any) -> None:
+        replica.ref = ref
+        self.by_ref[ref] = replica
+
+
+def no_replica(name: str, seconds: float, why: str) -> CaucError:
+    """Return the error of a run whose stage is down."""
+    last = f"the last one: {why}" if why else "none could be placed or has loaded its model"
+    return ExecutionError(f"stage {name!r} has had no live replica for {seconds:.0f} s; {last}")

@@ -1,0 +1,404 @@
+"""A run's controller on Ray: it owns the actors and objects, and carries messages between them and its logic."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import ray
+from ray.exceptions import RayError
+
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError
+from cauc_ray.execution.actors import kind_of, make_actor, told
+from cauc_ray.execution.committing import Committer
+from cauc_ray.execution.controller import BlockResult, Controller, Released
+from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.metrics import RunMetrics
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.reader import BlockHeader, BlockReader, ReadPlan
+from cauc_ray.execution.replicas import Replica, Replicas, no_replica
+from cauc_ray.execution.stage import Part
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+READS_PER_READER = 2
+MOST_READERS = 8
+# Another reader is started where the first stage has waited so long for rows.
+STARVED_S = 0.3
+READ_DEADLINE_S = 600.0
+# So often in a row may a reader die, or the object store be full, before the run ends.
+READ_TRIES = 4
+FULL_PAUSE_S = 2.0
+FULL_LIMIT_S = 300.0
+# How long one wait for events lasts at most, how often replicas are looked after, and how often metrics are told.
+POLL_S = 0.1
+WATCH_S = 0.1
+REPORT_S = 1.0
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A call on its way.   extra: the reference to what comes beside its result."""
+
+    call: Call
+    extra: Any
+
+
+@dataclass(slots=True)
+class _Read:
+    """A block that is being read.   rest: the references beside the header.   again: its number, if it was lost."""
+
+    reader: int
+    place: tuple[int, int]
+    rest: list[Any]
+    since: float
+    again: int | None = None
+
+
+def _in_group(name: str) -> Callable[[Method], Method]:
+    """Have an actor's method run beside the others; Ray's own decorator has no types."""
+    return cast("Callable[[Method], Method]", ray.method(concurrency_group=name))
+
+
+class RunController:
+    """Runs one controller's share of a run to its end."""
+
+    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
+        """Take the plan, and the label of the node that the controller is on, whose files the readers read."""
+        self._plan = plan
+        self._here = here
+        limits, open_rows = plan.limits(_store_bytes())
+        self._names = [stage.name for stage in plan.stages]
+        self._logic = Controller(limits, open_rows)
+        self._counts = [(0, 0)] * len(plan.stages)
+        self._n_finished = 0
+        self._sent: dict[Any, _Sent] = {}
+        self._refs: dict[int, Any] = {}
+        self._reads: dict[Any, _Read] = {}
+        self._parcels: dict[int, Any] = {}
+        self._block_names: dict[int, Any] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._to_read = ReadPlan(plan.groups)
+        self._readers: dict[int, Any] = {}
+        self._reader_deaths = 0
+        self._full_since: float | None = None
+        self._starved_since: float | None = None
+        self._first_call: float | None = None
+        self._facts_known = False
+        self._watched = self._reported = 0.0
+
+    @_in_group("watch")
+    def progress(self) -> RunProgress:
+        """Return how far the run is."""
+        stages = self._logic.progress(self._names, self._counts)
+        return RunProgress(time.time(), self._plan.n_rows, self._n_finished, stages)
+
+    def run(self) -> float:
+        """Run to the end. Returns the seconds from the first call to the last commit."""
+        self._replicas = Replicas(self._plan, time.time())
+        self._committer = Committer(self._plan.sink)
+        self._metrics = RunMetrics(self._plan.run_id, self._names)
+        self._n_finished = self._plan.n_done
+        try:
+            while not self._logic.finished:
+                self._ask_for_blocks()
+                self._send_calls()
+                for ref in self._events():
+                    self._take(ref)
+                self._watch(time.time())
+        except BaseException:
+            with suppress(Exception):
+                self._committer.close()  # what is finished stays; the error that ends the run is the first one
+            raise
+        else:
+            self._committer.close()
+            self._n_finished = self._plan.n_done + self._committer.n_rows
+            return time.perf_counter() - self._first_call if self._first_call is not None else 0.0
+        finally:
+            self._metrics.close()
+
+    def _events(self) -> list[Any]:
+        """Wait for the next events, and take those along that are there by then: a wait for each would cost more."""
+        pending = [*self._reads, *self._sent, *self._replicas.by_ref]
+        wait_s = self._logic.wait_s(time.time())
+        timeout_s = POLL_S if wait_s is None else min(wait_s, POLL_S)
+        if not pending:
+            time.sleep(timeout_s)
+            return []
+        ready, _ = ray.wait(pending, num_returns=1, timeout=timeout_s)
+        if ready and len(pending) > 1:
+            ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        return list(ready)
+
+    def _take(self, ref: Any) -> None:
+        now = time.time()
+        if ref in self._sent:
+            self._call_ready(ref, now)
+        elif ref in self._reads:
+            self._block_ready(ref, now)
+        elif ref in self._replicas.by_ref:
+            ready = self._replicas.take(ref, now)
+            if ready is not None:
+                replica, facts = ready
+                if replica.stage == 0 and not self._facts_known:
+                    self._facts_known = True
+                    self._committer.start(facts)
+                self._logic.add_replica(replica.stage, replica.number)
+
+    # Input
+
+    def _ask_for_blocks(self) -> None:
+        while (block := self._logic.next_restart()) is not None and not self._is_read_again(block):
+            self._ask(self._idlest_reader(), self._places[block], again=block)
+        while self._logic.wants_block():
+            reader = self._idlest_reader()
+            if sum(read.reader == reader for read in self._reads.values()) >= READS_PER_READER:
+                return
+            place = self._to_read.next_place(reader)
+            if place is None:
+                break
+            self._ask(reader, place)
+        if self._to_read.exhausted:
+            self._logic.end_input()
+
+    def _ask(self, reader: int, place: tuple[int, int], again: int | None = None) -> None:
+        n_returns = 2 + self._plan.n_chunks
+        header, *rest = self._readers[reader].read.options(num_returns=n_returns).remote(*place)
+        self._reads[header] = _Read(reader, place, rest, time.time(), again)
+        self._logic.read_started()
+
+    def _idlest_reader(self) -> int:
+        if not self._readers:
+            self._start_reader(0)
+        busy = [read.reader for read in self._reads.values()]
+        return min(self._readers, key=busy.count)
+
+    def _start_reader(self, number: int) -> None:
+        reader = make_actor(BlockReader, num_cpus=0, label_selector=self._here)
+        self._readers[number] = reader.remote(self._plan.source, self._plan.chunk_rows, self._plan.n_chunks)
+
+    def _is_read_again(self, block: int) -> bool:
+        return any(read.again == block for read in self._reads.values())
+
+    def _block_ready(self, ref: Any, now: float) -> None:
+        read = self._reads[ref]
+        try:
+            header: BlockHeader | None = ray.get(ref)
+        except RayError as error:
+            self._read_failed(ref, error, now)
+            return
+        del self._reads[ref]
+        self._logic.read_ended()
+        self._reader_deaths, self._full_since = 0, None
+        group, _ = read.place
+        if header is None:
+            self._to_read.group_ended(read.reader, group)
+            return
+        names, *chunks = read.rest
+        if read.again is not None:
+            self._add_again(read.again, header, chunks, now)
+            return
+        self._block_names[header.number] = names
+        if header.unreadable is not None:
+            self._commit(self._logic.add_unreadable(header.number, header.n_rows, header.unreadable))
+            return
+        self._places[header.number] = read.place
+        numbers = self._logic.add_block(header.number, header.chunks, now)
+        self._parcels.update(zip(numbers, chunks, strict=False))
+
+    def _add_again(self, block: int, header: BlockHeader, chunks: list[Any], now: float) -> None:
+        if header.unreadable is not None:
+            self._release(self._logic.give_up(block, f"it was lost and cannot be read again: {header.unreadable}"))
+            return
+        numbers = self._logic.add_again(block, header.chunks, now)
+        wanted = zip(numbers, chunks, strict=False)
+        self._parcels.update((number, chunk) for number, chunk in wanted if number is not None)
+
+    def _read_failed(self, ref: Any, error: RayError, now: float) -> None:
+        kind, fault = kind_of(error), told(error, "the reader")
+        if kind == "raised":
+            raise fault from error
+        if kind == "full":
+            self._note_full(now, fault)
+            self._read_anew([ref])
+        else:
+            self._reader_lost(self._reads[ref].reader, fault)
+
+    def _reader_lost(self, reader: int, fault: CaucError) -> None:
+        """Start a reader anew that died or hangs."""
+        self._reader_deaths += 1
+        if self._reader_deaths >= READ_TRIES:
+            raise ExecutionError(f"the input cannot be read: {fault}")
+        ray.kill(self._readers[reader])
+        self._read_anew([ref for ref, read in self._reads.items() if read.reader == reader])
+        self._start_reader(reader)
+
+    def _read_anew(self, lost: list[Any]) -> None:
+        """Have read again what a reader has not delivered; lost rows ask for their blocks by themselves."""
+        reads = [self._reads.pop(ref) for ref in lost]
+        for _ in reads:
+            self._logic.read_ended()
+        self._to_read.read_again([read.place for read in reads if read.again is None])
+
+    # Calls
+
+    def _send_calls(self) -> None:
+        while (call := self._logic.next_call(time.time())) is not None:
+            if self._first_call is None:
+                self._first_call = time.perf_counter()
+            numbers = list(dict.fromkeys(rows.parcel for rows in call.rows))
+            parts = [Part(numbers.index(rows.parcel), rows.places) for rows in call.rows]
+            worker = self._replicas.by_number[call.replica].handle
+            answer = worker.answer if self._plan.policy is None else worker.decide
+            parcels = [self._parcels[number] for number in numbers]
+            result, extra = answer.options(num_returns=2).remote(parts, *parcels)
+            self._sent[result] = _Sent(call, extra)
+            self._refs[call.id] = result
+
+    def _call_ready(self, ref: Any, now: float) -> None:
+        sent = self._sent[ref]
+        call = sent.call
+        try:
+            result: CallResult = ray.get(ref)
+        except RayError as error:
+            self._call_broken(call, error, now)
+            return
+        del self._sent[ref], self._refs[call.id]
+        self._full_since = None
+        self._replicas.by_number[call.replica].has_answered = True
+        self._committer.add_call(call, result, sent.extra)
+        if result.error is None and result.n_deferred:
+            self._parcels[call.output] = sent.extra
+        self._release(self._logic.call_ended(call.id, result, now))
+        if result.error is not None and self._logic.hopeless(call.stage):
+            name = self._names[call.stage]
+            self._stage_fails(
+                call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {result.error}")
+            )
+
+    def _call_broken(self, call: Call, error: RayError, now: float) -> None:
+        name = self._names[call.stage]
+        kind, fault = kind_of(error), told(error, f"stage {name!r}")
+        cause = getattr(error, "cause", None)
+        if kind == "raised" and isinstance(cause, ConfigError | ExecutionError):
+            raise fault from error
+        if kind == "died":
+            self._replica_lost(self._replicas.by_number[call.replica], str(fault), now)
+            if self._logic.hopeless(call.stage):
+                self._stage_fails(call.stage, ExecutionError(f"every replica of stage {name!r} dies: {fault}"))
+            return
+        broken = self._note_broken(call, str(fault), now)
+        if kind == "full":
+            self._note_full(now, fault)
+            self._logic.call_postponed(call.id, FULL_PAUSE_S, now)
+        elif kind == "lost":
+            self._release(self._logic.rows_lost(call.id, f"its data was lost: {fault}", now))
+        else:
+            self._release(self._logic.call_ended(call.id, broken, now))
+
+    def _replica_lost(self, replica: Replica, why: str, now: float) -> None:
+        """Give a replica up; take first what it has answered already."""
+        others = [self._refs[call] for call in self._logic.calls_at(replica.number)]
+        for ref in ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []:
+            if _is_well(ref):
+                self._call_ready(ref, now)
+        for call_id in self._logic.calls_at(replica.number):
+            self._note_broken(self._sent[self._refs[call_id]].call, why, now)
+        self._release(self._logic.replica_lost(replica.number, why, now))
+        self._replicas.lost(replica, why, now)
+
+    def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
+        """Forget a call of which nothing will come, and note it for the ledger."""
+        sent = self._sent.pop(self._refs.pop(call.id))
+        broken = CallResult.broken(now, self._replicas.by_number[call.replica].node, why)
+        self._committer.add_call(call, broken, sent.extra)
+        return broken
+
+    def _note_full(self, now: float, fault: CaucError) -> None:
+        """End the run if the object store has been full for too long."""
+        self._full_since = self._full_since or now
+        if now - self._full_since > FULL_LIMIT_S:
+            raise ExecutionError(f"the object store has been full for {FULL_LIMIT_S:.0f} s: {fault}")
+
+    def _stage_fails(self, stage: int, error: CaucError) -> None:
+        """Go on without a stage where the pool allows it and others have answers, else end the run."""
+        if not self._plan.degrade or stage == 0:
+            raise error
+        self._release(self._logic.stage_down(stage))
+
+    # What is over
+
+    def _release(self, released: Released) -> None:
+        for parcel in released.parcels:
+            del self._parcels[parcel]
+        for block in released.blocks:
+            self._commit(block)
+
+    def _commit(self, block: BlockResult) -> None:
+        self._places.pop(block.block, None)
+        self._committer.add_block(block, self._block_names.pop(block.block))
+
+    # Looking after everything
+
+    def _watch(self, now: float) -> None:
+        """Every so often: give up what hangs, start and stop replicas and readers, tell how far the run is."""
+        if now - self._watched < WATCH_S:
+            return
+        self._watched = now
+        self._committer.check()
+        self._n_finished = self._plan.n_done + self._committer.n_rows
+        for stage, spec in enumerate(self._plan.stages):
+            for number in self._logic.overdue(stage, spec.call_timeout_s, now):
+                why = f"stage {spec.name!r} has not answered a call for {spec.call_timeout_s:g} s"
+                self._replica_lost(self._replicas.by_number[number], why, now)
+            seconds, why = self._replicas.down_for(stage, now)
+            if seconds > spec.down_after_s and (stage == 0 or self._logic.waiting(stage)):
+                self._stage_fails(stage, no_replica(spec.name, seconds, why))
+        self._rescale(now)
+        self._watch_readers(now)
+        self._counts = self._replicas.counts()
+        if now - self._reported >= REPORT_S:
+            self._reported = now
+            self._metrics.report(self.progress())
+
+    def _rescale(self, now: float) -> None:
+        backlogs = [self._logic.backlog_s(stage) for stage in range(len(self._names))]
+        for stage in self._replicas.rescale(backlogs, now):
+            replica = self._replicas.newest(stage)
+            if replica is not None:
+                replica.phase = "closing"
+                self._logic.close_replica(replica.number)
+        for replica in [r for r in self._replicas.by_number.values() if r.phase == "closing"]:
+            if not self._logic.calls_at(replica.number):
+                self._logic.drop_replica(replica.number)
+                self._replicas.let_go(replica, now)
+
+    def _watch_readers(self, now: float) -> None:
+        for reader in {read.reader for read in self._reads.values()}:
+            oldest = min(read.since for read in self._reads.values() if read.reader == reader)
+            if now - oldest > READ_DEADLINE_S:
+                self._reader_lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
+        starved = self._reads and self._logic.starved
+        self._starved_since = (self._starved_since or now) if starved else None
+        more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
+        if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
+            self._start_reader(len(self._readers))
+            self._starved_since = None
+
+
+def _is_well(ref: Any) -> bool:
+    try:
+        ray.get(ref)
+    except RayError:
+        return False
+    return True
+
+
+def _store_bytes() -> float:
+    """Return the object store of the live node that has the smallest."""
+    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in ray.nodes() if node["Alive"]]
+    return min(store for store in stores if store)

@@ -1,0 +1,88 @@
+"""What a replica of a stage occupies, and on which nodes it may stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")
+
+
+class Resources(BaseModel):
+    """What one replica occupies, and what its node's labels must be.
+
+    num_gpus: a fraction of one, which several replicas share, or whole ones.   custom: Ray's custom resources, by
+    name.   labels: label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node
+    without the label.   fallback: other labels, tried in order where no node meets the first.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    num_cpus: float = Field(default=1, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    custom: dict[str, float] = {}
+    labels: dict[str, str] = {}
+    fallback: tuple[dict[str, str], ...] = ()
+
+    @field_validator("num_gpus")
+    @classmethod
+    def _whole_above_one(cls, n: float) -> float:
+        if n > 1 and n != int(n):
+            raise ValueError(f"GPUs come as a fraction of one or as whole ones, not {n:g}")
+        return n
+
+    @field_validator("custom")
+    @classmethod
+    def _are_custom(cls, custom: dict[str, float]) -> dict[str, float]:
+        for name, amount in custom.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory") or not name:
+                raise ValueError(f"{name!r} is no custom resource; CPUs and GPUs are num_cpus and num_gpus")
+            if amount <= 0:
+                raise ValueError(f"{name!r}: an amount above 0 was expected, got {amount:g}")
+        return custom
+
+    @field_validator("labels", "fallback")
+    @classmethod
+    def _can_be_met(
+        cls, labels: dict[str, str] | tuple[dict[str, str], ...]
+    ) -> dict[str, str] | tuple[dict[str, str], ...]:
+        for one in (labels,) if isinstance(labels, dict) else labels:
+            for label, expression in one.items():
+                if not _EXPRESSION.fullmatch(expression):
+                    raise ValueError(
+                        f"label {label!r}: 'value', '!value', 'in(a, b)' or '!in(a, b)' expected, not {expression!r}"
+                    )
+        return labels
+
+    @model_validator(mode="after")
+    def _falls_back_from_something(self) -> Resources:
+        if self.fallback and not self.labels:
+            raise ValueError("fallback labels need labels to fall back from")
+        return self
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """Return what a replica occupies, by Ray's names."""
+        return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
+
+    def met_by(self, node_labels: Mapping[str, str]) -> bool:
+        """Say whether a node's labels are what is asked, or one of the fallbacks."""
+        return any(
+            all(_meets(node_labels.get(label), expression) for label, expression in one.items())
+            for one in (self.labels, *self.fallback)
+        )
+
+    def __str__(self) -> str:
+        asked = [f"{self.num_cpus:g} CPUs", f"{self.num_gpus:g} GPUs"]
+        asked += [f"{amount:g} {name}" for name, amount in self.custom.items()]
+        nodes = [", ".join(f"{k}={v}" for k, v in sorted(one.items())) for one in (self.labels, *self.fallback) if one]
+        return " and ".join(asked) + (f" on a node labelled {' or else '.join(nodes)}" if nodes else "")
+
+
+def _meets(value: str | None, expression: str) -> bool:
+    found = _EXPRESSION.fullmatch(expression)
+    assert found is not None  # validated
+    allowed = [found["one"]] if found["one"] else [part.strip() for part in found["many"].split(",")]
+    return (value in allowed) != bool(found["no"])

@@ -1,0 +1,52 @@
+import pytest
+from pydantic import ValidationError
+
+from cauc_ray.models.resources import Resources
+
+
+@pytest.mark.parametrize(
+    ("expression", "met_by", "not_met_by"),
+    [
+        ("edge", ["edge"], ["cloud", None]),
+        ("!edge", ["cloud", None], ["edge"]),
+        ("in(a, b)", ["a", "b"], ["c", None]),
+        ("!in(a,b)", ["c", None], ["a", "b"]),
+    ],
+)
+def test_labels_are_met_as_ray_has_it(expression, met_by, not_met_by):
+    needs = Resources(labels={"tier": expression})
+    for value in met_by:
+        assert needs.met_by({} if value is None else {"tier": value})
+    for value in not_met_by:
+        assert not needs.met_by({} if value is None else {"tier": value})
+
+
+def test_a_fallback_is_met_where_the_first_labels_are_not():
+    needs = Resources(labels={"tier": "gpu"}, fallback=({"tier": "edge", "zone": "a"},))
+    assert needs.met_by({"tier": "gpu"})
+    assert needs.met_by({"tier": "edge", "zone": "a"})
+    assert not needs.met_by({"tier": "edge"})
+
+
+def test_amounts_are_by_rays_names():
+    needs = Resources(num_cpus=0.5, num_gpus=2, custom={"licence": 1})
+    assert needs.amounts == {"CPU": 0.5, "GPU": 2, "licence": 1}
+    assert str(needs) == "0.5 CPUs and 2 GPUs and 1 licence"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"num_gpus": 1.5}, "a fraction of one or as whole ones, not 1.5"),
+        ({"custom": {"GPU": 1}}, "'GPU' is no custom resource"),
+        ({"custom": {"licence": 0}}, "an amount above 0 was expected, got 0"),
+        ({"labels": {"tier": "in(a"}}, "label 'tier': .* expected, not 'in"),
+        ({"labels": {"tier": ""}}, "expected, not ''"),
+        ({"fallback": [{"tier": "edge"}]}, "need labels to fall back from"),
+        ({"labels": {"tier": "a"}, "fallback": [{"tier": "a b"}]}, "expected, not 'a b'"),
+        ({"num_cpus": float("nan")}, "finite"),
+    ],
+)
+def test_what_no_replica_can_have_is_refused(fault, says):
+    with pytest.raises(ValidationError, match=says):
+        Resources(**fault)
