@@ -1,0 +1,91 @@
+"""A run's progress as Ray metrics, for Prometheus and dashboards; Ray puts `ray_` before their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ray.util.metrics import Counter, Gauge
+
+from cauc_ray.execution.pace import Pace, accepted_share
+from cauc_ray.execution.progress import RunProgress, StageProgress
+
+_OUTCOMES = ("accepted", "deferred", "failed", "degraded")
+_STAGE_GAUGES = {
+    "queued_rows": "Rows waiting for a stage",
+    "in_flight_rows": "Rows at a stage's replicas",
+    "replicas": "Replicas of a stage that work",
+    "starting_replicas": "Replicas of a stage that are being started",
+    "rows_per_second": "Rows that a stage's models had each second, over the last ten",
+    "accepted_share": "Share of its answers that a stage kept, since the start",
+}
+_RUN_GAUGES = {
+    "finished_rows": "Rows of a run that are committed, by earlier attempts too",
+    "eta_seconds": "Seconds to the end of a run at the pace of the last minute; absent where that is not known",
+}
+
+
+class RunMetrics:
+    """Tells Ray how far a run is.
+
+    Gauges and counters have the tags run and stage, those of the whole run only run. Counters count from the
+    start of this process; Ray adds `_total` to their names.
+    """
+
+    def __init__(self, run_id: str, stages: Sequence[str]) -> None:
+        of_stage = ("run", "stage")
+        self._run = {"run": run_id}
+        self._stages = tuple(stages)
+        self._gauges = {
+            name: Gauge(f"cauc_run_{name}", description, tag_keys=of_stage)
+            for name, description in _STAGE_GAUGES.items()
+        }
+        self._run_gauges = {
+            name: Gauge(f"cauc_run_{name}", description, tag_keys=("run",)) for name, description in _RUN_GAUGES.items()
+        }
+        self._rows = Counter("cauc_run_rows", "Rows that left a stage, by outcome", tag_keys=(*of_stage, "outcome"))
+        self._cost = Counter("cauc_run_cost", "What a stage's calls cost, in the policy's unit", tag_keys=of_stage)
+        self._busy = Counter("cauc_run_busy_seconds", "Seconds that a stage's replicas computed", tag_keys=of_stage)
+        self._pace = Pace()
+        self._last = tuple(StageProgress(name) for name in self._stages)
+
+    def report(self, progress: RunProgress) -> None:
+        """Tell how far the run is; cheap enough for once a second."""
+        rates = self._pace.add(progress)
+        for stage, last, rows_per_s in zip(progress.stages, self._last, rates.stage_rows_per_s, strict=True):
+            tags = {**self._run, "stage": stage.name}
+            self._set(
+                tags,
+                queued_rows=stage.queued,
+                in_flight_rows=stage.in_flight,
+                replicas=stage.replicas,
+                starting_replicas=stage.starting,
+                rows_per_second=rows_per_s or 0.0,
+                accepted_share=accepted_share(stage) or 0.0,
+            )
+            for outcome in _OUTCOMES:
+                _add(self._rows, getattr(stage, outcome) - getattr(last, outcome), {**tags, "outcome": outcome})
+            _add(self._cost, stage.cost - last.cost, tags)
+            _add(self._busy, stage.busy_s - last.busy_s, tags)
+        # Ray leaves out a gauge that is no number, and keeps one that is not set again as it was.
+        eta_s = float("nan") if rates.eta_s is None else rates.eta_s
+        self._set_run(finished_rows=progress.n_finished, eta_seconds=eta_s)
+        self._last = progress.stages
+
+    def close(self) -> None:
+        """Set the run's gauges to 0: nothing is under way any more."""
+        for name in self._stages:
+            self._set({**self._run, "stage": name}, **dict.fromkeys(_STAGE_GAUGES, 0))
+        self._set_run(**dict.fromkeys(_RUN_GAUGES, 0))
+
+    def _set(self, tags: dict[str, str], **values: float) -> None:
+        for name, value in values.items():
+            self._gauges[name].set(float(value), tags=tags)
+
+    def _set_run(self, **values: float) -> None:
+        for name, value in values.items():
+            self._run_gauges[name].set(float(value), tags=self._run)
+
+
+def _add(counter: Counter, amount: float, tags: dict[str, str]) -> None:
+    if amount > 0:  # Ray refuses 0
+        counter.inc(float(amount), tags=tags)
