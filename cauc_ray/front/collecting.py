@@ -20,7 +20,7 @@ from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
 from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
-from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec

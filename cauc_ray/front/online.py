@@ -13,7 +13,7 @@ from cauc_ray.data.files import read_json, write_json
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucWarning
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import BLOCK_ROWS, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front.summary import summarise
