@@ -130,30 +130,58 @@ def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
 
 
 def run_summary(summary: Mapping[str, Any]) -> None:
-    """Show what a run did."""
-    unit = summary["cost_unit"]
-    headings = ["stage", "reached", "answered", "calls", "batch fill", f"cost ({unit})", "compute (s)"]
+    """Show what a run did: its stages, what it saved, where time went, and what went wrong if anything did."""
+    unit, stages = summary["cost_unit"], summary["stages"]
+    headings = [
+        "stage",
+        "reached",
+        "answered",
+        "fill",
+        f"cost\n({unit})",
+        "share",
+        "compute\n(s)",
+        "busy",
+        "queue\n(s)",
+    ]
     table = _table(f"run {summary['run_id']}, policy {summary['policy_id']}", headings)
-    for stage in summary["stages"]:
+    table.collapse_padding = True
+    for column in table.columns:
+        column.no_wrap = not column.no_wrap  # names give way first
+    for stage in stages:
         _add_row(
             table,
             stage["name"],
             f"{stage['reached']:,}",
             f"{stage['answered']:,}",
-            f"{stage['calls']:,}",
             _percent(stage["batch_fill"]),
-            _number(stage["cost"]),
-            f"{stage['compute_s']:.2f}",
+            amount(stage["cost"]),
+            _percent(stage["cost_share"]),
+            amount(stage["compute_s"]),
+            _percent(stage["busy_share"]),
+            "–" if stage["queue_s"] is None else amount(stage["queue_s"]),
         )
     _print(table)
     of = summary["accuracy"]
     accuracy = f"accuracy {_with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
-    failed = f", {summary['n_failed']:,} failed (see failed/)" if summary["n_failed"] else ""
+    cost, last = f"cost {_number(summary['cost'])} {unit} a row", stages[-1]["name"]
+    line(f"{summary['n']:,} rows: {accuracy}{cost}{_relative(summary['relative_cost'])}")
     line(
-        f"{summary['n']:,} rows{failed}: {accuracy}cost {_number(summary['cost'])} {unit}"
-        f"{_relative(summary['relative_cost'])}; the last stage was spared {_percent(summary['last_stage_avoided'])}"
+        f"saved {_percent(summary['saving'])} of the last model's cost ({_percent(summary['expected_saving'])} "
+        f"expected); {_percent(summary['last_stage_avoided'])} of rows never called {last} "
+        f"({_percent(summary['expected_last_stage_avoided'])} expected)"
     )
-    line(f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started")
+    waiting_s, compute_s = (sum(stage[key] for stage in stages) for key in ("waiting_s", "compute_s"))
+    line(
+        f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started; "
+        f"replicas waited {amount(waiting_s)} of {amount(waiting_s + compute_s)} s"
+    )
+    trouble = {
+        "rows failed (see failed/)": summary["n_failed"],
+        "rows answered without a stage that was down": summary["degraded"],
+        "calls that brought nothing": sum(stage["lost_calls"] for stage in stages),
+    }
+    if any(trouble.values()):
+        line("; ".join(f"{what}: {n:,}" for what, n in trouble.items() if n))
 
 
 def inspection(found: Mapping[str, Any]) -> None:
