@@ -1,24 +1,12 @@
-"""Tables and progress for people; tables go to standard output, progress to standard error."""
+"""Tables for people, on standard output."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -26,11 +14,6 @@ from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.policy import MeasuredShare, Policy
 
-if TYPE_CHECKING:
-    from cauc_ray.execution.progress import RunProgress
-
-# What takes less than this needs no progress bar.
-_PATIENCE_S = 2.0
 _PIPE_WIDTH = 200
 
 
@@ -39,89 +22,11 @@ def line(text: str) -> None:
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
-@contextmanager
-def busy(doing: str) -> Iterator[None]:
-    """Show that something is going on, once it has taken two seconds."""
-    progress = _progress(TextColumn(doing), BarColumn(), TimeElapsedColumn())
-    progress.add_task(doing, total=None)
-    timer = threading.Timer(_PATIENCE_S, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        if progress.live.is_started:
-            progress.stop()
-
-
-@contextmanager
-def steps(n: int) -> Iterator[Callable[[str], None]]:
-    """Show n steps as they begin; yields what to call at the start of each."""
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with _progress(*columns) as progress:
-        task = progress.add_task("", total=n, completed=-1)
-
-        def step(description: str) -> None:
-            progress.update(task, description=description, advance=1)
-
-        yield step
-
-
-@contextmanager
-def run_progress() -> Iterator[Callable[[RunProgress], None]]:
-    """Show a run's rows as they are finished; yields what to call with its progress."""
-    with _row_bars() as bars:
-
-        def on_progress(at: RunProgress) -> None:
-            waiting = ", ".join(f"{stage.name} {stage.queued + stage.in_flight}" for stage in at.stages)
-            bars("rows", at, f"rows ({waiting} under way)")
-
-        yield on_progress
-
-
-@contextmanager
-def collect_progress() -> Iterator[Callable[[Mapping[str, RunProgress]], None]]:
-    """Show each model's rows as they are answered; yields what to call with the progress by model."""
-    with _row_bars() as bars:
-
-        def on_progress(models: Mapping[str, RunProgress]) -> None:
-            for name, at in models.items():
-                bars(name, at, name)
-
-        yield on_progress
-
-
-@contextmanager
-def _row_bars() -> Iterator[Callable[[str, RunProgress, str], None]]:
-    """Show bars of rows; yields what to call with a bar's key, where it is and what it says."""
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    progress = _progress(*columns)
-    tasks: dict[str, TaskID] = {}
-
-    def bar(key: str, at: RunProgress, description: str) -> None:
-        # Only now is there something to show: an error before this shall be one line.
-        progress.start()
-        if key not in tasks:
-            tasks[key] = progress.add_task(description, total=at.n_rows)
-        progress.update(tasks[key], completed=at.n_finished, description=description)
-
-    try:
-        yield bar
-    finally:
-        if progress.live.is_started:
-            progress.stop()
+def amount(value: float) -> str:
+    """Return a number of any size in few letters."""
+    if value >= 1e7:
+        return f"{value / 1e6:,.4g} M" if value < 1e10 else f"{value:.3e}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def collected(summary: Mapping[str, Any]) -> None:
@@ -225,30 +130,58 @@ def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
 
 
 def run_summary(summary: Mapping[str, Any]) -> None:
-    """Show what a run did."""
-    unit = summary["cost_unit"]
-    headings = ["stage", "reached", "answered", "calls", "batch fill", f"cost ({unit})", "compute (s)"]
+    """Show what a run did: its stages, what it saved, where time went, and what went wrong if anything did."""
+    unit, stages = summary["cost_unit"], summary["stages"]
+    headings = [
+        "stage",
+        "reached",
+        "answered",
+        "fill",
+        f"cost\n({unit})",
+        "share",
+        "compute\n(s)",
+        "busy",
+        "queue\n(s)",
+    ]
     table = _table(f"run {summary['run_id']}, policy {summary['policy_id']}", headings)
-    for stage in summary["stages"]:
+    table.collapse_padding = True
+    for column in table.columns:
+        column.no_wrap = not column.no_wrap  # names give way first
+    for stage in stages:
         _add_row(
             table,
             stage["name"],
             f"{stage['reached']:,}",
             f"{stage['answered']:,}",
-            f"{stage['calls']:,}",
             _percent(stage["batch_fill"]),
-            _number(stage["cost"]),
-            f"{stage['compute_s']:.2f}",
+            amount(stage["cost"]),
+            _percent(stage["cost_share"]),
+            amount(stage["compute_s"]),
+            _percent(stage["busy_share"]),
+            "–" if stage["queue_s"] is None else amount(stage["queue_s"]),
         )
     _print(table)
     of = summary["accuracy"]
     accuracy = f"accuracy {_with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
-    failed = f", {summary['n_failed']:,} failed (see failed/)" if summary["n_failed"] else ""
+    cost, last = f"cost {_number(summary['cost'])} {unit} a row", stages[-1]["name"]
+    line(f"{summary['n']:,} rows: {accuracy}{cost}{_relative(summary['relative_cost'])}")
     line(
-        f"{summary['n']:,} rows{failed}: {accuracy}cost {_number(summary['cost'])} {unit}"
-        f"{_relative(summary['relative_cost'])}; the last stage was spared {_percent(summary['last_stage_avoided'])}"
+        f"saved {_percent(summary['saving'])} of the last model's cost ({_percent(summary['expected_saving'])} "
+        f"expected); {_percent(summary['last_stage_avoided'])} of rows never called {last} "
+        f"({_percent(summary['expected_last_stage_avoided'])} expected)"
     )
-    line(f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started")
+    waiting_s, compute_s = (sum(stage[key] for stage in stages) for key in ("waiting_s", "compute_s"))
+    line(
+        f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started; "
+        f"replicas waited {amount(waiting_s)} of {amount(waiting_s + compute_s)} s"
+    )
+    trouble = {
+        "rows failed (see failed/)": summary["n_failed"],
+        "rows answered without a stage that was down": summary["degraded"],
+        "calls that brought nothing": sum(stage["lost_calls"] for stage in stages),
+    }
+    if any(trouble.values()):
+        line("; ".join(f"{what}: {n:,}" for what, n in trouble.items() if n))
 
 
 def inspection(found: Mapping[str, Any]) -> None:
@@ -283,12 +216,6 @@ def demo(result: Mapping[str, Any]) -> None:
     _print(table)
     line(result["agreement"])
     line(f"everything is in {result['folder']}: " + ", ".join(result["files"]))
-
-
-def _progress(*columns: ProgressColumn) -> Progress:
-    """Return a bar on standard error that goes away when done, and is not drawn where nobody watches."""
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _add_row(table: Table, *cells: str) -> None:

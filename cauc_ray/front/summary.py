@@ -19,60 +19,134 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     """Return the totals of a finished run, by stage and over all.
 
     batch_sizes: rows in a full batch, by stage. Costs are the ledger's: what was spent, in a resumed run also on
-    rows that had to be computed again, which each stage counts as repeated.
+    rows that had to be computed again, which each stage counts as repeated. Times are over a stage's replicas, each
+    from the start of its first call to the end of its last: compute_s in model and policy (busy_share of it all),
+    waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
+    lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, saving is what it
+    did not cost of the last model on every row, and expected_... is what the policy foretold.
     """
     predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
     assert ledger is not None  # a run of at least one row has made a call
-    answered_by, failed_at = _counts(predictions, "stage"), _counts(failed, "stage")
+    answered_by, failed_at, called = _counts(predictions, "stage"), _counts(failed, "stage"), _by_stage(ledger)
     n_answered, n_failed = len(predictions or ()), len(failed or ())
     n = reached = n_answered + n_failed
+    total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
     stages = []
     for place, name in enumerate(policy.models):
-        calls = ledger.filter(pc.field("stage") == name).to_pylist()
+        of = called.get(name, _NO_CALLS)
         answered, n_failed_here = answered_by.get(place, 0), failed_at.get(name, 0)
-        computed = sum(call["accepted"] + call["deferred"] for call in calls)
         stages.append(
             {
                 "name": name,
                 "reached": reached,
                 "answered": answered,
                 "failed": n_failed_here,
-                "repeated": computed - (reached - n_failed_here),
-                "calls": len(calls),
-                "batch_fill": sum(call["batch"] for call in calls) / max(1, len(calls) * batch_sizes[name]),
-                "cost": sum(call["cost"] for call in calls),
-                "compute_s": sum(call["compute_s"] for call in calls),
+                "repeated": of["rows"] - (reached - n_failed_here),
+                "calls": of["calls"],
+                "lost_calls": of["lost_calls"],
+                "batch_fill": of["batch"] / max(1, of["calls"] * batch_sizes[name]),
+                "cost": of["cost"],
+                "cost_share": of["cost"] / total if total > 0 else None,
+                "compute_s": of["compute_s"],
+                "device_s": of["device_s"],
+                "waiting_s": of["replica_s"] - of["compute_s"],
+                "busy_share": of["compute_s"] / of["replica_s"] if of["replica_s"] > 0 else None,
+                "queue_s": of["queue_s"],
             }
         )
         reached -= answered + n_failed_here
-    total, of_last = sum(stage["cost"] for stage in stages), policy.stages[-1].cost
+    relative, expected = total / n / of_last if of_last > 0 else None, policy.expected
     return {
         "policy_id": policy.id,
         "method": policy.method,
         "n": n,
         "n_failed": n_failed,
+        "degraded": _n_true(predictions, "degraded"),
         "accuracy": _accuracy(predictions),
         "cost_unit": policy.cost_unit,
         "total_cost": total,
         "cost": total / n,
-        "relative_cost": total / n / of_last if of_last > 0 else None,
-        "expected_relative_cost": policy.expected.relative_cost,
+        "relative_cost": relative,
+        "expected_relative_cost": expected.relative_cost,
+        "saving": _rest(relative),
+        "expected_saving": _rest(expected.relative_cost),
         "last_stage_avoided": 1 - stages[-1]["reached"] / n,
+        "expected_last_stage_avoided": 1 - expected.stages[-1].reached / expected.n,
         "stages": stages,
     }
+
+
+_NO_CALLS: dict[str, Any] = {
+    **dict.fromkeys(("rows", "calls", "lost_calls", "batch"), 0),
+    **dict.fromkeys(("cost", "compute_s", "replica_s"), 0.0),
+    **dict.fromkeys(("device_s", "queue_s")),
+}
+
+
+def _by_stage(ledger: pa.Table) -> dict[str, dict[str, Any]]:
+    """Return what the calls of each stage add up to.
+
+    A call that never came back has no compute_s: of its replica's time it counts no more than its start.
+    """
+    started_us = pc.cast(ledger.column("started_at"), pa.int64())
+    compute_s = pc.fill_null(ledger.column("compute_s"), 0.0)
+    rows = pc.add(ledger.column("accepted"), ledger.column("deferred"))
+    waited = pc.is_valid(ledger.column("queue_s"))
+    columns = {
+        "rows": rows,
+        "lost_calls": pc.cast(pc.equal(rows, 0), pa.int64()),
+        "compute_s": compute_s,
+        "started_s": pc.divide(pc.cast(started_us, pa.float64(), safe=False), 1e6),
+        "row_queue_s": pc.multiply(ledger.column("queue_s"), ledger.column("batch")),
+        "rows_waited": pc.if_else(waited, ledger.column("batch"), 0),
+        **{key: ledger.column(key) for key in ("stage", "replica", "batch", "cost", "device_s")},
+    }
+    columns["ended_s"] = pc.add(columns["started_s"], compute_s)
+    calls = pa.table(columns)
+    # A replica has an id of its own in every attempt at a run, so that no time between two attempts counts.
+    replicas = calls.group_by(["stage", "replica"]).aggregate([("started_s", "min"), ("ended_s", "max")])
+    at_work = pc.subtract(replicas.column("ended_s_max"), replicas.column("started_s_min"))
+    replica_s = replicas.append_column("replica_s", at_work).group_by("stage").aggregate([("replica_s", "sum")])
+    summed = ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s", "row_queue_s", "rows_waited")
+    totals = calls.group_by("stage").aggregate([*((key, "sum") for key in summed), ([], "count_all")])
+    by_stage = {row["stage"]: row["replica_s_sum"] or 0.0 for row in replica_s.to_pylist()}
+    return {row["stage"]: _of_stage(row, by_stage[row["stage"]]) for row in totals.to_pylist()}
+
+
+def _of_stage(sums: Mapping[str, Any], replica_s: float) -> dict[str, Any]:
+    rows_waited = sums["rows_waited_sum"]
+    return {
+        **{key: sums[f"{key}_sum"] for key in ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s")},
+        "calls": sums["count_all"],
+        # The clocks that say when and how long differ by microseconds.
+        "replica_s": max(replica_s, sums["compute_s_sum"]),
+        "queue_s": sums["row_queue_s_sum"] / rows_waited if rows_waited else None,
+    }
+
+
+def _rest(share: float | None) -> float | None:
+    return None if share is None else 1 - share
 
 
 def _read(folder: Path) -> pa.Table | None:
     """Return a table of a run's, or None where it has none."""
     if not folder.is_dir() or not any(folder.iterdir()):
         return None
-    return pa.concat_tables([read_parquet(file) for file in parquet_files(folder)])
+    # Where only some parts have a column, the rows of the others have nothing there.
+    return pa.concat_tables([read_parquet(file) for file in parquet_files(folder)], promote_options="default")
 
 
 def _counts(table: pa.Table | None, column: str) -> dict[Any, int]:
     if table is None:
         return {}
     return {row["values"]: row["counts"] for row in pc.value_counts(table.column(column)).to_pylist()}
+
+
+def _n_true(table: pa.Table | None, column: str) -> int:
+    """Return how many rows are true in a column, 0 where there is none."""
+    if table is None or column not in table.column_names:
+        return 0
+    return pc.sum(table.column(column)).as_py() or 0
 
 
 def _accuracy(predictions: pa.Table | None) -> dict[str, float] | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from cauc_ray.front import offline, show
+from cauc_ray.front import live, offline, show
 from cauc_ray.front.inspection import inspect_path
 from cauc_ray.numbers.metrics import Share
 from cauc_ray.policies.policy import Policy
@@ -18,7 +18,7 @@ def collect(options: Namespace) -> dict[str, Any]:
     """Collect a pool's logits on a dataset."""
     from cauc_ray.front import collecting
 
-    with show.collect_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with live.collect_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         summary = collecting.collect(
             options.pool,
             options.dataset,
@@ -40,7 +40,7 @@ def collect(options: Namespace) -> dict[str, Any]:
 def fit(options: Namespace) -> dict[str, Any]:
     """Fit a policy and write its file."""
     offline.require_apart(options.output, options.logits)
-    with show.busy("fitting"):
+    with live.busy("fitting"):
         policy = offline.fit(
             options.logits,
             models=options.models,
@@ -64,7 +64,7 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     if options.predictions is not None:
         offline.require_apart(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
-    with show.busy("replaying"):
+    with live.busy("replaying"):
         evaluation = offline.evaluate(options.logits, policy, split=options.split)
         if options.predictions is not None:
             offline.save_table(evaluation.predictions(), options.predictions)
@@ -111,7 +111,7 @@ def _interval(share: Share | None) -> list[float] | None:
 def sweep(options: Namespace) -> dict[str, Any]:
     """Trace accuracy over cost and write the table."""
     offline.require_apart(options.output, options.logits)
-    with show.busy("sweeping"):
+    with live.busy("sweeping"):
         table = offline.sweep(
             options.logits,
             models=options.models,
@@ -135,11 +135,16 @@ def run(options: Namespace) -> dict[str, Any]:
     """Run a cascade on Ray."""
     from cauc_ray.front import online
 
+    policy = Policy.load(options.policy)
     # Ray itself writes to standard output when a process dies; that is for the answer alone.
-    with show.run_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with (
+        live.run_progress(policy.cost_unit) as on_progress,
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
         summary = online.run(
             options.pool,
-            options.policy,
+            policy,
             options.input,
             options.output,
             resume=options.resume,

@@ -19,7 +19,7 @@ from cauc_ray.execution.ledger import new_folder, require_new
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.front import offline, online
 from cauc_ray.front.collecting import collect
-from cauc_ray.front.show import steps
+from cauc_ray.front.live import steps
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.cascade import single_model_accuracy
 from cauc_ray.policies.policy import Policy
