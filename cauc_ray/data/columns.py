@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.inputs import InputBlock, column_to_numpy
+from cauc_ray.data.blocks import InputBlock, column_to_numpy
 from cauc_ray.data.partitions import Partition
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.catalog import FoundDataset, find_dataset
 from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
-from cauc_ray.data.inputs import InputBlock
 from cauc_ray.data.partitions import Partition
 from cauc_ray.data.splits import (
     PAPER_RULES,

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 
 from cauc_ray.errors import ConfigError, DataError
 
+_STREAM_BYTES = 1 << 18
+
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
@@ -78,23 +80,27 @@ def read_parquet(path: Path) -> pa.Table:
         try:
             return file.read()
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
+            raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a Parquet file to read parts of it. Raises DataError as read_parquet does."""
+def open_parquet(path: Path, *, streamed: bool = False) -> pq.ParquetFile:
+    """Open a Parquet file to read parts of it. Raises DataError as read_parquet does.
+
+    streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
+    """
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     try:
-        file = pq.ParquetFile(path)
+        buffer_size = _STREAM_BYTES if streamed else 0
+        file = pq.ParquetFile(path, buffer_size=buffer_size, pre_buffer=not streamed, page_checksum_verification=True)
         names = file.schema_arrow.names
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             file.close()
             raise DataError(f"{path} has two columns named {twice!r}")
         return file
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
 
 
 def count_rows(path: Path) -> int:
@@ -110,13 +116,24 @@ def parquet_files(path: Path) -> list[Path]:
     """Return a Parquet file, or all those of a folder and below it, by name. Raises DataError if none."""
     if path.is_file():
         return [path]
-    found = (f for f in path.rglob("*.parquet") if f.is_file())
-    # Hidden files and folders are other programs': half-written parts, a notebook's checkpoints.
-    files = sorted(f for f in found if not any(p.startswith(".") for p in f.relative_to(path).parts))
+    files = sorted(_visible_parquet(path))
     if not files:
         raise DataError(f"there are no .parquet files in {path}" if path.is_dir() else f"there is no file {path}")
     return files
 
 
-def _first_line(error: Exception) -> str:
+def has_parquet_files(folder: Path) -> bool:
+    """Say whether there are Parquet files in a folder or below it."""
+    return any(True for _ in _visible_parquet(folder))
+
+
+def _visible_parquet(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*.parquet"):
+        # Hidden files and folders are other programs': half-written parts, a notebook's checkpoints.
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
+            yield file
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, its type's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from cauc_ray.data.image_input import is_image
 from cauc_ray.data.partitions import ImagePartition, ParquetPartition, Partition, TextPartition
 from cauc_ray.data.text_files import read_csv
 from cauc_ray.errors import DataError
@@ -17,7 +18,6 @@ from cauc_ray.errors import DataError
 Openers: TypeAlias = dict[str, Callable[[], Partition]]
 
 _FORMATS = {".parquet": "Parquet", ".jsonl": "JSONL", ".json": "JSONL", ".csv": "CSV"}
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 _PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
 _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<total>\d{5})(-[0-9a-f]+)?")
 
@@ -75,7 +75,7 @@ def _in_folder(folder: Path) -> Openers:
     classes = [sub for sub, kind in kinds.items() if kind == "images"]
     above_classes = [sub for sub, kind in kinds.items() if kind == "deeper images"]
 
-    if any(_is_image(file) for file in files) or (classes and all(sub.name.lower() in _PARTITIONS for sub in classes)):
+    if any(is_image(file) for file in files) or (classes and all(sub.name.lower() in _PARTITIONS for sub in classes)):
         where = folder if not classes else classes[0]
         raise DataError(f"{where} holds images directly; put each into a folder of its class, whose name is the label")
     sorts = [found[0] for found in (tables + table_folders, classes, above_classes) if found]
@@ -140,7 +140,7 @@ def _open_images(folder: Path, numbers: dict[str, int]) -> Partition:
     names: list[str] = []
     labels: list[int] = []
     for sub in _visible_folders(folder):
-        images = [file.name for file in _visible(sub) if _is_image(file)]
+        images = [file.name for file in _visible(sub) if is_image(file)]
         names += [f"{sub.name}/{image}" for image in images]
         labels += [numbers[sub.name]] * len(images)
     return ImagePartition(folder, names, labels, str(folder))
@@ -149,7 +149,7 @@ def _open_images(folder: Path, numbers: dict[str, int]) -> Partition:
 def _kind(folder: Path) -> str | None:
     """Say what a folder holds first: "images", "tables", or "deeper images" below its subfolders."""
     entries = list(_visible(folder))
-    if any(_is_image(entry) for entry in entries):
+    if any(is_image(entry) for entry in entries):
         return "images"
     if any(entry.suffix.lower() in _FORMATS and entry.is_file() for entry in entries):
         return "tables"
@@ -179,10 +179,6 @@ def _visible(folder: Path) -> list[Path]:
 
 def _visible_folders(folder: Path) -> list[Path]:
     return [entry for entry in _visible(folder) if entry.is_dir()]
-
-
-def _is_image(file: Path) -> bool:
-    return file.suffix.lower() in _IMAGES
 
 
 def _stem(path: Path) -> str:

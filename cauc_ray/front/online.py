@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.data.files import read_json, write_json
-from cauc_ray.data.inputs import RunInput
+from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import CaucWarning
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
 from cauc_ray.execution.loop import RunProgress
@@ -31,10 +31,10 @@ def run(
     address: str | None = None,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Run a policy's chain on every row of a Parquet input, on Ray.
+    """Run a policy's chain on every row of an input, on Ray.
 
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
-    input: Parquet file or folder with example_id and the columns that the models read.
+    input: Parquet file or folder with example_id and the columns that the models read, or a folder of images.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
@@ -44,9 +44,9 @@ def run(
     policy = policy if isinstance(policy, Policy) else Policy.load(policy)
     stages = pool.chain(policy.models)
     _warn_of_other_costs(stages, policy)
-    rows = RunInput(input)
+    rows = open_input(input)
     out = Path(out).absolute()
-    record = new_record(policy.id, BLOCK_ROWS, rows.rows_by_file)
+    record = new_record(policy.id, BLOCK_ROWS, rows.identity)
     if resume:
         record = resumed_record(out, record)
         if (out / "summary.json").is_file():

@@ -110,6 +110,8 @@ def decode_image(image: Any) -> Image.Image:
     """
     if image is None:
         raise DataError("there is no image")
+    if isinstance(image, bytes) and not image:
+        raise DataError("there is no image: its file is empty or cannot be read")
     try:
         with _unwarned:
             decoded = _opened(image)

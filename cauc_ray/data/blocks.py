@@ -1,0 +1,123 @@
+"""Blocks of input rows, and Arrow's columns as models read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class InputBlock:
+    """Some rows of the input.
+
+    example_ids: str (n,).   labels: int32 (n,), UNKNOWN_LABEL where there is none, or None without such a column.
+    columns: all of the input's columns as models read them.   n_bytes: what these take in memory.
+    unreadable: why the columns could not be read, in one line; columns is then {} and example_ids still name every row.
+    """
+
+    example_ids: list[str]
+    labels: Ints | None
+    columns: dict[str, npt.NDArray[Any]]
+    n_bytes: int
+    unreadable: str | None = None
+
+
+class BlockSource(Protocol):
+    """The blocks of an input that are not done, in groups; plain, so that any process can read from it.
+
+    A group is read by one process from its start to its end, different groups by several at once.
+    """
+
+    @property
+    def n_groups(self) -> int:
+        """How many groups there are, those included whose blocks are all done."""
+
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+        """Yield a group's blocks with their numbers, which rise and are the same every time.
+
+        Numbers count all the input's blocks from 0. What cannot be read comes as unreadable blocks.
+        Raises DataError for content that no run can take: a null id, a label that is none, a column of no use.
+        """
+
+
+def table_block(table: pa.Table, source: str) -> InputBlock:
+    """Return a table's rows as a block. Raises DataError naming the source for content that no run can take."""
+    ids = table.column("example_id")
+    if ids.null_count:
+        raise DataError(f"{source}: a row has no example_id")
+    labels = read_labels(table.column("label"), source) if "label" in table.column_names else None
+    columns = {}
+    for name in table.column_names:
+        try:
+            columns[name] = _texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
+        except (ValueError, TypeError, pa.ArrowException) as error:
+            raise DataError(f"{source}: column {name!r} cannot be given to a model: {error}") from error
+    return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
+
+
+def read_labels(column: pa.ChunkedArray, source: str) -> Ints:
+    """Return labels, int32 (n,), UNKNOWN_LABEL for null. Raises DataError naming the source where one is none."""
+    try:
+        known = column.cast(pa.int32())
+    except pa.ArrowException as error:
+        raise DataError(f"{source}: column 'label' ({column.type}) does not hold numbers of options") from error
+    if pc.any(pc.less(known, 0)).as_py():
+        raise DataError(f"{source}: column 'label' holds negative numbers; leave unknown labels null")
+    labels: Ints = known.fill_null(UNKNOWN_LABEL).to_numpy()
+    return labels
+
+
+def _texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
+    if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+        return column_to_numpy(ids)
+    return np.array([str(example) for example in ids.to_pylist()], dtype=object)
+
+
+def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return a column as models read it: (n,), (n, d) for lists of one length, else an array of objects.
+
+    >>> column_to_numpy(pa.chunked_array([[[1, 2], [3, 4]]])).shape
+    (2, 2)
+    """
+    array = column.combine_chunks()
+    kind = array.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        tensors: npt.NDArray[Any] = array.to_numpy_ndarray()
+        return tensors
+    if pa.types.is_fixed_size_list(kind):
+        values: npt.NDArray[Any] = array.flatten().to_numpy(zero_copy_only=False)
+        return values.reshape(len(array), kind.list_size)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        rows = [np.asarray(row) for row in array.to_numpy(zero_copy_only=False)]
+        return as_column(rows)
+    plain: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+    return plain
+
+
+def as_column(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Stack rows of one shape; keep rows of several as an array of objects."""
+    if rows and all(row.shape == rows[0].shape and row.dtype != object for row in rows):
+        return np.stack(rows)
+    column = np.empty(len(rows), dtype=object)
+    for place, row in enumerate(rows):
+        column[place] = row
+    return column
+
+
+def concat_column(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Join one column's values from several blocks, which may differ in whether their lists had one length."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({(part.shape[1:], part.dtype == object) for part in parts}) == 1:
+        return np.concatenate(parts)
+    return as_column([row for part in parts for row in part])
