@@ -88,9 +88,9 @@ def open_parquet(path: Path, *, streamed: bool = False) -> pq.ParquetFile:
 
     streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
     """
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
     try:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
         buffer_size = _STREAM_BYTES if streamed else 0
         file = pq.ParquetFile(path, buffer_size=buffer_size, pre_buffer=not streamed, page_checksum_verification=True)
         names = file.schema_arrow.names
