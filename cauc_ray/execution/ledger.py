@@ -84,7 +84,7 @@ class RunRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-run/1"] = "cauc-run/1"
+    format: Literal["cauc-run/2"] = "cauc-run/2"
     run_id: str
     policy_id: str
     block_rows: int

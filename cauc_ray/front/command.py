@@ -127,7 +127,9 @@ def _parser() -> _Parser:
     run = _verb(verbs, "run", "run a policy's cascade on real inputs, on Ray")
     run.add_argument("pool", metavar="POOL")
     run.add_argument("--policy", metavar="FILE", required=True)
-    run.add_argument("--input", metavar="DATA", required=True, help="Parquet with example_id, or images")
+    run.add_argument(
+        "--input", metavar="DATA", required=True, help="Parquet with example_id, or images: a file or folder"
+    )
     run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder")
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
     run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
