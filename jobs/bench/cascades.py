@@ -38,7 +38,7 @@ class PlantedRows:
     labels: Ints
 
     def columns(self) -> dict[str, Any]:
-        """Return the input's columns: example_id, label, and the gaps as gap0, gap1, …"""
+        """Return the input's columns: example_id, label, and the gaps as gap0, gap1 and so on."""
         n, m = self.gaps.shape
         ids = np.char.add("row-", np.arange(n).astype(str)).astype(object)
         return {"example_id": ids, "label": self.labels} | {f"gap{j}": self.gaps[:, j] for j in range(m)}
