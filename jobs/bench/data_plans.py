@@ -68,16 +68,18 @@ class DataCascade:
     """The cascade's parts in Ray Data.
 
     small, large: keyword arguments of from_column.   batch: rows in a call of either model.
+    read_blocks: into how many blocks the input is read.
     """
 
     policy: Policy
     small: Mapping[str, Any]
     large: Mapping[str, Any]
     batch: int
+    read_blocks: int
 
     def answered(self, inputs: Path) -> Dataset:
         """Read the input and ask the small model."""
-        return ray.data.read_parquet(str(inputs)).map_batches(
+        return ray.data.read_parquet(str(inputs), override_num_blocks=self.read_blocks).map_batches(
             Small,
             fn_constructor_args=(self.policy, self.small),
             batch_size=self.batch,
@@ -87,8 +89,8 @@ class DataCascade:
             udf_modifying_row_count=False,
         )
 
-    def finished(self, rows: Dataset, batch: int) -> Dataset:
-        """Ask the large model for the deferred among so many rows at a time."""
+    def finished(self, rows: Dataset, batch: int | None) -> Dataset:
+        """Ask the large model for the deferred among so many rows at a time, None for a whole block."""
         return rows.map_batches(
             Large,
             fn_constructor_args=(self.policy, self.large, self.batch),
@@ -106,8 +108,8 @@ def chain(cascade: DataCascade, inputs: Path, out: Path) -> None:
 
 
 def chain_gathered(cascade: DataCascade, inputs: Path, out: Path) -> None:
-    """One chain whose large stage sees 16 batches at once and calls its model on full batches of the deferred."""
-    write(cascade.finished(cascade.answered(inputs), 16 * cascade.batch), out)
+    """One chain whose large stage sees whole blocks and calls its model on full batches of the deferred in them."""
+    write(cascade.finished(cascade.answered(inputs), None), out)
 
 
 def lazy(cascade: DataCascade, inputs: Path, out: Path) -> None:

@@ -168,24 +168,23 @@ def fitted(table: Path, deferral: float) -> Policy:
 
 def side_figures(summary: dict[str, Any], calls: list[StageCalls]) -> dict[str, Any]:
     """Return what a run's summary and ledger say."""
-    device_s = float(np.nansum(np.concatenate([own.device_s for own in calls])))
+    on_device = np.concatenate([own.device_s for own in calls])
+    device_s = None if np.isnan(on_device).all() else float(np.nansum(on_device))
     return {
         "rows_per_s": summary["n"] / summary["run_s"],
         "run_s": summary["run_s"],
         "elapsed_s": summary["elapsed_s"],
         "device_s": device_s,
-        "device_busy_share": device_s / summary["run_s"],
+        "device_busy_share": None if device_s is None else device_s / summary["run_s"],
         "deferral": 1 - summary["stages"][0]["answered"] / summary["n"],
     }
 
 
 def tell(side: str, figures: dict[str, Any]) -> None:
     """Print a run's figures."""
-    print(
-        f"{side:>7}: {figures['rows_per_s']:,.1f} images/s, device busy {figures['device_busy_share']:.1%}, "
-        f"deferred {figures['deferral']:.2f}",
-        flush=True,
-    )
+    busy = figures["device_busy_share"]
+    said = "time on the device not measured" if busy is None else f"device busy {busy:.1%}"
+    print(f"{side:>7}: {figures['rows_per_s']:,.1f} images/s, {said}, deferred {figures['deferral']:.2f}", flush=True)
 
 
 def batch_seconds(calls: StageCalls, batch: int) -> float:
