@@ -70,20 +70,22 @@ class Reading:
 
     def ask(self, now: float) -> bool:
         """Have another block read. Returns whether a reader could take one and there was one."""
-        reader = self._idlest()
-        if sum(read.reader == reader for read in self._reads.values()) >= READS_PER_READER:
-            return False
-        place = self._next.next_place(reader)
-        if place is None:
-            return False
-        self._ask(reader, place, None, now)
-        return True
+        busy = [read.reader for read in self._reads.values()]
+        for reader in sorted(self._readers, key=busy.count):
+            if busy.count(reader) >= READS_PER_READER:
+                return False
+            place = self._next.next_place(reader)
+            if place is not None:
+                self._ask(reader, place, None, now)
+                return True
+        return False
 
     def ask_again(self, block: int, now: float) -> bool:
         """Have a block read once more. Returns whether it is not being read again already."""
         if any(read.again == block for read in self._reads.values()):
             return False
-        self._ask(self._idlest(), self._places[block], block, now)
+        busy = [read.reader for read in self._reads.values()]
+        self._ask(min(self._readers, key=busy.count), self._places[block], block, now)
         return True
 
     def take(self, ref: Any) -> ReadBlock | None:
@@ -143,10 +145,6 @@ class Reading:
         n_returns = 2 + self._plan.n_chunks
         header, *rest = self._readers[reader].read.options(num_returns=n_returns).remote(*place)
         self._reads[header] = _Read(reader, place, rest, now, again)
-
-    def _idlest(self) -> int:
-        busy = [read.reader for read in self._reads.values()]
-        return min(self._readers, key=busy.count)
 
     def _lost(self, reader: int, fault: CaucError) -> int:
         self._deaths += 1
