@@ -54,6 +54,7 @@ class Reading:
         self._readers: dict[int, Any] = {}
         self._reads: dict[Any, _Read] = {}
         self._places: dict[int, tuple[int, int]] = {}
+        self._have_read: set[int] = set()
         self._deaths = 0
         self._starved_since: float | None = None
         self._start_reader(0)
@@ -96,6 +97,7 @@ class Reading:
         header: BlockHeader | None = ray.get(ref)
         read = self._reads.pop(ref)
         self._deaths = 0
+        self._have_read.add(read.reader)
         if header is None:
             self._next.group_ended(read.reader, read.place[0])
             return None
@@ -130,7 +132,8 @@ class Reading:
             since = [read.since for read in self._reads.values() if read.reader == reader]
             if since and now - min(since) > READ_DEADLINE_S:
                 n_lost += self._lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
-        self._starved_since = (self._starved_since or now) if starved and self._reads else None
+        all_work = len(self._have_read) == len(self._readers)  # one that is still being started cannot help yet
+        self._starved_since = (self._starved_since or now) if starved and self._reads and all_work else None
         more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
         if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
             self._start_reader(len(self._readers))

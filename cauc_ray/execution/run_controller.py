@@ -183,11 +183,9 @@ class RunController:
             if self._first_call is None:
                 self._first_call = time.perf_counter()
             numbers = list(dict.fromkeys(rows.parcel for rows in call.rows))
-            parts = [Part(numbers.index(rows.parcel), rows.places) for rows in call.rows]
-            worker = self._replicas.by_number[call.replica].handle
-            answer = worker.answer if self._plan.policy is None else worker.decide
+            parts = [Part.of(numbers.index(rows.parcel), rows.places) for rows in call.rows]
             parcels = [self._parcels[number] for number in numbers]
-            result, extra = answer.options(num_returns=2).remote(parts, *parcels)
+            result, extra = self._replicas.by_number[call.replica].answer.remote(parts, *parcels)
             self._sent[result] = _Sent(call, extra)
             self._refs[call.id] = result
 
