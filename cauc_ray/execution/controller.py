@@ -133,7 +133,7 @@ class Controller:
     def next_call(self, now: float) -> Call | None:
         """Return a batch that can go to a replica now, the deepest stage's first, or None."""
         for stage in range(len(self.stages) - 1, -1, -1):
-            if self._held_back(stage):
+            if self.held_back(stage):
                 continue
             found = self.stages[stage].next_batch(now, more_can_come=self._more_can_come(stage))
             if found is not None:
@@ -142,7 +142,7 @@ class Controller:
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until a partial batch or a retry will have waited long enough, None if none waits."""
-        waits = [at.wait_s(now) for stage, at in enumerate(self.stages) if not self._held_back(stage)]
+        waits = [at.wait_s(now) for stage, at in enumerate(self.stages) if not self.held_back(stage)]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def call_ended(self, call_id: int, result: CallResult, now: float) -> Released:
@@ -205,7 +205,7 @@ class Controller:
         self.stages[stage].sent(call, now)
         return call
 
-    def _held_back(self, stage: int) -> bool:
+    def held_back(self, stage: int) -> bool:
         """Say whether the queue after a stage is full."""
         return stage + 1 < len(self.stages) and not self.stages[stage + 1].has_room
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told, worker_class
+from cauc_ray.execution.controller import Controller
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
 from cauc_ray.models.answers import ModelFacts
@@ -18,6 +18,8 @@ from cauc_ray.models.answers import ModelFacts
 # A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
 PLACE_S = 20.0
 REFUSED_S = 30.0
+# After a replica has moved from one stage to another: so long, and four times what the slowest took to load.
+MOVE_PAUSE_S = 5.0
 # The pause before another replica is started after one died without having answered: it grows to the longest.
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
@@ -62,6 +64,7 @@ class Replicas:
         self._plan = plan
         self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
         self._classes = [worker_class(stage) for stage in plan.stages]
+        self._longest_load_s = self._no_move_before = 0.0
         self._next = plan.first_replica + plan.shard.number
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
@@ -95,6 +98,7 @@ class Replicas:
             replica.phase, replica.node = "loading", answer
             self._await(replica, replica.handle.load.remote())
             return None
+        self._longest_load_s = max(self._longest_load_s, now - replica.since)
         replica.phase, at = "live", self._stages[replica.stage]
         at.was_live, at.without_since = True, None
         return replica, answer
@@ -123,8 +127,8 @@ class Replicas:
         at = self._stages[stage]
         return (0.0 if at.without_since is None else now - at.without_since), at.why
 
-    def rescale(self, backlogs_s: Sequence[float | None], now: float) -> list[int]:
-        """Start what is missing or wanted.   backlogs_s: each stage's, as the controller knows them.
+    def rescale(self, logic: Controller, now: float) -> list[int]:
+        """Start what is missing or wanted by what the controller knows of the work that waits.
 
         Returns the stages that are to let a replica go, once it has no call.
         """
@@ -136,23 +140,26 @@ class Replicas:
                     self.let_go(replica, now)
                 else:
                     n_unplaced += 1
-        for (live, starting), backlog_s, at, spec in zip(
-            self.counts(), backlogs_s, self._stages, self._plan.stages, strict=True
-        ):
-            if backlog_s is None or backlog_s > 0:
+        for stage, ((live, starting), queue) in enumerate(zip(self.counts(), logic.stages, strict=True)):
+            at, replicas = self._stages[stage], self._plan.stages[stage].replicas
+            if queue.in_work:
                 at.busy_at = now
             loads.append(
                 StageLoad(
                     live=live,
                     starting=starting,
-                    least=spec.replicas.min,
-                    most=spec.replicas.max,
-                    backlog_s=backlog_s,
+                    least=replicas.min,
+                    most=replicas.max,
+                    backlog_s=queue.backlog_s,
                     idle_s=now - at.busy_at,
+                    pressed=queue.pressed,
+                    held_back=logic.held_back(stage),
                     refused=now < at.refused_until,
                 )
             )
-        change = scale(loads, n_unplaced=n_unplaced)
+        change = scale(loads, n_unplaced=n_unplaced, may_move=now >= self._no_move_before)
+        if change.stop:
+            self._no_move_before = now + MOVE_PAUSE_S + 4 * self._longest_load_s
         for stage in change.start:
             if now >= self._stages[stage].not_before:
                 self._start(stage, now)

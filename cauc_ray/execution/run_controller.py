@@ -300,7 +300,7 @@ class RunController:
             self._metrics.report(self.progress())
 
     def _rescale(self, now: float) -> None:
-        for stage in self._replicas.rescale([at.backlog_s for at in self._logic.stages], now):
+        for stage in self._replicas.rescale(self._logic, now):
             replica = self._replicas.newest(stage)
             if replica is not None:
                 replica.phase = "closing"

@@ -19,7 +19,9 @@ class StageLoad:
 
     live, starting: replicas that work, and that are being placed or are loading their model.   least, most: the
     range of the pool file.   backlog_s: seconds of one replica's work that wait, None before anybody knows.
-    idle_s: for how long nothing has.   refused: a replica that could not be placed was lately given up.
+    pressed: its queue, whose length is bounded, is half full or more, so that more may wait behind it.
+    held_back: it may send nothing on, whatever waits.   idle_s: for how long nothing has waited.
+    refused: a replica that could not be placed was lately given up.
     """
 
     live: int
@@ -28,6 +30,8 @@ class StageLoad:
     most: int
     backlog_s: float | None
     idle_s: float
+    pressed: bool = False
+    held_back: bool = False
     refused: bool = False
 
     @property
@@ -37,8 +41,15 @@ class StageLoad:
 
     @property
     def each_s(self) -> float:
-        """Return the seconds of work that wait for each replica."""
-        return (self.backlog_s or 0.0) / max(1, self.n)
+        """Return the seconds of work that wait for each replica and could be done."""
+        return 0.0 if self.held_back else (self.backlog_s or 0.0) / max(1, self.n)
+
+    @property
+    def needy(self) -> bool:
+        """Say whether a replica more would be of use."""
+        return self.least <= self.n < self.most and (
+            self.each_s > ENOUGH_S or (self.pressed and not self.held_back and self.backlog_s is not None)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +60,20 @@ class Change:
     stop: tuple[int, ...] = ()
 
 
-def scale(loads: Sequence[StageLoad], *, n_unplaced: int) -> Change:
+def scale(loads: Sequence[StageLoad], *, n_unplaced: int, may_move: bool = True) -> Change:
     """Say which stages to give a replica and which to take one from.
 
     n_unplaced: replicas that wait for a place on the cluster. While one beyond the stages' least numbers waits, no
     other is asked for: instead the stage with the least to do, if it has much less to do than the neediest, lets
-    one go, whose place the waiting one then takes.
+    one go, whose place the waiting one then takes.   may_move: no replica has moved so just now.
     """
     start = [stage for stage, load in enumerate(loads) for _ in range(load.least - load.n)]
-    needy = [stage for stage, load in enumerate(loads) if load.least <= load.n < load.most and load.each_s > ENOUGH_S]
+    needy = [stage for stage, load in enumerate(loads) if load.needy]
     neediest = max(needy, key=lambda stage: loads[stage].each_s, default=None)
     if n_unplaced or start:
         waiting = [stage for stage, load in enumerate(loads) if load.starting]
         for_whom = max(waiting, key=lambda stage: loads[stage].each_s, default=neediest)
-        donor = _donor(loads, for_whom) if n_unplaced and for_whom is not None else None
+        donor = _donor(loads, for_whom) if n_unplaced and may_move and for_whom is not None else None
         return Change(tuple(start), () if donor is None else (donor,))
     willing = [stage for stage in needy if not loads[stage].refused]
     if willing:

@@ -104,6 +104,12 @@ class StageQueue:
         return self.down or (self.queued_rows < self.limits.queue_rows and self.queued_bytes < self.limits.queue_bytes)
 
     @property
+    def pressed(self) -> bool:
+        """Say whether the queue is half full or more."""
+        rows, n_bytes = self.queued_rows / self.limits.queue_rows, self.queued_bytes / self.limits.queue_bytes
+        return max(rows, n_bytes) >= 0.5
+
+    @property
     def starved(self) -> bool:
         """Say whether a replica could take a batch and there is no row for it."""
         return not self._queue and self._free_replica() is not None

@@ -43,18 +43,15 @@ class Resources(BaseModel):
                 raise ValueError(f"{name!r}: an amount above 0 was expected, got {amount:g}")
         return custom
 
-    @field_validator("labels", "fallback")
+    @field_validator("labels")
     @classmethod
-    def _can_be_met(
-        cls, labels: dict[str, str] | tuple[dict[str, str], ...]
-    ) -> dict[str, str] | tuple[dict[str, str], ...]:
-        for one in (labels,) if isinstance(labels, dict) else labels:
-            for label, expression in one.items():
-                if not _EXPRESSION.fullmatch(expression):
-                    raise ValueError(
-                        f"label {label!r}: 'value', '!value', 'in(a, b)' or '!in(a, b)' expected, not {expression!r}"
-                    )
-        return labels
+    def _can_be_met(cls, labels: dict[str, str]) -> dict[str, str]:
+        return {label: _expression(label, text) for label, text in labels.items()}
+
+    @field_validator("fallback")
+    @classmethod
+    def _fallbacks_can_be_met(cls, fallback: tuple[dict[str, str], ...]) -> tuple[dict[str, str], ...]:
+        return tuple({label: _expression(label, text) for label, text in one.items()} for one in fallback)
 
     @model_validator(mode="after")
     def _falls_back_from_something(self) -> Resources:
@@ -81,8 +78,15 @@ class Resources(BaseModel):
         return " and ".join(asked) + (f" on a node labelled {' or else '.join(nodes)}" if nodes else "")
 
 
+def _expression(label: str, text: str) -> str:
+    """Return an expression without spaces: Ray 2.60 takes those of "in(a, b)" for part of the values."""
+    if not _EXPRESSION.fullmatch(text):
+        raise ValueError(f"label {label!r}: 'value', '!value', 'in(a, b)' or '!in(a, b)' was expected, not {text!r}")
+    return re.sub(r"\s", "", text)
+
+
 def _meets(value: str | None, expression: str) -> bool:
     found = _EXPRESSION.fullmatch(expression)
     assert found is not None  # validated
-    allowed = [found["one"]] if found["one"] else [part.strip() for part in found["many"].split(",")]
+    allowed = [found["one"]] if found["one"] else found["many"].split(",")
     return (value in allowed) != bool(found["no"])

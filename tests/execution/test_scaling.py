@@ -27,6 +27,18 @@ def test_a_stage_of_which_nothing_is_known_yet_is_left_as_it_is():
     assert scale([replace(QUIET, backlog_s=None, live=2)], n_unplaced=0) == scale([QUIET], n_unplaced=0)
 
 
+def test_a_full_queue_says_more_than_its_seconds_unless_nothing_may_leave_it():
+    pressed = replace(QUIET, backlog_s=0.1, pressed=True)
+    assert scale([pressed], n_unplaced=0).start == (0,)
+    assert scale([replace(pressed, held_back=True, backlog_s=100.0)], n_unplaced=0).start == ()
+
+
+def test_a_stage_that_is_held_back_can_give_and_nothing_moves_twice_at_once():
+    loads = [replace(QUIET, live=2, backlog_s=100.0, held_back=True), replace(QUIET, starting=1, backlog_s=1.0)]
+    assert scale(loads, n_unplaced=1).stop == (0,)
+    assert scale(loads, n_unplaced=1, may_move=False).stop == ()
+
+
 def test_a_replica_that_finds_no_place_gets_one_from_a_stage_with_little_to_do():
     needy = replace(QUIET, starting=1, backlog_s=100.0)
     assert scale([replace(QUIET, live=2, backlog_s=1.0), needy], n_unplaced=1).stop == (0,)

@@ -50,3 +50,8 @@ def test_amounts_are_by_rays_names():
 def test_what_no_replica_can_have_is_refused(fault, says):
     with pytest.raises(ValidationError, match=says):
         Resources(**fault)
+
+
+def test_spaces_are_left_out_of_what_ray_gets():
+    needs = Resources(labels={"tier": "in(a, b)"}, fallback=({"tier": "!in( c ,d)"},))
+    assert (needs.labels, needs.fallback) == ({"tier": "in(a,b)"}, ({"tier": "!in(c,d)"},))
