@@ -165,15 +165,9 @@ def slow_longest(seconds):
     return answer
 
 
-def longest_dies_on(question):
-    """Answer as longest does, but be killed on any batch that holds one question."""
-
-    def answer(batch):
-        if question in batch["question"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return longest()(batch)
-
-    return answer
+def always_dies():
+    """Be killed by every batch."""
+    return lambda batch: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one_too_many_on(question):

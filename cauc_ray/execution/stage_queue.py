@@ -17,7 +17,7 @@ PAUSE_S = 0.1
 
 # So many calls that fail, or replicas that die of their calls, show that a stage cannot work if it never has.
 HOPELESS_CALLS = 48
-HOPELESS_DEATHS = 8
+HOPELESS_DEATHS = 5
 
 
 @dataclass(frozen=True, slots=True)
