@@ -83,22 +83,23 @@ class RunPlan:
         return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))
 
 
-def sharded(stages: tuple[StageSpec, ...], shard: Shard) -> tuple[StageSpec, ...]:
-    """Return the stages with one controller's share of their replicas.
+def sharded(stages: tuple[StageSpec, ...], count: int) -> list[tuple[StageSpec, ...]]:
+    """Return the stages with each controller's share of their replicas.
 
     Raises ConfigError when a stage may not have one replica for every controller.
     """
-    shares = []
     for stage in stages:
-        if stage.replicas.max < shard.count:
+        if stage.replicas.max < count:
             raise ConfigError(
-                f"{shard.count} controllers need a replica of every stage each; stage {stage.name!r} may have "
+                f"{count} controllers need a replica of every stage each; stage {stage.name!r} may have "
                 f"{stage.replicas.max}: raise its replicas' max, or lower the number of controllers"
             )
-        most = (stage.replicas.max + shard.count - 1 - shard.number) // shard.count
-        least = min(most, max(1, (stage.replicas.min + shard.count - 1 - shard.number) // shard.count))
-        shares.append(stage.model_copy(update={"replicas": Replicas(min=least, max=most)}))
-    return tuple(shares)
+    return [tuple(_share(stage, number, count) for stage in stages) for number in range(count)]
+
+
+def _share(stage: StageSpec, number: int, count: int) -> StageSpec:
+    least, most = ((n + count - 1 - number) // count for n in (stage.replicas.min, stage.replicas.max))
+    return stage.model_copy(update={"replicas": Replicas(min=max(1, least), max=most)})
 
 
 def import_paths() -> tuple[str, ...]:

@@ -29,7 +29,8 @@ LONGEST_PAUSE_S = 30.0
 class Replica:
     """One copy of a stage's model.
 
-    answer: its method for calls.   ref: what it has not answered yet of placing and loading.   node: where it is.
+    answer: its method for calls.   ref: what it has not answered yet of placing and loading.   since: when that
+    began.   node: where it is.
     """
 
     number: int
@@ -95,7 +96,7 @@ class Replicas:
             self.lost(replica, str(fault), now)
             return None
         if replica.phase == "placing":
-            replica.phase, replica.node = "loading", answer
+            replica.phase, replica.node, replica.since = "loading", answer, now
             self._await(replica, replica.handle.load.remote())
             return None
         self._longest_load_s = max(self._longest_load_s, now - replica.since)
@@ -140,6 +141,9 @@ class Replicas:
                     self.let_go(replica, now)
                 else:
                     n_unplaced += 1
+            limit_s = self._plan.stages[replica.stage].down_after_s
+            if replica.phase == "loading" and now - replica.since > limit_s:
+                self.lost(replica, f"its model was not loaded within {limit_s:g} s", now)
         for stage, ((live, starting), queue) in enumerate(zip(self.counts(), logic.stages, strict=True)):
             at, replicas = self._stages[stage], self._plan.stages[stage].replicas
             if queue.in_work:

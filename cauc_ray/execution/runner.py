@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.execution.ledger import RunRecord, RunTables, committed_blocks, next_replica
 from cauc_ray.execution.live import LiveRun, follow
-from cauc_ray.execution.plan import RunPlan, Shard, import_paths, sharded
+from cauc_ray.execution.plan import RunPlan, Shard, import_paths
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import require_fit
 from cauc_ray.models.pool import StageSpec
@@ -27,7 +27,7 @@ def block_rows(row_bytes: float) -> int:
 
 
 def run_cascade(
-    stages: tuple[StageSpec, ...],
+    chains: Sequence[tuple[StageSpec, ...]],
     policy: Policy,
     inputs: RunInput,
     out: Path,
@@ -35,17 +35,13 @@ def run_cascade(
     on_progress: Callable[[RunProgress], None],
     *,
     degrade: bool,
-    controllers: int,
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
-    degrade: answer without a stage that is down.   controllers: how many share the input and the replicas.
-    Returns the seconds from the first call to the last commit. Raises ConfigError when a stage has too few replicas
-    for so many controllers; ExecutionError when the stages do not fit on the cluster, do not start or cannot go on;
-    what was finished before stays in the output.
+    chains: the stages as each controller has them, as sharded() returns them.   degrade: answer without a stage
+    that is down. Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages
+    do not fit on the cluster, do not start or cannot go on; what was finished before stays in the output.
     """
-    shards = [Shard(number, controllers) for number in range(controllers)]
-    chains = [sharded(stages, shard) for shard in shards]
     require_fit([stage for chain in chains for stage in chain])
 
     def plan(number: int) -> RunPlan | None:
@@ -58,16 +54,16 @@ def run_cascade(
             stages=chains[number],
             policy=policy,
             source=inputs.source(record.block_rows, frozenset(done)),
-            sink=RunTables(out, record, [stage.name for stage in stages], degrade=degrade, shard=number),
+            sink=RunTables(out, record, [stage.name for stage in chains[number]], degrade=degrade, shard=number),
             n_rows=inputs.n_rows,
             n_done=n_done if number == 0 else 0,
             block_rows=record.block_rows,
             import_paths=import_paths(),
             degrade=degrade,
-            shard=shards[number],
+            shard=Shard(number, len(chains)),
             first_replica=next_replica(out),
         )
 
     if plan(0) is None:
         return 0.0
-    return follow([LiveRun(partial(plan, number)) for number in range(controllers)], on_progress)
+    return follow([LiveRun(partial(plan, number)) for number in range(len(chains))], on_progress)

@@ -13,6 +13,7 @@ from cauc_ray.data.files import read_json, write_json
 from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
+from cauc_ray.execution.plan import sharded
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
@@ -62,17 +63,17 @@ def run(
             return summary
     else:
         require_new(out)
+    chains = sharded(stages, _useful(controllers, rows.source(record.block_rows).n_groups))
     started = time.perf_counter()
-    with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(out):
+    with ray_session(address, sum(map(cpus_needed, chains))), nullcontext() if resume else new_folder(out):
         run_s = run_cascade(
-            stages,
+            chains,
             policy,
             rows,
             out,
             record,
             on_progress,
             degrade=pool.on_failure == "degrade",
-            controllers=controllers,
         )
     summary = {
         "run_id": record.run_id,
@@ -91,6 +92,18 @@ def _opened(input: str | Path | Dataset) -> RunInput:
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
     return DatasetInput(input)
+
+
+def _useful(controllers: int, n_parts: int) -> int:
+    """Return as many controllers as have something to read."""
+    if controllers > max(1, n_parts):
+        warnings.warn(
+            f"the input comes in {n_parts} parts (groups of Parquet's row groups; a Ray dataset is one): so many "
+            f"controllers are used, not {controllers}",
+            CaucWarning,
+            stacklevel=3,
+        )
+    return min(controllers, max(1, n_parts))
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

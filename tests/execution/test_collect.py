@@ -186,7 +186,7 @@ def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_wha
     good = python_stage("good", "longest")
     bad = python_stage("bad", "always_dies")
     cauc_ray.collect(pool(tmp_path, good), tmp_path / "q.parquet", tmp_path / "L")
-    with pytest.raises(ExecutionError, match="every replica of stage 'bad' dies: .*unexpectedly exits"):
+    with pytest.raises(ExecutionError, match=r"every replica of stage 'bad' dies: .*unexpectedly exits"):
         cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "good")) == 40
     table = LogitTable(tmp_path / "L")
