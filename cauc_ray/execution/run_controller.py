@@ -154,16 +154,23 @@ class RunController:
     def _ask_for_blocks(self) -> None:
         while (block := self._logic.next_restart()) is not None and not self._is_read_again(block):
             self._ask(self._idlest_reader(), self._places[block], again=block)
-        while self._logic.wants_block():
-            reader = self._idlest_reader()
-            if sum(read.reader == reader for read in self._reads.values()) >= READS_PER_READER:
-                return
-            place = self._to_read.next_place(reader)
-            if place is None:
-                break
-            self._ask(reader, place)
-        if self._to_read.exhausted:
+        while self._logic.wants_block() and (found := self._next_read()) is not None:
+            self._ask(*found)
+        # A read that is under way may fail and then be asked for again.
+        if self._to_read.exhausted and all(read.again is not None for read in self._reads.values()):
             self._logic.end_input()
+
+    def _next_read(self) -> tuple[int, tuple[int, int]] | None:
+        """Return a reader that can take a read now, the idlest that has one to do, and which; None if none can."""
+        if not self._readers:
+            self._start_reader(0)
+        busy = [read.reader for read in self._reads.values()]
+        for reader in sorted(self._readers, key=busy.count):
+            if busy.count(reader) < READS_PER_READER:
+                place = self._to_read.next_place(reader)
+                if place is not None:
+                    return reader, place
+        return None
 
     def _ask(self, reader: int, place: tuple[int, int], again: int | None = None) -> None:
         n_returns = 2 + self._plan.n_chunks
