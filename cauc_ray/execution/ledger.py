@@ -180,6 +180,9 @@ class RunTables:
                 for row, (stage, reason) in sorted(result.failures.items())
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
+        else:
+            # A controller that died just before it committed the block may have left failures of rows that now have none.
+            (self._out / "failed" / name).unlink(missing_ok=True)
         (self._out / "predictions").mkdir(exist_ok=True)
         table = predictions_table(
             ids.filter(pa.array(answered)),
