@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from cauc_ray.errors import ConfigError, DataError
 
-_STREAM_BYTES = 1 << 20
+_STREAM_BYTES = 1 << 18
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def read_parquet(path: Path) -> pa.Table:
         try:
             return file.read()
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read: {_first_line(error)}") from error
+            raise DataError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def open_parquet(path: Path, *, streamed: bool = False) -> pq.ParquetFile:
@@ -88,9 +88,9 @@ def open_parquet(path: Path, *, streamed: bool = False) -> pq.ParquetFile:
 
     streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
     """
-    if not path.is_file():
-        raise DataError(f"there is no file {path}")
     try:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
         buffer_size = _STREAM_BYTES if streamed else 0
         file = pq.ParquetFile(path, buffer_size=buffer_size, pre_buffer=not streamed, page_checksum_verification=True)
         names = file.schema_arrow.names
@@ -99,8 +99,8 @@ def open_parquet(path: Path, *, streamed: bool = False) -> pq.ParquetFile:
             file.close()
             raise DataError(f"{path} has two columns named {twice!r}")
         return file
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
 
 
 def count_rows(path: Path) -> int:
@@ -134,5 +134,6 @@ def _visible_parquet(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, its type's name where it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 from cauc_ray.data.blocks import BlockSource, InputBlock, as_column, column_to_numpy, concat_column
 from cauc_ray.data.files import has_parquet_files
@@ -36,25 +35,6 @@ class RunInput(Protocol):
 
     def source(self, block_rows: int, done: frozenset[int] = frozenset()) -> BlockSource:
         """Return the blocks of at most so many rows, without those whose numbers are done."""
-
-    if not TYPE_CHECKING:  # Delete when execution/runner.py reads groups: it still calls RunInput(path).blocks(rows).
-
-        def __new__(cls, path: str | Path) -> Any:
-            """Read a path's blocks one after another."""
-            return _InOrder(open_input(path))
-
-
-class _InOrder:
-    def __init__(self, opened: RunInput) -> None:
-        self._opened = opened
-
-    def blocks(self, rows: int) -> Iterator[InputBlock]:
-        source = self._opened.source(rows)
-        for group in range(source.n_groups):
-            for _, block in source.blocks(group):
-                if block.unreadable:
-                    raise DataError(block.unreadable)
-                yield block
 
 
 def open_input(path: str | Path) -> RunInput:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cauc_ray.data.files import open_parquet
+from cauc_ray.data.files import first_line, open_parquet
 from cauc_ray.data.text_files import read_csv, read_jsonl
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Ints
@@ -91,7 +91,7 @@ class ParquetPartition(_Files):
                 try:
                     yield from _wanted_rows(opened, groups, columns, here, size)
                 except (pa.ArrowException, OSError) as error:
-                    raise DataError(f"{file} cannot be read: {_first_line(error)}") from error
+                    raise DataError(f"{file} cannot be read: {first_line(error)}") from error
 
 
 def _wanted_rows(
@@ -155,7 +155,7 @@ def join_tables(tables: Sequence[pa.Table], source: str) -> pa.Table:
     try:
         return tables[0] if len(tables) == 1 else pa.concat_tables(tables, promote_options="permissive")
     except pa.ArrowException as error:
-        raise DataError(f"{source}: the files differ in a column's type: {_first_line(error)}") from error
+        raise DataError(f"{source}: the files differ in a column's type: {first_line(error)}") from error
 
 
 class TextPartition(_Files):
@@ -219,7 +219,3 @@ class ImagePartition:
             return (self.folder / self.names[row]).read_bytes()
         except OSError:
             return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

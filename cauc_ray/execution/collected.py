@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cauc_ray.data.files import count_rows, open_parquet, parquet_files, read_json, write_json, write_parquet
 from cauc_ray.data.logits import FAILED, logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
-from cauc_ray.execution.controller import BlockResult
+from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.ledger import FAILED_SCHEMA
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.stage import Collected

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import ray
 
-from cauc_ray.execution.controller import BlockResult
+from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.reader import BlockNames
 from cauc_ray.models.answers import ModelFacts

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cauc_ray.data.files import count_rows, read_json, read_parquet, write_json, write_parquet
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, explain
-from cauc_ray.execution.controller import BlockResult
+from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
@@ -84,7 +84,7 @@ class RunRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-run/1"] = "cauc-run/1"
+    format: Literal["cauc-run/2"] = "cauc-run/2"
     run_id: str
     policy_id: str
     block_rows: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ class Rows:
 
     block: its number.   indices: int (n,), places in the block.   parcel: the object that holds their columns and
     state.   places: int (n,), places in that object.   ready_at: seconds since the epoch, when they became ready
-    for the stage.
+    for the stage.   column_bytes, state_bytes: what a row takes of that object.
     """
 
     block: int
@@ -24,16 +24,23 @@ class Rows:
     parcel: int
     places: Ints
     ready_at: float
+    column_bytes: float
+    state_bytes: float = 0.0
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    @property
+    def n_bytes(self) -> float:
+        """Return what the rows take."""
+        return len(self) * (self.column_bytes + self.state_bytes)
 
     def cut(self, n: int) -> tuple[Rows, Rows]:
         """Return the first n rows and the others."""
         return self._take(slice(None, n)), self._take(slice(n, None))
 
     def _take(self, part: slice) -> Rows:
-        return Rows(self.block, self.indices[part], self.parcel, self.places[part], self.ready_at)
+        return replace(self, indices=self.indices[part], places=self.places[part])
 
 
 @dataclass(frozen=True, slots=True)

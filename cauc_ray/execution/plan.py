@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cauc_ray.data.inputs import BlockSource
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.committing import Sink
-from cauc_ray.execution.controller import StageLimits
+from cauc_ray.execution.stage_queue import StageLimits
 from cauc_ray.models.pool import Replicas, StageSpec
 from cauc_ray.policies.policy import Policy
 

@@ -8,30 +8,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
-from cauc_ray.execution.actors import kind_of, make_actor, told
+from cauc_ray.execution.actors import kind_of, told
+from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.committing import Committer
-from cauc_ray.execution.controller import BlockResult, Controller, Released
+from cauc_ray.execution.controller import Controller, Released
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.reader import BlockHeader, BlockReader, ReadPlan
+from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
 from cauc_ray.execution.stage import Part
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-READS_PER_READER = 2
-MOST_READERS = 8
-# Another reader is started where the first stage has waited so long for rows.
-STARVED_S = 0.3
-READ_DEADLINE_S = 600.0
-# So often in a row may a reader die, or the object store be full, before the run ends.
-READ_TRIES = 4
+# The pause after the object store was found full, and for how long it may be.
 FULL_PAUSE_S = 2.0
 FULL_LIMIT_S = 300.0
 # How long one wait for events lasts at most, how often replicas are looked after, and how often metrics are told.
@@ -46,17 +42,6 @@ class _Sent:
 
     call: Call
     extra: Any
-
-
-@dataclass(slots=True)
-class _Read:
-    """A block that is being read.   rest: the references beside the header.   again: its number, if it was lost."""
-
-    reader: int
-    place: tuple[int, int]
-    rest: list[Any]
-    since: float
-    again: int | None = None
 
 
 def _in_group(name: str) -> Callable[[Method], Method]:
@@ -78,15 +63,10 @@ class RunController:
         self._n_finished = 0
         self._sent: dict[Any, _Sent] = {}
         self._refs: dict[int, Any] = {}
-        self._reads: dict[Any, _Read] = {}
         self._parcels: dict[int, Any] = {}
-        self._block_names: dict[int, Any] = {}
-        self._places: dict[int, tuple[int, int]] = {}
-        self._to_read = ReadPlan(plan.groups)
-        self._readers: dict[int, Any] = {}
-        self._reader_deaths = 0
+        self._names_of: dict[int, Any] = {}
         self._full_since: float | None = None
-        self._starved_since: float | None = None
+        self._read_from = 0.0
         self._first_call: float | None = None
         self._facts_known = False
         self._watched = self._reported = 0.0
@@ -100,6 +80,7 @@ class RunController:
     def run(self) -> float:
         """Run to the end. Returns the seconds from the first call to the last commit."""
         self._replicas = Replicas(self._plan, time.time())
+        self._reading = Reading(self._plan, self._here)
         self._committer = Committer(self._plan.sink)
         self._metrics = RunMetrics(self._plan.run_id, self._names)
         self._n_finished = self._plan.n_done
@@ -123,7 +104,7 @@ class RunController:
 
     def _events(self) -> list[Any]:
         """Wait for the next events, and take those along that are there by then: a wait for each would cost more."""
-        pending = [*self._reads, *self._sent, *self._replicas.by_ref]
+        pending = [*self._reading.refs, *self._sent, *self._replicas.by_ref]
         wait_s = self._logic.wait_s(time.time())
         timeout_s = POLL_S if wait_s is None else min(wait_s, POLL_S)
         if not pending:
@@ -138,7 +119,7 @@ class RunController:
         now = time.time()
         if ref in self._sent:
             self._call_ready(ref, now)
-        elif ref in self._reads:
+        elif ref in self._reading.refs:
             self._block_ready(ref, now)
         elif ref in self._replicas.by_ref:
             ready = self._replicas.take(ref, now)
@@ -147,109 +128,53 @@ class RunController:
                 if replica.stage == 0 and not self._facts_known:
                     self._facts_known = True
                     self._committer.start(facts)
-                self._logic.add_replica(replica.stage, replica.number)
+                self._logic.stages[replica.stage].add_replica(replica.number)
 
     # Input
 
     def _ask_for_blocks(self) -> None:
-        while (block := self._logic.next_restart()) is not None and not self._is_read_again(block):
-            self._ask(self._idlest_reader(), self._places[block], again=block)
-        while self._logic.wants_block() and (found := self._next_read()) is not None:
-            self._ask(*found)
-        # A read that is under way may fail and then be asked for again.
-        if self._to_read.exhausted and all(read.again is not None for read in self._reads.values()):
+        now = time.time()
+        while (block := self._logic.next_restart()) is not None and self._reading.ask_again(block, now):
+            self._logic.read_started()
+        while self._may_read(now) and self._logic.wants_block() and self._reading.ask(now):
+            self._logic.read_started()
+        if self._reading.exhausted:
             self._logic.end_input()
 
-    def _next_read(self) -> tuple[int, tuple[int, int]] | None:
-        """Return a reader that can take a read now, the idlest that has one to do, and which; None if none can."""
-        if not self._readers:
-            self._start_reader(0)
-        busy = [read.reader for read in self._reads.values()]
-        for reader in sorted(self._readers, key=busy.count):
-            if busy.count(reader) < READS_PER_READER:
-                place = self._to_read.next_place(reader)
-                if place is not None:
-                    return reader, place
-        return None
-
-    def _ask(self, reader: int, place: tuple[int, int], again: int | None = None) -> None:
-        n_returns = 2 + self._plan.n_chunks
-        header, *rest = self._readers[reader].read.options(num_returns=n_returns).remote(*place)
-        self._reads[header] = _Read(reader, place, rest, time.time(), again)
-        self._logic.read_started()
-
-    def _idlest_reader(self) -> int:
-        if not self._readers:
-            self._start_reader(0)
-        busy = [read.reader for read in self._reads.values()]
-        return min(self._readers, key=busy.count)
-
-    def _start_reader(self, number: int) -> None:
-        reader = make_actor(BlockReader, num_cpus=0, label_selector=self._here)
-        self._readers[number] = reader.remote(self._plan.source, self._plan.chunk_rows, self._plan.n_chunks)
-
-    def _is_read_again(self, block: int) -> bool:
-        return any(read.again == block for read in self._reads.values())
+    def _may_read(self, now: float) -> bool:
+        """Say whether the object store has not just been found full."""
+        return now >= self._read_from
 
     def _block_ready(self, ref: Any, now: float) -> None:
-        read = self._reads[ref]
         try:
-            header: BlockHeader | None = ray.get(ref)
+            read = self._reading.take(ref)
         except RayError as error:
-            self._read_failed(ref, error, now)
+            if kind_of(error) == "full":
+                self._note_full(now, told(error, "the reader"))
+            for _ in range(self._reading.failed(ref, error)):
+                self._logic.read_ended()
             return
-        del self._reads[ref]
         self._logic.read_ended()
-        self._reader_deaths, self._full_since = 0, None
-        group, _ = read.place
-        if header is None:
-            self._to_read.group_ended(read.reader, group)
+        self._full_since = None
+        if read is None:
             return
-        names, *chunks = read.rest
-        if read.again is not None:
-            self._add_again(read.again, header, chunks, now)
-            return
-        self._block_names[header.number] = names
-        if header.unreadable is not None:
-            self._commit(self._logic.add_unreadable(header.number, header.n_rows, header.unreadable))
-            return
-        self._places[header.number] = read.place
-        numbers = self._logic.add_block(header.number, header.chunks, now)
-        self._parcels.update(zip(numbers, chunks, strict=False))
-
-    def _add_again(self, block: int, header: BlockHeader, chunks: list[Any], now: float) -> None:
-        if header.unreadable is not None:
-            self._release(self._logic.give_up(block, f"it was lost and cannot be read again: {header.unreadable}"))
-            return
-        numbers = self._logic.add_again(block, header.chunks, now)
-        wanted = zip(numbers, chunks, strict=False)
-        self._parcels.update((number, chunk) for number, chunk in wanted if number is not None)
-
-    def _read_failed(self, ref: Any, error: RayError, now: float) -> None:
-        kind, fault = kind_of(error), told(error, "the reader")
-        if kind == "raised":
-            raise fault from error
-        if kind == "full":
-            self._note_full(now, fault)
-            self._read_anew([ref])
+        header = read.header
+        if read.again is not None and header.unreadable is not None:
+            reason = f"it was lost and cannot be read again: {header.unreadable}"
+            self._release(self._logic.give_up(read.again, reason))
+        elif read.again is not None:
+            numbers = self._logic.add_again(read.again, header.chunks, now)
+            kept = zip(numbers, read.chunks, strict=False)
+            self._parcels.update((number, chunk) for number, chunk in kept if number is not None)
+        elif header.unreadable is not None:
+            self._names_of[header.number] = read.names
+            unread = BlockResult.empty(header.number, header.n_rows)
+            unread.fail(np.arange(header.n_rows), -1, header.unreadable)
+            self._commit(unread)
         else:
-            self._reader_lost(self._reads[ref].reader, fault)
-
-    def _reader_lost(self, reader: int, fault: CaucError) -> None:
-        """Start a reader anew that died or hangs."""
-        self._reader_deaths += 1
-        if self._reader_deaths >= READ_TRIES:
-            raise ExecutionError(f"the input cannot be read: {fault}")
-        ray.kill(self._readers[reader])
-        self._read_anew([ref for ref, read in self._reads.items() if read.reader == reader])
-        self._start_reader(reader)
-
-    def _read_anew(self, lost: list[Any]) -> None:
-        """Have read again what a reader has not delivered; lost rows ask for their blocks by themselves."""
-        reads = [self._reads.pop(ref) for ref in lost]
-        for _ in reads:
-            self._logic.read_ended()
-        self._to_read.read_again([read.place for read in reads if read.again is None])
+            self._names_of[header.number] = read.names
+            numbers_of = self._logic.add_block(header.number, header.chunks, now)
+            self._parcels.update(zip(numbers_of, read.chunks, strict=False))
 
     # Calls
 
@@ -281,7 +206,7 @@ class RunController:
         if result.error is None and result.n_deferred:
             self._parcels[call.output] = sent.extra
         self._release(self._logic.call_ended(call.id, result, now))
-        if result.error is not None and self._logic.hopeless(call.stage):
+        if result.error is not None and self._logic.stages[call.stage].hopeless:
             name = self._names[call.stage]
             self._stage_fails(
                 call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {result.error}")
@@ -295,7 +220,7 @@ class RunController:
             raise fault from error
         if kind == "died":
             self._replica_lost(self._replicas.by_number[call.replica], str(fault), now)
-            if self._logic.hopeless(call.stage):
+            if self._logic.stages[call.stage].hopeless:
                 self._stage_fails(call.stage, ExecutionError(f"every replica of stage {name!r} dies: {fault}"))
             return
         broken = self._note_broken(call, str(fault), now)
@@ -309,13 +234,14 @@ class RunController:
 
     def _replica_lost(self, replica: Replica, why: str, now: float) -> None:
         """Give a replica up; take first what it has answered already."""
-        others = [self._refs[call] for call in self._logic.calls_at(replica.number)]
+        calls_at = self._logic.stages[replica.stage].calls_at
+        others = [self._refs[call] for call in calls_at(replica.number)]
         for ref in ray.wait(others, num_returns=len(others), timeout=0)[0] if others else []:
             if _is_well(ref):
                 self._call_ready(ref, now)
-        for call_id in self._logic.calls_at(replica.number):
+        for call_id in calls_at(replica.number):
             self._note_broken(self._sent[self._refs[call_id]].call, why, now)
-        self._release(self._logic.replica_lost(replica.number, why, now))
+        self._release(self._logic.replica_lost(replica.stage, replica.number, why, now))
         self._replicas.lost(replica, why, now)
 
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
@@ -328,6 +254,7 @@ class RunController:
     def _note_full(self, now: float, fault: CaucError) -> None:
         """End the run if the object store has been full for too long."""
         self._full_since = self._full_since or now
+        self._read_from = now + FULL_PAUSE_S
         if now - self._full_since > FULL_LIMIT_S:
             raise ExecutionError(f"the object store has been full for {FULL_LIMIT_S:.0f} s: {fault}")
 
@@ -346,8 +273,8 @@ class RunController:
             self._commit(block)
 
     def _commit(self, block: BlockResult) -> None:
-        self._places.pop(block.block, None)
-        self._committer.add_block(block, self._block_names.pop(block.block))
+        self._reading.forget(block.block)
+        self._committer.add_block(block, self._names_of.pop(block.block))
 
     # Looking after everything
 
@@ -359,42 +286,30 @@ class RunController:
         self._committer.check()
         self._n_finished = self._plan.n_done + self._committer.n_rows
         for stage, spec in enumerate(self._plan.stages):
-            for number in self._logic.overdue(stage, spec.call_timeout_s, now):
+            for number in self._logic.stages[stage].overdue(spec.call_timeout_s, now):
                 why = f"stage {spec.name!r} has not answered a call for {spec.call_timeout_s:g} s"
                 self._replica_lost(self._replicas.by_number[number], why, now)
             seconds, why = self._replicas.down_for(stage, now)
-            if seconds > spec.down_after_s and (stage == 0 or self._logic.waiting(stage)):
+            if seconds > spec.down_after_s and (stage == 0 or self._logic.stages[stage].in_work):
                 self._stage_fails(stage, no_replica(spec.name, seconds, why))
         self._rescale(now)
-        self._watch_readers(now)
+        for _ in range(self._reading.watch(now, starved=self._logic.stages[0].starved)):
+            self._logic.read_ended()
         self._counts = self._replicas.counts()
         if now - self._reported >= REPORT_S:
             self._reported = now
             self._metrics.report(self.progress())
 
     def _rescale(self, now: float) -> None:
-        backlogs = [self._logic.backlog_s(stage) for stage in range(len(self._names))]
-        for stage in self._replicas.rescale(backlogs, now):
+        for stage in self._replicas.rescale([at.backlog_s for at in self._logic.stages], now):
             replica = self._replicas.newest(stage)
             if replica is not None:
                 replica.phase = "closing"
-                self._logic.close_replica(replica.number)
+                self._logic.stages[stage].close_replica(replica.number)
         for replica in [r for r in self._replicas.by_number.values() if r.phase == "closing"]:
-            if not self._logic.calls_at(replica.number):
-                self._logic.drop_replica(replica.number)
+            if not self._logic.stages[replica.stage].calls_at(replica.number):
+                self._logic.stages[replica.stage].drop_replica(replica.number)
                 self._replicas.let_go(replica, now)
-
-    def _watch_readers(self, now: float) -> None:
-        for reader in {read.reader for read in self._reads.values()}:
-            oldest = min(read.since for read in self._reads.values() if read.reader == reader)
-            if now - oldest > READ_DEADLINE_S:
-                self._reader_lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
-        starved = self._reads and self._logic.starved
-        self._starved_since = (self._starved_since or now) if starved else None
-        more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
-        if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
-            self._start_reader(len(self._readers))
-            self._starved_since = None
 
 
 def _is_well(ref: Any) -> bool:

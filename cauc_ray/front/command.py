@@ -127,10 +127,13 @@ def _parser() -> _Parser:
     run = _verb(verbs, "run", "run a policy's cascade on real inputs, on Ray")
     run.add_argument("pool", metavar="POOL")
     run.add_argument("--policy", metavar="FILE", required=True)
-    run.add_argument("--input", metavar="DATA", required=True, help="Parquet file or folder with example_id")
+    run.add_argument(
+        "--input", metavar="DATA", required=True, help="Parquet with example_id, or images: a file or folder"
+    )
     run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder")
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
     run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
+    run.add_argument("--controllers", type=int, default=1, metavar="N", help="share input and replicas among so many")
 
     inspect = _verb(verbs, "inspect", "say what a file or folder of cauc-ray holds")
     inspect.add_argument("file", metavar="FILE")

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cauc_ray.data.files import read_json, write_json
-from cauc_ray.data.inputs import open_input
+from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
 from cauc_ray.execution.progress import RunProgress
@@ -20,11 +20,14 @@ from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.policies.policy import Policy
 
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
 
 def run(
     pool: str | Path | Pool,
     policy: str | Path | Policy,
-    input: str | Path,
+    input: str | Path | Dataset,
     out: str | Path,
     *,
     resume: bool = False,
@@ -35,7 +38,8 @@ def run(
     """Run a policy's chain on every row of an input, on Ray.
 
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
-    input: Parquet file or folder with example_id and the columns that the models read, or a folder of images.
+    input: Parquet file or folder with example_id and the columns that the models read; a folder of images; or a
+    ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
@@ -48,7 +52,7 @@ def run(
     _warn_of_other_costs(stages, policy)
     if controllers < 1:
         raise ConfigError(f"a run needs at least 1 controller, not {controllers}")
-    rows = open_input(input)
+    rows = _opened(input)
     out = Path(out).absolute()
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity)
     if resume:
@@ -79,6 +83,14 @@ def run(
     }
     write_json(out / "summary.json", summary)
     return summary
+
+
+def _opened(input: str | Path | Dataset) -> RunInput:
+    if isinstance(input, str | Path):
+        return open_input(input)
+    from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
+
+    return DatasetInput(input)
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

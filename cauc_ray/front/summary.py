@@ -26,10 +26,11 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     did not cost of the last model on every row, and expected_... is what the policy foretold.
     """
     predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
-    assert ledger is not None  # a run of at least one row has made a call
-    answered_by, failed_at, called = _counts(predictions, "stage"), _counts(failed, "stage"), _by_stage(ledger)
+    called = {} if ledger is None else _by_stage(ledger)  # no row may have been readable
+    answered_by, failed_at = _counts(predictions, "stage"), _counts(failed, "stage")
     n_answered, n_failed = len(predictions or ()), len(failed or ())
-    n = reached = n_answered + n_failed
+    n = n_answered + n_failed
+    reached = n - failed_at.get(None, 0)
     total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
     stages = []
     for place, name in enumerate(policy.models):

@@ -149,6 +149,7 @@ def run(options: Namespace) -> dict[str, Any]:
             options.output,
             resume=options.resume,
             address=options.address,
+            controllers=options.controllers,
             on_progress=on_progress,
         )
     if not options.json:

@@ -1,10 +1,61 @@
+import os
+import pickle
+import re
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from cauc_ray.data.inputs import RunInput, column_to_numpy, concat_column
+from cauc_ray.data.inputs import column_to_numpy, concat_column, open_input
 from cauc_ray.errors import DataError
+
+
+def read(path, block_rows, done=frozenset()):
+    """Return the blocks by number, of a source that went to another process, the last group first."""
+    source = pickle.loads(pickle.dumps(open_input(path).source(block_rows, done)))
+    blocks = {}
+    for group in reversed(range(source.n_groups)):
+        inside = list(source.blocks(group))
+        assert [number for number, _ in inside] == sorted({number for number, _ in inside})
+        assert not blocks or not inside or inside[-1][0] < min(blocks)
+        blocks |= inside
+    assert not done & set(blocks)
+    return dict(sorted(blocks.items()))
+
+
+def ids(blocks):
+    return [example for block in blocks.values() for example in block.example_ids]
+
+
+@contextmanager
+def parquet_folder(sizes, row_group_rows):
+    """Write files of so many rows, named and numbered in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, size in enumerate(sizes):
+            table = pa.table(
+                {
+                    "example_id": pa.array([f"{number}-{row}" for row in range(size)], pa.string()),
+                    "label": pa.array(range(size), pa.int32()),
+                    "x": pa.array([[number, row] for row in range(size)], pa.list_(pa.float32())),
+                }
+            )
+            pq.write_table(table, f"{folder}/{number:04}.parquet", row_group_size=row_group_rows)
+        yield Path(folder)
+
+
+def overwrite(file, row_group, column, byte=b"\xff"):
+    """Damage a column's pages in one row group, all of them."""
+    meta = pq.read_metadata(file).row_group(row_group).column(column)
+    start = min(o for o in (meta.dictionary_page_offset, meta.data_page_offset) if o)
+    with file.open("r+b") as opened:
+        opened.seek(start)
+        opened.write(byte * meta.total_compressed_size)
 
 
 def test_columns_come_as_models_read_them():
@@ -30,41 +81,286 @@ def test_blocks_of_even_and_ragged_lists_join():
     assert concat_column([even, even]).shape == (4, 3)
 
 
-def test_rows_come_in_order_of_files_and_in_blocks(tmp_path):
-    for file in range(2):
-        ids = [f"{file}-{row}" for row in range(5)]
-        pq.write_table(pa.table({"example_id": ids, "label": list(range(5))}), tmp_path / f"{file}.parquet")
-    blocks = list(RunInput(tmp_path).blocks(3))
-    assert [len(b.example_ids) for b in blocks] == [3, 2, 3, 2]
-    assert [e for b in blocks for e in b.example_ids] == [f"{f}-{r}" for f in range(2) for r in range(5)]
-    assert blocks[1].labels.tolist() == [3, 4]
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any)
+
+
+@given(SIZES, st.integers(1, 12), st.integers(1, 7), st.sets(st.integers(0, 60)))
+def test_rows_come_once_in_order_and_numbers_do_not_depend_on_what_is_done(sizes, row_group_rows, block_rows, done):
+    with parquet_folder(sizes, row_group_rows) as folder:
+        opened = open_input(folder)
+        assert opened.n_rows == sum(sizes) == sum(opened.identity.values())
+        blocks = read(folder, block_rows)
+        assert list(blocks) == list(range(len(blocks)))
+        assert ids(blocks) == [f"{file}-{row}" for file, size in enumerate(sizes) for row in range(size)]
+        for block in blocks.values():
+            values = [[int(part) for part in example.split("-")] for example in block.example_ids]
+            assert block.columns["x"].tolist() == values
+            assert block.columns["label"].tolist() == block.labels.tolist() == [row for _, row in values]
+            assert 1 <= len(block.example_ids) <= block_rows
+        left = read(folder, block_rows, frozenset(done))
+        assert list(left) == [number for number in blocks if number not in done]
+        assert all(left[number].example_ids == blocks[number].example_ids for number in left)
+
+
+@given(SIZES, st.integers(1, 12), st.integers(1, 3))
+def test_groups_hold_eight_blocks_and_only_their_last_is_short(sizes, row_group_rows, block_rows):
+    with parquet_folder(sizes, row_group_rows) as folder:
+        source = open_input(folder).source(block_rows)
+        for group in range(source.n_groups):
+            lengths = [len(block.example_ids) for _, block in source.blocks(group)]
+            assert set(lengths[:-1]) <= {block_rows}
+            # Without its last row group there would be too few; with it there are enough, but at the end.
+            assert sum(lengths) - row_group_rows < 8 * block_rows
+            assert sum(lengths) >= 8 * block_rows or group == source.n_groups - 1
+
+
+def test_a_thousand_tiny_files_are_few_blocks():
+    with parquet_folder([1] * 1000, 5) as folder:
+        blocks = read(folder, 64)
+        assert ids(blocks) == [f"{file}-0" for file in range(1000)]
+        assert len(blocks) == 16
+
+
+def test_one_file_is_named_after_itself_and_the_size_of_a_row_is_stated(tmp_path):
+    pq.write_table(pa.table({"example_id": ["a", "b"], "x": [bytes(range(256)) * 4] * 2}), tmp_path / "a.parquet")
+    big = pa.table({"example_id": list("abcd"), "x": [os.urandom(5000) for _ in range(4)]})
+    pq.write_table(big, tmp_path / "b.parquet", compression="zstd")
+    assert open_input(tmp_path / "a.parquet").identity == {"a.parquet": 2}
+    assert open_input(tmp_path / "b.parquet").row_bytes == pytest.approx(5000, rel=0.05)
+    assert open_input(tmp_path).identity == {"a.parquet": 2, "b.parquet": 4}
+
+
+def test_what_only_done_blocks_need_is_not_read():
+    with parquet_folder([4] * 6, 2) as folder:  # 3 rows a block: one group of 8 blocks
+        source = open_input(folder).source(3, frozenset({0, 1, 2, 6, 7}))
+        assert source.n_groups == 1
+        for gone in ("0000", "0001", "0005"):
+            (folder / f"{gone}.parquet").unlink()
+        overwrite(folder / "0002.parquet", 0, 0)
+        blocks = dict(source.blocks(0))
+        assert list(blocks) == [3, 4, 5]
+        # Block 3 needs rows 9 and on, which are in the second half of row group 0: that one was needed.
+        assert [bool(block.unreadable) for block in blocks.values()] == [True, False, False]
+        assert list(open_input(folder / "0003.parquet").source(4, frozenset({0})).blocks(0)) == []
+
+
+def test_files_that_differ_in_types_share_a_block(tmp_path):
+    first = {"example_id": ["a", "b"], "label": [1, 2], "x": pa.array([1, 2], pa.int32()), "text": ["u", "v"]}
+    second = {
+        "text": pa.array(["v", "w"]).dictionary_encode(),
+        "x": [1.5, 2.5],
+        "label": pa.nulls(2),
+        "example_id": pa.array(["c", "d"], pa.large_string()),
+    }
+    pq.write_table(pa.table(first), tmp_path / "1.parquet")
+    pq.write_table(pa.table(second), tmp_path / "2.parquet")
+    (block,) = read(tmp_path, 10).values()
+    assert block.example_ids == ["a", "b", "c", "d"]
+    assert block.columns["x"].tolist() == [1, 2, 1.5, 2.5]
+    assert block.columns["text"].tolist() == ["u", "v", "v", "w"]
+    assert block.labels.tolist() == [1, 2, -1, -1]
+    # Rows do not change with their neighbours.
+    assert [b.columns["x"].dtype for b in read(tmp_path, 2).values()] == [block.columns["x"].dtype] * 2
+    pq.write_table(pa.table({**first, "x": [1, 2**60 + 1]}), tmp_path / "1.parquet")
+    with pytest.raises(DataError, match=r"1\.parquet does not fit the other files: Integer value .* not in range"):
+        read(tmp_path, 10)
+    pq.write_table(pa.table({**second, "x": ["1", "2"]}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=r"2\.parquet does not fit the files before it: .*incompatible types"):
+        open_input(tmp_path)
+
+
+def test_text_comes_alike_however_arrow_lays_it_out(tmp_path):
+    kinds = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+    for number, kind in enumerate(kinds):
+        words = pa.array([["u", "v"]], pa.list_(kind if number < 3 else pa.string()))
+        table = pa.table({"example_id": pa.array([f"e{number}"]).cast(kind), "words": words})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    (block,) = read(tmp_path, 10).values()
+    assert block.example_ids == ["e0", "e1", "e2", "e3"]
+    assert [words.tolist() for words in block.columns["words"]] == [["u", "v"]] * 4
+
+
+@given(st.data(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([0, 1, 2]), st.sampled_from([b"\xff", b"\0"]))
+def test_damage_costs_the_blocks_that_it_hits_and_no_others(data, row_group_rows, block_rows, column, byte):
+    sizes = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    with parquet_folder(sizes, row_group_rows) as folder:
+        whole = read(folder, block_rows)
+        source = open_input(folder).source(block_rows)
+        file = data.draw(st.integers(0, len(sizes) - 1))
+        row_group = data.draw(st.integers(0, (sizes[file] - 1) // row_group_rows))
+        overwrite(folder / f"{file:04}.parquet", row_group, column, byte)
+        rows = range(row_group * row_group_rows, min((row_group + 1) * row_group_rows, sizes[file]))
+        hit = {f"{file}-{row}" for row in rows}
+        blocks = dict(pair for group in range(source.n_groups) for pair in source.blocks(group))
+        assert list(blocks) == list(whole)
+        for number, block in blocks.items():
+            true = whole[number].example_ids
+            if not hit & set(true):
+                assert block.unreadable is None
+                assert block.columns["x"].tolist() == whole[number].columns["x"].tolist()
+                assert block.example_ids == true
+                continue
+            assert f"{file:04}.parquet cannot be read in row group {row_group}: " in block.unreadable
+            assert "\n" not in block.unreadable
+            assert block.columns == {}
+            if column == 0:  # example_id itself
+                true = [re.sub(r"(\d+)-(\d+)", r"000\1.parquet:row \2", e) if e in hit else e for e in true]
+            assert block.example_ids == true
+            assert (block.labels is None) == (column in (0, 1))
+            if block.labels is not None:
+                assert block.labels.tolist() == whole[number].labels.tolist()
+
+
+def test_files_cut_short_changed_or_gone_after_the_start_are_unreadable_blocks():
+    with parquet_folder([4, 4, 4, 4], 4) as folder:
+        source = open_input(folder).source(4)
+        file = folder / "0000.parquet"
+        file.write_bytes(file.read_bytes()[:-20])
+        (folder / "0001.parquet").unlink()
+        pq.write_table(pa.table({"example_id": ["new"]}), folder / "0002.parquet")
+        blocks = dict(source.blocks(0))
+        for number, reason in enumerate(("not a readable Parquet file", "there is no file", "has changed since")):
+            assert reason in blocks[number].unreadable
+            assert f"{number:04}.parquet" in blocks[number].unreadable
+            assert blocks[number].example_ids == [f"{number:04}.parquet:row {row}" for row in range(4)]
+            assert blocks[number].labels is None
+        assert blocks[3].unreadable is None
+        pq.write_table(pa.table({"example_id": list("abcd")}), folder / "0003.parquet")
+        assert "has changed since" in dict(source.blocks(0))[3].unreadable
+
+
+def test_a_damaged_row_group_is_decoded_up_to_the_damage(tmp_path):
+    file = tmp_path / "a.parquet"
+    table = pa.table({"example_id": [f"e{row}" for row in range(1000)], "x": [os.urandom(1000) for _ in range(1000)]})
+    pq.write_table(
+        table, file, data_page_size=10_000, write_batch_size=5, use_dictionary=False, write_page_checksum=True
+    )
+    source = open_input(file).source(100)
+    meta = pq.read_metadata(file).row_group(0).column(1)
+    with file.open("r+b") as opened:
+        opened.seek(meta.data_page_offset + meta.total_compressed_size // 2)
+        opened.write(b"damaged")
+    blocks = [block for _, block in source.blocks(0)]
+    n_good = [block.unreadable is None for block in blocks].index(False)
+    assert n_good in (3, 4, 5)
+    assert [block.unreadable is None for block in blocks] == [True] * n_good + [False] * (10 - n_good)
+    assert [example for block in blocks for example in block.example_ids] == [f"e{row}" for row in range(1000)]
+
+
+def test_text_that_is_not_utf8_is_damage(tmp_path):
+    good = pa.table({"example_id": ["a", "b"], "text": ["x", "y"]})
+    pq.write_table(good, tmp_path / "1.parquet")
+    for column in ("example_id", "text"):
+        text = {"example_id": pa.array([b"c", b"d"]), "text": pa.array([b"x", b"y"])}
+        text[column] = pa.array([b"x", b"\xff\xfe"])
+        bad = pa.table({name: pa.Array.from_buffers(pa.string(), 2, a.buffers()) for name, a in text.items()})
+        pq.write_table(bad, tmp_path / "2.parquet")
+        first, second = read(tmp_path, 3).values()
+        assert re.search(r"2\.parquet cannot be read: .*UTF8", second.unreadable)
+        assert first.unreadable is None
+        (block,) = read(tmp_path, 4).values()
+        assert "2.parquet cannot be read" in block.unreadable
+        last = ["2.parquet:row 0", "2.parquet:row 1"] if column == "example_id" else ["c", "d"]
+        assert block.example_ids == ["a", "b", *last]
+
+
+def test_a_user_s_own_faults_name_their_file_in_a_block_of_several(tmp_path):
+    pq.write_table(pa.table({"example_id": ["a"], "label": [0]}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"example_id": ["b"], "label": [-3]}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=r"2\.parquet: column 'label' holds negative numbers"):
+        read(tmp_path, 10)
+
+
+@pytest.fixture
+def images(tmp_path):
+    for name in ("b/2.PNG", "a.jpg", "b/c/1.webp", "b.tiff", "notes.txt", ".hidden.jpg", ".thumbs/1.jpg", "d/3.bmp"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+def test_images_of_a_folder_come_as_their_bytes(images):
+    names = ["a.jpg", "b.tiff", "b/2.PNG", "b/c/1.webp", "d/3.bmp"]
+    for block_rows in (1, 2, 100):
+        blocks = read(images, block_rows)
+        assert ids(blocks) == names
+        assert list(blocks) == list(range(-(-5 // block_rows)))
+        for block in blocks.values():
+            assert block.columns["image"].tolist() == [name.encode() for name in block.example_ids]
+            assert block.columns["example_id"].tolist() == block.example_ids
+            assert block.labels is None
+            assert block.n_bytes == sum(map(len, block.example_ids))
+    assert ids(read(images, 1, frozenset({0, 3}))) == ["b.tiff", "b/2.PNG", "d/3.bmp"]
+    opened = open_input(images)
+    assert (opened.n_rows, opened.row_bytes) == (5, sum(map(len, names)) / 5)
+    assert ids(read(images / "b" / "2.PNG", 10)) == ["2.PNG"]
+
+
+def test_the_identity_of_images_follows_their_names_and_sizes(images):
+    before = open_input(images).identity
+    assert list(before.values()) == [5]
+    assert re.fullmatch(r"5 images, [0-9a-f]{16}", *before)
+    (images / "a.jpg").write_bytes(b"longer")
+    longer = open_input(images).identity
+    (images / "a.jpg").rename(images / "aa.jpg")
+    assert len({*before, *longer, *open_input(images).identity}) == 3
+
+
+def test_an_image_that_has_gone_costs_its_own_row(images):
+    source = open_input(images).source(10)
+    (images / "b.tiff").unlink()
+    ((_, block),) = source.blocks(0)
+    assert block.columns["image"].tolist() == [b"a.jpg", b"", b"b/2.PNG", b"b/c/1.webp", b"d/3.bmp"]
+    assert block.unreadable is None
+
+
+def test_links_in_circles_pipes_and_parquet_beside_images(images):
+    (images / "b" / "up").symlink_to(images)
+    (images / "link.jpg").symlink_to(images / "a.jpg")
+    (images / "nowhere.jpg").symlink_to(images / "absent.jpg")
+    os.mkfifo(images / "pipe.jpg")
+    (images / "folder.jpg").mkdir()
+    (block,) = read(images, 100).values()
+    found = dict(zip(block.example_ids, block.columns["image"], strict=True))
+    assert sorted(found) == ["a.jpg", "b.tiff", "b/2.PNG", "b/c/1.webp", "d/3.bmp", "link.jpg", "nowhere.jpg"]
+    assert (found["link.jpg"], found["nowhere.jpg"]) == (b"a.jpg", b"")
+    pq.write_table(pa.table({"example_id": ["a"]}), images / "d" / "a.parquet")
+    assert ids(read(images, 100)) == ["a"]
+
+
+def test_a_folder_of_neither_is_refused_at_once(tmp_path):
+    with pytest.raises(DataError, match=r"there are no \.parquet files and no images \(\.jpg .*\) in /sys/class"):
+        open_input("/sys/class")
+    (tmp_path / os.fsdecode(b"\xff.jpg")).write_bytes(b"image")
+    with pytest.raises(DataError, match="is not valid UTF-8; rename it"):
+        open_input(tmp_path)
 
 
 def test_inputs_that_do_not_serve_are_refused(tmp_path):
     with pytest.raises(DataError, match="there is no file"):
-        RunInput(tmp_path / "absent.parquet")
+        open_input(tmp_path / "absent.parquet")
     with pytest.raises(DataError, match=r"no \.parquet files"):
-        RunInput(tmp_path)
+        open_input(tmp_path)
     pq.write_table(pa.table({"id": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="has no column 'example_id'; it has id"):
-        RunInput(tmp_path)
+        open_input(tmp_path)
     pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"example_id": ["b"], "x": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="has the columns example_id, x, but"):
-        RunInput(tmp_path)
+        open_input(tmp_path)
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
     with pytest.raises(DataError, match=r"b\.parquet is not a readable Parquet file"):
-        RunInput(tmp_path)
+        open_input(tmp_path)
     pq.write_table(pa.table({"example_id": pa.array([], pa.string())}), tmp_path / "c.parquet")
     pq.write_table(pa.table({"example_id": ["a", None]}), tmp_path / "d.parquet")
     with pytest.raises(DataError, match=r"d\.parquet: a row has no example_id"):
-        RunInput(tmp_path / "d.parquet")
+        open_input(tmp_path / "d.parquet")
     for label in ([-1], [-7], [1.5], ["cat"]):
         pq.write_table(pa.table({"example_id": ["a"], "label": label}), tmp_path / "e.parquet")
         with pytest.raises(DataError, match=r"e\.parquet: column 'label'"):
-            list(RunInput(tmp_path / "e.parquet").blocks(10))
+            read(tmp_path / "e.parquet", 10)
     pq.write_table(pa.table({"example_id": ["a", "b"], "label": [1.0, None]}), tmp_path / "e.parquet")
-    (block,) = RunInput(tmp_path / "e.parquet").blocks(10)
+    (block,) = read(tmp_path / "e.parquet", 10).values()
     assert block.labels.tolist() == [1, -1]
     with pytest.raises(DataError, match="holds no rows"):
-        RunInput(tmp_path / "c.parquet")
+        open_input(tmp_path / "c.parquet")

@@ -5,17 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cauc_ray.execution.controller import (
+from cauc_ray.execution.blocks import RESTARTS
+from cauc_ray.execution.controller import Chunk, Controller
+from cauc_ray.execution.messages import CallResult
+from cauc_ray.execution.stage_queue import (
     CALLS_PER_REPLICA,
     HOPELESS_CALLS,
     HOPELESS_DEATHS,
-    RESTARTS,
     TRIES,
-    Chunk,
-    Controller,
     StageLimits,
 )
-from cauc_ray.execution.messages import CallResult
 
 seeds = st.integers(0, 2**32 - 1)
 PLENTY = 10**9
@@ -50,7 +49,7 @@ def one_block(stages, n, *, open_rows=PLENTY, replicas=1):
     controller = Controller(stages, open_rows)
     for stage in range(len(stages)):
         for number in range(replicas):
-            controller.add_replica(stage, 10 * stage + number)
+            controller.stages[stage].add_replica(10 * stage + number)
     controller.add_block(0, [Chunk(n, n)], now=0.0)
     return controller
 
@@ -82,7 +81,7 @@ class Simulation:
 
     def start(self, stage):
         self.replicas[self.n_next] = stage
-        self.controller.add_replica(stage, self.n_next)
+        self.controller.stages[stage].add_replica(self.n_next)
         self.n_next += 1
 
     def chunks(self, block):
@@ -152,17 +151,19 @@ class Simulation:
             self.controller.call_postponed(call.id, 2.0, self.now)
 
     def lose_replica(self, replica):
-        for call in self.controller.calls_at(replica):
+        for call in self.controller.stages[self.replicas[replica]].calls_at(replica):
             del self.calls[call]
         stage = self.replicas.pop(replica)
-        self.take(self.controller.replica_lost(replica, "died", self.now))
+        self.take(self.controller.replica_lost(stage, replica, "died", self.now))
         self.start(stage)
 
     def end(self, call):
         where = self.rows_of(call)
         if any(self.deadly[block][i] and call.stage == self.stops[block][i] for block, i in where):
             self.calls[call.id] = call
-            if self.controller.calls_at(call.replica)[0] == call.id:  # a call that waits kills nobody yet
+            if (
+                self.controller.stages[call.stage].calls_at(call.replica)[0] == call.id
+            ):  # a call that waits kills nobody yet
                 self.lose_replica(call.replica)
         elif any(self.poisoned[block][i] and call.stage == self.stops[block][i] for block, i in where):
             self.take(self.controller.call_ended(call.id, failed("poison"), self.now))
@@ -268,7 +269,7 @@ def test_the_last_rows_are_shared_out_among_the_replicas():
 def test_reading_is_bounded_by_rows_and_bytes_but_never_stops():
     for bounds in ({"queue_rows": 5}, {"queue_bytes": 5}):
         controller = Controller([limits(10, batch_wait_s=0.0, **bounds)], open_rows=PLENTY)
-        controller.add_replica(0, 0)
+        controller.stages[0].add_replica(0)
         assert controller.wants_block()
         controller.add_block(0, [Chunk(6, 6)], now=0.0)
         assert not controller.wants_block()
@@ -283,14 +284,14 @@ def test_reading_is_bounded_by_rows_and_bytes_but_never_stops():
 @pytest.mark.parametrize("bounds", [{"queue_rows": 10}, {"queue_bytes": 10}])
 def test_a_full_queue_holds_the_stage_before_it_back(bounds):
     controller = Controller([limits(10), limits(10, **bounds)], open_rows=PLENTY)
-    controller.add_replica(0, 0)
+    controller.stages[0].add_replica(0)
     controller.add_block(0, [Chunk(60, 60)], now=0.0)
     calls = [controller.next_call(0.0), controller.next_call(0.0)]
     assert controller.next_call(0.0) is None  # one computes, one waits
     controller.call_ended(calls[0].id, result(range(10), [False] * 10), now=0.0)
     assert controller.next_call(0.0) is None  # ten rows wait for a second stage without a replica
     assert controller.wait_s(0.0) is None  # and no time will change that
-    controller.add_replica(1, 1)
+    controller.stages[1].add_replica(1)
     assert [controller.next_call(0.0).stage for _ in range(2)] == [1, 0]
 
 
@@ -298,8 +299,8 @@ def test_what_kills_its_replica_is_found_and_what_waits_behind_it_is_not_blamed(
     controller = one_block([limits(4)], 8)
     controller.end_input()
     first, second = controller.next_call(0.0), controller.next_call(0.0)
-    controller.replica_lost(0, "died", now=1.0)
-    controller.add_replica(0, 1)
+    controller.replica_lost(0, 0, "died", now=1.0)
+    controller.stages[0].add_replica(1)
     alone, other = controller.next_call(1.0), None
     assert (len(alone), alone.alone, alone.attempt) == (4, True, 2) or not alone.alone
     if not alone.alone:  # the innocent one may go first; the suspect then waits for the replica to be empty
@@ -319,8 +320,8 @@ def test_a_row_that_always_kills_is_failed_after_a_few_deaths():
     for death in range(1 + TRIES):
         now = 100.0 * death
         assert controller.next_call(now) is not None
-        released = controller.replica_lost(death, "died", now)
-        controller.add_replica(0, death + 1)
+        released = controller.replica_lost(0, death, "died", now)
+        controller.stages[0].add_replica(death + 1)
     (block,) = released.blocks
     assert block.failures == {0: (0, "died")}
     assert controller.finished
@@ -365,7 +366,7 @@ def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
 
 def test_a_stage_that_comes_back_is_used_again():
     controller = Controller([limits(2)] * 2, open_rows=PLENTY)
-    controller.add_replica(0, 0)
+    controller.stages[0].add_replica(0)
     controller.stage_down(1)
     for block in range(2):
         controller.add_block(block, [Chunk(2, 2)], 0.0)
@@ -374,7 +375,7 @@ def test_a_stage_that_comes_back_is_used_again():
         assert len(released.blocks) == (1 if block == 0 else 0)
         if block == 0:
             assert released.blocks[0].degraded.all()
-            controller.add_replica(1, 1)
+            controller.stages[1].add_replica(1)
     assert controller.next_call(0.0).stage == 1
 
 
@@ -384,35 +385,35 @@ def test_a_stage_that_never_succeeds_is_hopeless_and_one_that_once_did_is_not():
         if succeeds:
             controller.call_ended(controller.next_call(0.0).id, result([0], [True]), 0.0)
         for n in range(HOPELESS_CALLS):
-            assert not controller.hopeless(0)
+            assert not controller.stages[0].hopeless
             controller.call_ended(controller.next_call(100.0 * n).id, failed("no"), 100.0 * n)
-        assert controller.hopeless(0) is not succeeds
+        assert controller.stages[0].hopeless is not succeeds
 
 
 def test_a_stage_whose_replicas_all_die_is_hopeless():
     controller = one_block([limits(1)], 60)
     for death in range(HOPELESS_DEATHS):
-        assert not controller.hopeless(0)
+        assert not controller.stages[0].hopeless
         assert controller.next_call(float(death)) is not None
-        controller.replica_lost(death, "died", float(death))
-        controller.add_replica(0, death + 1)
-    assert controller.hopeless(0)
+        controller.replica_lost(0, death, "died", float(death))
+        controller.stages[0].add_replica(death + 1)
+    assert controller.stages[0].hopeless
 
 
 def test_the_backlog_is_in_seconds_of_work():
     controller = one_block([limits(4)], 40)
-    assert controller.backlog_s(0) is None
+    assert controller.stages[0].backlog_s is None
     call = controller.next_call(0.0)
     controller.call_ended(call.id, result(range(4), [True] * 4), 0.0)  # one second for four rows
-    assert controller.backlog_s(0) == pytest.approx(9.0)
+    assert controller.stages[0].backlog_s == pytest.approx(9.0)
     controller.next_call(0.0)
-    assert controller.backlog_s(0) == pytest.approx(8.5)
+    assert controller.stages[0].backlog_s == pytest.approx(8.5)
 
 
 def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_is_not():
     controller = one_block([limits(4)], 12)
     first, _ = controller.next_call(100.0), controller.next_call(100.0)
-    assert controller.overdue(0, 10.0, 110.0) == []
+    assert controller.stages[0].overdue(10.0, 110.0) == []
     controller.call_ended(first.id, result(range(4), [True] * 4), 110.0)
-    assert controller.overdue(0, 10.0, 120.0) == []  # the second has had the replica since 110
-    assert controller.overdue(0, 10.0, 121.0) == [0]
+    assert controller.stages[0].overdue(10.0, 120.0) == []  # the second has had the replica since 110
+    assert controller.stages[0].overdue(10.0, 121.0) == [0]

@@ -1,7 +1,6 @@
 """Cascades on a real Ray session."""
 
 import json
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ from synthetic import chain, write_table
 
 import cauc_ray
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
-from cauc_ray.execution.stage import Part, StageWorker
+from cauc_ray.execution.stage import Parcel, Part, StageWorker
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.cascade import replay
@@ -290,9 +289,8 @@ def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stag
     spec = StageSpec(name=policy.models[stage], model={"kind": "python", "factory": "user_models:by_x"})
     worker = StageWorker(spec, stage, policy, ())
     worker._model = lambda batch: Answers(np.zeros((2, 0), np.float32), failures={0: "too long", 1: "no question"})
-    carried = () if stage == 0 else (policy.step(0, np.zeros((2, 2)), None).state,)
-    part = Part(payload=0, indices=np.arange(2), state=1 if stage else None, state_rows=np.arange(2 * stage))
-    result, state = worker.decide([part], {"x": np.zeros(2)}, *carried)
+    carried = None if stage == 0 else policy.step(0, np.zeros((2, 2)), None).state
+    result, goes_on = worker.decide([Part(0, np.arange(2))], Parcel({"x": np.zeros(2)}, carried))
     assert (result.error, result.failures) == (None, {0: "too long", 1: "no question"})
-    assert (len(state), result.n_deferred, result.accepted.tolist()) == (0, 0, [False, False])
+    assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
     assert result.costs.tolist() == [0.0, 0.0]

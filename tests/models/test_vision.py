@@ -443,7 +443,7 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
     ("image", "says"),
     [
         (None, "there is no image"),
-        (b"", "its format is unknown"),
+        (b"", "there is no image: its file is empty or cannot be read"),
         (b"hello, this is no image at all", "its format is unknown"),
         (JPEG[: len(JPEG) // 2], "truncated"),
         (JPEG[:20], "cannot be decoded"),

@@ -1,14 +1,11 @@
 """Measure the fits and the sweep against what a user would otherwise run, as ratios from one run.
 
-    python -m jobs.bench [--rows 12500] [--options 1000] [--repeats 5]
-
-Every figure is the best of the repeats. The last line is one JSON object with all of them.
+Every figure is the best of the repeats.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import minimize
-from sklearn.calibration import _TemperatureScaling
 
 import cauc_ray
 from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
@@ -25,23 +20,31 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.sweep import sweep
 from cauc_ray.numbers.temperature import fit_pair, fit_temperature
 from cauc_ray.numbers.types import Floats, Ints
+from jobs.bench.part import absent
 
 SWEEP_STAGES = 7
 GRID_POINTS = 1001
 
 
-def main() -> None:
-    """Run all measurements and print them."""
-    parser = argparse.ArgumentParser(description="Measure the numbers layer, as ratios.")
-    parser.add_argument("--rows", type=int, default=12_500)
-    parser.add_argument("--options", type=int, default=1_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes."""
+    parser.add_argument("--rows", type=int, default=12_500, help="rows of the matrix of logits")
+    parser.add_argument("--options", type=int, default=1_000, help="options of a row")
+    parser.add_argument("--repeats", type=int, default=5, help="how often each is measured")
+
+
+def missing(options: argparse.Namespace) -> str | None:
+    """Need what the fits are compared with."""
+    return absent("scipy", "sklearn")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Take all measurements."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, options.options, options.rows)
     first = planted_logits(rng, labels, options.options, strength=7.0, noise=1.5)
     second = planted_logits(rng, labels, options.options, strength=8.0, noise=2.0)
-    results = {
+    return {
         "rows": options.rows,
         "options": options.options,
         **temperature(first, labels, options.repeats),
@@ -49,7 +52,6 @@ def main() -> None:
         **exact_sweep(rng, options.rows, options.repeats),
         **setup(rng, options.repeats),
     }
-    print(json.dumps(results))
 
 
 def planted_logits(rng: np.random.Generator, labels: Ints, k: int, *, strength: float, noise: float) -> Floats:
@@ -61,6 +63,8 @@ def planted_logits(rng: np.random.Generator, labels: Ints, k: int, *, strength: 
 
 def temperature(logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
     """Compare one temperature fit with scikit-learn's temperature calibration and with copies of the matrix."""
+    from sklearn.calibration import _TemperatureScaling
+
     ours, fit = best_of(repeats, lambda: fit_temperature(logits, labels))
     # The calibrator by itself, without the cross-validation that CalibratedClassifierCV puts around it.
     theirs, found = best_of(2, lambda: _TemperatureScaling().fit(logits, labels))
@@ -81,6 +85,8 @@ def temperature(logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
 
 def pair(state: Floats, logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
     """Compare RF's pair fit with scipy's L-BFGS-B on the same objective, with exact gradients, in float64."""
+    from scipy.optimize import minimize
+
     ours, fit = best_of(repeats, lambda: fit_pair(state, logits, labels))
     wide = [state.astype(np.float64), logits.astype(np.float64)]
     rows = np.arange(len(labels))
@@ -154,7 +160,3 @@ def best_of(repeats: int, work: Callable[[], Any]) -> tuple[float, Any]:
         result = work()
         best = min(best, time.perf_counter() - started)
     return best, result
-
-
-if __name__ == "__main__":
-    main()

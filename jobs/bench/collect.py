@@ -1,18 +1,14 @@
 """Measure `cauc collect` on one actor against a bare torch loop over the same batches, as ratios from one run.
 
-    python -m jobs.bench_collect [--arch mnasnet0_75] [--images 2048] [--batch 64] [--repeats 3]
-
 Both read the same JPEG files from one Parquet file, decode and preprocess them as TorchVision says, run the same
 network with random weights on one thread, and keep the logits; collect also writes them. The two take turns.
-Every figure is the best of the repeats, loading left out. The last line is one JSON object with all of them.
+Every figure is the best of the repeats, loading left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -26,23 +22,30 @@ import yaml
 import cauc_ray
 from cauc_ray.data.files import write_text
 from cauc_ray.execution.session import ray_session
+from jobs.bench.part import absent
 
 
-def main() -> None:
-    """Run both sides and print their rates and the ratio."""
-    parser = argparse.ArgumentParser(description="Measure cauc collect against a bare torch loop.")
-    parser.add_argument("--arch", default="mnasnet0_75")
-    parser.add_argument("--images", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch: what an actor of one CPU has
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(Path(folder), options.arch, options.images, options.batch, options.repeats)))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes."""
+    parser.add_argument("--arch", default="mnasnet0_75", help="which of TorchVision's networks")
+    parser.add_argument("--images", type=int, default=2048, help="how many images")
+    parser.add_argument("--batch", type=int, default=64, help="images in a batch")
+    parser.add_argument("--repeats", type=int, default=3, help="how often each side is measured")
 
 
-def measure(folder: Path, arch: str, n: int, batch: int, repeats: int) -> dict[str, Any]:
+def missing(options: argparse.Namespace) -> str | None:
+    """Need TorchVision."""
+    return absent("torch", "torchvision", "PIL")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure both sides in turn. Returns rows per second of each, and collect's share of the loop's."""
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(Path(folder), options.arch, options.images, options.batch, options.repeats)
+
+
+def compare(folder: Path, arch: str, n: int, batch: int, repeats: int) -> dict[str, Any]:
+    """Write the images and run both sides over them."""
     import torch
     from torchvision.models import get_model
 
@@ -117,7 +120,3 @@ def write_images(path: Path, n: int) -> None:
         coarse.resize((320, 240), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=90)
         content.append(buffer.getvalue())
     pq.write_table(pa.table({"example_id": [str(row) for row in range(n)], "image": content}), path)
-
-
-if __name__ == "__main__":
-    main()

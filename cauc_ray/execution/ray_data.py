@@ -1,0 +1,113 @@
+"""A Ray Dataset as a run's input."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+from ray.data import Dataset, ExecutionResources
+from ray.data.dataset import MaterializedDataset
+
+from cauc_ray.data.blocks import InputBlock, table_block
+from cauc_ray.errors import DataError, ExecutionError
+
+_SOURCE = "the Ray dataset"
+
+
+class DatasetInput:
+    """A Ray Dataset, such as no file format here has, as a run's input; executed anew by each run.
+
+    path: a name for people, of no file.   n_rows and row_bytes: of a materialised dataset; else None and 0, unknown.
+    identity: says nothing of the rows; whoever resumes a run gives the same dataset.
+    """
+
+    path = Path(_SOURCE)
+
+    def __init__(self, dataset: Dataset, *, object_store_bytes: int | None = None) -> None:
+        """Take a dataset with a column example_id; nothing is executed.
+
+        object_store_bytes: what the dataset's own blocks may take of the object store; None, what its context says.
+        Raises DataError where its columns are known and example_id is not among them, and where it has no rows.
+        """
+        self._dataset = dataset
+        self._object_store_bytes = object_store_bytes
+        self.identity = {"ray dataset": 0}
+        self.n_rows: int | None = None
+        self.row_bytes = 0.0
+        known = dataset.schema(fetch_if_missing=False)
+        if known is not None:
+            _require_ids(known.names)
+        if isinstance(dataset, MaterializedDataset):  # only then are these known without an execution
+            self.n_rows = dataset.count()
+            if self.n_rows == 0:
+                raise DataError(f"{_SOURCE} holds no rows")
+            self.row_bytes = dataset.size_bytes() / self.n_rows
+
+    def source(self, block_rows: int, done: frozenset[int] = frozenset()) -> DatasetSource:
+        """Return the dataset's rows in its own order, in blocks of so many, without those that are done."""
+        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, done)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSource:
+    """Blocks of a Ray Dataset: one group, since one process takes the results of an execution in order."""
+
+    dataset: Dataset
+    object_store_bytes: int | None
+    block_rows: int
+    done: frozenset[int]
+
+    @property
+    def n_groups(self) -> int:
+        """One."""
+        return 1
+
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+        """Execute the dataset and yield its blocks; done ones are computed too, but not converted.
+
+        Raises DataError for content that no run can take, ExecutionError where the dataset's execution fails.
+        """
+        with _as_an_input(self.dataset, self.object_store_bytes):
+            for number, table in enumerate(self._tables()):
+                if number not in self.done:
+                    _require_ids(table.column_names)
+                    yield number, table_block(table, _SOURCE)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        try:
+            yield from self.dataset.iter_batches(batch_size=self.block_rows, batch_format="pyarrow")
+        except Exception as error:  # a user's function and Ray Data's readers raise whatever they like
+            text = str(error)  # for an error in a task, its traceback, where the user's own error comes first
+            own = re.search(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
+            reason = own[0] if own else f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
+            raise ExecutionError(f"{_SOURCE} cannot be computed: {reason}") from error
+
+
+@contextmanager
+def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[None]:
+    """Execute a dataset in order, within the given part of the object store, without bars; then as its owner set it.
+
+    Datasets that are made of one another share their context.
+    """
+    context = dataset.context
+    options, bars = context.execution_options, context.enable_progress_bars
+    own = copy.deepcopy(options)
+    own.preserve_order = True
+    if object_store_bytes is not None:
+        limits: ExecutionResources = own.resource_limits
+        own.resource_limits = limits.copy(object_store_memory=min(limits.object_store_memory, object_store_bytes))
+    context.execution_options, context.enable_progress_bars = own, False
+    try:
+        yield
+    finally:
+        context.execution_options, context.enable_progress_bars = options, bars
+
+
+def _require_ids(names: list[str]) -> None:
+    if "example_id" not in names:
+        raise DataError(f"{_SOURCE} has no column 'example_id'; it has {', '.join(sorted(names))}")

@@ -1,0 +1,163 @@
+"""The readers of a run on Ray: how many there are, what each reads next, what happens when one dies or hangs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.execution.actors import kind_of, make_actor, told
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.reader import BlockHeader, BlockReader, ReadPlan
+
+READS_PER_READER = 2
+MOST_READERS = 8
+# Another reader is started where the first stage has waited so long for rows.
+STARVED_S = 0.3
+READ_DEADLINE_S = 600.0
+# So often in a row may a reader die before the run ends.
+DEATHS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBlock:
+    """A block as it came.   names, chunks: references.   again: its number, if it was read for rows that were lost."""
+
+    header: BlockHeader
+    names: Any
+    chunks: list[Any]
+    again: int | None
+
+
+@dataclass(slots=True)
+class _Read:
+    """A block that is being read.   place: its group and the place in it.   rest: the references beside the header."""
+
+    reader: int
+    place: tuple[int, int]
+    rest: list[Any]
+    since: float
+    again: int | None
+
+
+class Reading:
+    """The readers that a controller has on Ray, on the node whose files they read, and what they are reading."""
+
+    def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
+        """Start one reader.   here: the label of the node."""
+        self._plan = plan
+        self._here = here
+        self._next = ReadPlan(plan.groups)
+        self._readers: dict[int, Any] = {}
+        self._reads: dict[Any, _Read] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._deaths = 0
+        self._starved_since: float | None = None
+        self._start_reader(0)
+
+    @property
+    def refs(self) -> dict[Any, _Read]:
+        """Return what is being read, by the references to wait for."""
+        return self._reads
+
+    @property
+    def exhausted(self) -> bool:
+        """Say whether there is nothing more to ask for: a read that is under way may fail and be asked for again."""
+        return self._next.exhausted and all(read.again is not None for read in self._reads.values())
+
+    def ask(self, now: float) -> bool:
+        """Have another block read. Returns whether a reader could take one and there was one."""
+        busy = [read.reader for read in self._reads.values()]
+        for reader in sorted(self._readers, key=busy.count):
+            # Others may be within their groups where the idlest has nothing left to read.
+            place = self._next.next_place(reader) if busy.count(reader) < READS_PER_READER else None
+            if place is not None:
+                self._ask(reader, place, None, now)
+                return True
+        return False
+
+    def ask_again(self, block: int, now: float) -> bool:
+        """Have a block read once more. Returns whether it is not being read again already."""
+        if any(read.again == block for read in self._reads.values()):
+            return False
+        self._ask(self._idlest(), self._places[block], block, now)
+        return True
+
+    def take(self, ref: Any) -> ReadBlock | None:
+        """Take what has been read; None where a group had no further block.
+
+        Raises RayError as failed() takes it, and leaves the reference among those to wait for.
+        """
+        header: BlockHeader | None = ray.get(ref)
+        read = self._reads.pop(ref)
+        self._deaths = 0
+        if header is None:
+            self._next.group_ended(read.reader, read.place[0])
+            return None
+        self._places[header.number] = read.place
+        names, *chunks = read.rest
+        return ReadBlock(header, names, chunks, read.again)
+
+    def failed(self, ref: Any, error: RayError) -> int:
+        """Have read again what was not, by a new reader where the old one died. Returns how many reads came to nothing.
+
+        Raises what the source raised, and ExecutionError when reader after reader dies.
+        """
+        fault = told(error, "the reader")
+        kind = kind_of(error)
+        if kind == "raised":
+            raise fault from error
+        if kind == "died":
+            return self._lost(self._reads[ref].reader, fault)
+        return self._anew([ref])
+
+    def forget(self, block: int) -> None:
+        """Note that a block will not be asked for again."""
+        self._places.pop(block, None)
+
+    def watch(self, now: float, *, starved: bool) -> int:
+        """Give readers up that hang, and start another where the first stage is starved for rows.
+
+        Returns how many reads came to nothing.
+        """
+        n_lost = 0
+        for reader in self._readers:
+            since = [read.since for read in self._reads.values() if read.reader == reader]
+            if since and now - min(since) > READ_DEADLINE_S:
+                n_lost += self._lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
+        self._starved_since = (self._starved_since or now) if starved and self._reads else None
+        more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
+        if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
+            self._start_reader(len(self._readers))
+            self._starved_since = None
+        return n_lost
+
+    def _start_reader(self, number: int) -> None:
+        reader = make_actor(BlockReader, num_cpus=0, label_selector=self._here)
+        self._readers[number] = reader.remote(self._plan.source, self._plan.chunk_rows, self._plan.n_chunks)
+
+    def _ask(self, reader: int, place: tuple[int, int], again: int | None, now: float) -> None:
+        n_returns = 2 + self._plan.n_chunks
+        header, *rest = self._readers[reader].read.options(num_returns=n_returns).remote(*place)
+        self._reads[header] = _Read(reader, place, rest, now, again)
+
+    def _idlest(self) -> int:
+        busy = [read.reader for read in self._reads.values()]
+        return min(self._readers, key=busy.count)
+
+    def _lost(self, reader: int, fault: CaucError) -> int:
+        self._deaths += 1
+        if self._deaths >= DEATHS:
+            raise ExecutionError(f"the input cannot be read: {fault}")
+        ray.kill(self._readers[reader])
+        self._start_reader(reader)
+        return self._anew([ref for ref, read in self._reads.items() if read.reader == reader])
+
+    def _anew(self, lost: list[Any]) -> int:
+        """Have places read again; rows that were lost ask for their blocks by themselves."""
+        reads = [self._reads.pop(ref) for ref in lost]
+        self._next.read_again([read.place for read in reads if read.again is None])
+        return len(reads)

@@ -1,0 +1,68 @@
+"""Run the benchmark: `python -m jobs.bench [PART [OPTIONS]] ...`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+from cauc_ray.errors import CaucError, unknown_name
+from jobs.bench.part import Part, parser_of
+
+# In the order in which they run; each is the module of that name beside this one.
+PARTS = ("numbers", "collect", "bound", "ray_data", "saving", "controller", "memory", "gpu")
+
+USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
+
+Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here.
+python -m jobs.bench PART --help lists a part's options; each default is the size that is judged.
+What people read is printed first; the last line is one JSON object, {{part: figures}}."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts that the arguments name, or all that can run here. Returns the exit code."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if argv and argv[0] not in PARTS:
+        print(f"{unknown_name('part', argv[0], PARTS)}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    results: dict[str, dict[str, Any]] = {}
+    for name, words in options_by_part(argv).items():
+        part = load(name)
+        options = parser_of(name, part).parse_args(words)
+        print(f"== {name}", flush=True)
+        if reason := part.missing(options):
+            print(f"left out: {reason}", flush=True)
+            results[name] = {"left_out": reason}
+            continue
+        try:
+            results[name] = part.measure(options)
+        except CaucError as error:  # the figures of the other parts have cost minutes
+            print(f"failed: {error}", flush=True)
+            results[name] = {"failed": str(error)}
+    print(json.dumps(results))
+    return 1 if any("failed" in result for result in results.values()) else 0
+
+
+def options_by_part(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Return what follows each part's name; every part with nothing behind it where none is named."""
+    words: dict[str, list[str]] = {}
+    current: list[str] = []
+    for word in argv:
+        if word in PARTS:
+            current = words.setdefault(word, [])
+        else:
+            current.append(word)
+    return words or {name: [] for name in PARTS}
+
+
+def load(name: str) -> Part:
+    """Import a part's module: only now, since each brings libraries that others do without."""
+    return cast(Part, importlib.import_module(f"jobs.bench.{name}"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

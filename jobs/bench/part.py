@@ -1,0 +1,42 @@
+"""What every part of the benchmark is: a module with three functions."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+
+class Part(Protocol):
+    """A module that measures one thing. Its docstring's first line says which."""
+
+    __doc__: str | None
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the sizes, each with the judged one as its default."""
+
+    def missing(self, options: argparse.Namespace) -> str | None:
+        """Return what the part needs and does not find here, None where it can run."""
+
+    def measure(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Measure, print what people read, and return the figures, ratios included."""
+
+
+def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
+    """Return the parser of a part's options."""
+    about = (part.__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m jobs.bench {name}",
+        description=about,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    part.add_options(parser)
+    return parser
+
+
+def absent(*packages: str) -> str | None:
+    """Return a sentence on the first package that is not installed, None where all are."""
+    for package in packages:
+        if find_spec(package) is None:
+            return f"{package} is not installed; pip install -e '.[dev]' brings it"
+    return None

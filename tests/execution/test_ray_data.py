@@ -1,0 +1,97 @@
+import time
+
+import cloudpickle
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from cauc_ray.errors import DataError, ExecutionError
+
+# Ray Data's own context sets an option that Ray Data has deprecated.
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+
+def ray_data():
+    import ray.data
+
+    return ray.data
+
+
+def dataset_input(dataset, **options):
+    from cauc_ray.execution.ray_data import DatasetInput
+
+    return DatasetInput(dataset, **options)
+
+
+def late_first(batch):
+    """Answer for the first rows last: what is not kept in order comes in another."""
+    rows = batch["id"]
+    time.sleep(0.3 if rows[0] == 0 else 0)
+    return {
+        "example_id": np.array([f"e{row}" for row in rows]),
+        "label": rows % 3,
+        "image": np.ones((1, 2, 3), np.float32) * rows[:, None, None, None],
+    }
+
+
+@pytest.fixture
+def lazy():
+    return ray_data().range(40, override_num_blocks=4).map_batches(late_first, batch_size=None)
+
+
+def test_rows_come_in_order_in_blocks_with_tensors(lazy):
+    opened = dataset_input(lazy, object_store_bytes=200_000_000)
+    assert (opened.n_rows, opened.row_bytes) == (None, 0)
+    before = lazy.context.execution_options, lazy.context.enable_progress_bars
+    source = cloudpickle.loads(cloudpickle.dumps(opened.source(15)))
+    assert source.n_groups == 1
+    for each in (source, opened.source(15)):
+        numbers, blocks = zip(*each.blocks(0), strict=True)
+        assert numbers == (0, 1, 2)
+        assert [len(block.example_ids) for block in blocks] == [15, 15, 10]
+        assert [example for block in blocks for example in block.example_ids] == [f"e{row}" for row in range(40)]
+        for block in blocks:
+            rows = np.array([int(example[1:]) for example in block.example_ids])
+            assert block.columns["image"].shape == (len(rows), 1, 2, 3)
+            assert block.columns["image"][:, 0, 1, 2].tolist() == rows.tolist()
+            assert block.labels.tolist() == (rows % 3).tolist()
+            assert block.unreadable is None
+    assert (lazy.context.execution_options, lazy.context.enable_progress_bars) == before
+
+
+def test_the_dataset_is_told_how_much_of_the_object_store_it_may_take(lazy):
+    blocks = dataset_input(lazy, object_store_bytes=123_000_000).source(15).blocks(0)
+    next(blocks)
+    options = lazy.context.execution_options
+    assert options.resource_limits.object_store_memory == 123_000_000
+    assert options.resource_limits.cpu == np.inf
+    assert options.preserve_order
+    blocks.close()
+    assert lazy.context.execution_options.resource_limits.object_store_memory == np.inf
+
+
+def test_done_blocks_are_left_out_unconverted():
+    labels = [-5] * 4 + [1] * 6
+    data = ray_data().from_arrow(pa.table({"example_id": [str(row) for row in range(10)], "label": labels}))
+    opened = dataset_input(data)
+    assert opened.n_rows == 10
+    assert opened.row_bytes > 1
+    left = list(opened.source(4, frozenset({0})).blocks(0))
+    assert [(number, block.example_ids) for number, block in left] == [(1, list("4567")), (2, list("89"))]
+    with pytest.raises(DataError, match="the Ray dataset: column 'label' holds negative numbers"):
+        list(opened.source(4).blocks(0))
+
+
+def test_datasets_that_do_not_serve_are_refused():
+    data = ray_data()
+    with pytest.raises(DataError, match="has no column 'example_id'; it has id, x"):
+        dataset_input(data.from_items([{"x": 1, "id": 2}]))
+    with pytest.raises(DataError, match="holds no rows"):
+        dataset_input(data.from_arrow(pa.table({"example_id": pa.array([], pa.string())})))
+    late = data.range(4).map_batches(lambda batch: {"x": batch["id"]})
+    with pytest.raises(DataError, match="has no column 'example_id'; it has x"):
+        list(dataset_input(late).source(4).blocks(0))
+    broken = data.range(4).map_batches(lambda batch: {"example_id": batch["id"] / int("zero")})
+    with pytest.raises(ExecutionError, match=r"cannot be computed: ValueError: invalid literal .*'zero'") as caught:
+        list(dataset_input(broken).source(4).blocks(0))
+    assert "\n" not in str(caught.value)
