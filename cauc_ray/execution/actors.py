@@ -46,6 +46,7 @@ def worker_class(stage: StageSpec) -> Any:
         allow_out_of_order_execution=True,
         max_restarts=0,
         max_task_retries=0,
+        enable_task_events=False,  # the ledger has every call
     )
 
 

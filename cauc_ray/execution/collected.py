@@ -214,9 +214,10 @@ class CollectedTables:
         for name, n in answers.counts.items():
             first.counts[name] = first.counts.get(name, 0) + n
 
-    def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
+    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block. A row whose label names none of its options is a failed row too."""
         at = self._open.pop(result.block, None) or _OpenRows()
+        names = example_ids.to_pylist()
         reasons = {row: reason for row, (_, reason) in result.failures.items()}
         for row, logits in at.rows.items():
             if labels is not None and self._target.kind == "model" and labels[row] >= len(logits):
@@ -231,10 +232,10 @@ class CollectedTables:
         if reasons:
             failed.mkdir(parents=True, exist_ok=True)
             stage = self._target.name
-            told = [{"example_id": example_ids[r], "stage": stage, "reason": why} for r, why in sorted(reasons.items())]
+            told = [{"example_id": names[r], "stage": stage, "reason": why} for r, why in sorted(reasons.items())]
             write_parquet(failed / name, pa.Table.from_pylist(told, schema=FAILED_SCHEMA))
-        kept = [row for row in range(len(example_ids)) if row not in reasons]
-        ids = [example_ids[row] for row in kept]
+        kept = [row for row in range(len(names)) if row not in reasons]
+        ids = [names[row] for row in kept]
         vectors = [at.rows[row] for row in kept]
         if self._target.kind == "embedding":
             table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": _lists(vectors)})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import pyarrow as pa
 import ray
 
 from cauc_ray.execution.blocks import BlockResult
@@ -31,7 +32,7 @@ class Sink(Protocol):
         """Take a call's result; extra: a reference to what the worker returned beside it."""
         ...
 
-    def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
+    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block."""
         ...
 
@@ -64,7 +65,7 @@ class Committer:
 
         def commit() -> None:
             known: BlockNames = ray.get(names, timeout=GET_DEADLINE_S)
-            self._sink.add_block(result, known.example_ids.to_pylist(), known.labels)
+            self._sink.add_block(result, known.example_ids, known.labels)
             self.n_rows += len(result.stages)
 
         self._put(commit)
@@ -91,6 +92,7 @@ class Committer:
                 continue  # unless what fills it is an error
 
     def _work(self) -> None:
+        pa.array([""])  # Arrow's first array imports pandas, where that is installed: now, while replicas load
         while (what := self._todo.get()) is not None:
             try:
                 what()

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -140,7 +139,7 @@ class RunTables:
         self._stages = tuple(stages)
         self._degrade = degrade
         self._shard = shard
-        self._calls: list[dict[str, object]] = []
+        self._calls: list[tuple[object, ...]] = []
 
     def start(self, facts: ModelFacts) -> None:
         """Need nothing of what the models say of themselves."""
@@ -148,35 +147,34 @@ class RunTables:
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
         """Note a call for the ledger. A failed call answered and deferred nothing and cost nothing."""
         self._calls.append(
-            {
-                "run_id": self._record.run_id,
-                "stage": self._stages[call.stage],
-                "replica": call.replica,
-                "node": result.node,
-                "started_at": datetime.fromtimestamp(result.started_at, UTC),
-                "batch": len(call),
-                "accepted": int(result.accepted.sum()),
-                "deferred": result.n_deferred,
-                "queue_s": max(0.0, result.started_at - call.ready_at),
-                "compute_s": result.compute_s,
-                "device_s": result.device_s,
-                "cost": float(result.costs.sum()),
-                "attempt": call.attempt,
-            }
+            (
+                self._record.run_id,
+                self._stages[call.stage],
+                call.replica,
+                result.node,
+                int(1e6 * result.started_at),
+                len(call),
+                int(result.accepted.sum()),
+                result.n_deferred,
+                max(0.0, result.started_at - call.ready_at),
+                result.compute_s,
+                result.device_s,
+                float(result.costs.sum()),
+                call.attempt,
+            )
         )
 
-    def add_block(self, result: BlockResult, example_ids: Sequence[str], labels: Ints | None) -> None:
+    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
         if not (self._out / "run.json").exists():
             write_json(self._out / "run.json", self._record.model_dump())
         self._write_calls(f"part-{result.block:06d}")
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
-        ids = pa.array(example_ids, pa.string())
         if result.failures:
             (self._out / "failed").mkdir(exist_ok=True)
             rows = [
-                {"example_id": example_ids[row], "stage": self._name(stage), "reason": reason}
+                {"example_id": example_ids[row].as_py(), "stage": self._name(stage), "reason": reason}
                 for row, (stage, reason) in sorted(result.failures.items())
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
@@ -185,7 +183,7 @@ class RunTables:
             (self._out / "failed" / name).unlink(missing_ok=True)
         (self._out / "predictions").mkdir(exist_ok=True)
         table = predictions_table(
-            ids.filter(pa.array(answered)),
+            example_ids.filter(pa.array(answered)),
             result.predictions[answered],
             result.confidences[answered],
             result.stages[answered],
@@ -208,7 +206,14 @@ class RunTables:
         folder.mkdir(exist_ok=True)
         names = (name if n == 0 else f"{name}-{n}" for n in count())
         path = next(path for path in (folder / f"{name}.parquet" for name in names) if not path.exists())
-        write_parquet(path, pa.Table.from_pylist(self._calls, schema=LEDGER_SCHEMA))
+        # Column by column: from dates or rows, Arrow would import pandas, which takes a second.
+        columns = [
+            pa.array(values, pa.int64()).cast(column.type)
+            if column.name == "started_at"
+            else pa.array(values, column.type)
+            for values, column in zip(zip(*self._calls, strict=True), LEDGER_SCHEMA, strict=True)
+        ]
+        write_parquet(path, pa.Table.from_arrays(columns, schema=LEDGER_SCHEMA))
         self._calls = []
 
     def _name(self, stage: int) -> str | None:

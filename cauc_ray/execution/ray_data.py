@@ -15,8 +15,10 @@ from ray.data.dataset import MaterializedDataset
 
 from cauc_ray.data.blocks import InputBlock, table_block
 from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.execution.session import store_bytes
 
 _SOURCE = "the Ray dataset"
+STORE_SHARE = 0.25
 
 
 class DatasetInput:
@@ -31,7 +33,8 @@ class DatasetInput:
     def __init__(self, dataset: Dataset, *, object_store_bytes: int | None = None) -> None:
         """Take a dataset with a column example_id; nothing is executed.
 
-        object_store_bytes: what the dataset's own blocks may take of the object store; None, what its context says.
+        object_store_bytes: what the dataset's own blocks may take of the object store; None, a quarter of the
+        smallest node's.
         Raises DataError where its columns are known and example_id is not among them, and where it has no rows.
         """
         self._dataset = dataset
@@ -90,22 +93,24 @@ class DatasetSource:
 
 @contextmanager
 def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[None]:
-    """Execute a dataset in order, within the given part of the object store, without bars; then as its owner set it.
+    """Execute a dataset in order, within its part of the object store, without bars; then as its owner set it.
 
+    Its own blocks are kept small beside that part: Ray's usual ones of 128 MB would have a small store spill.
     Datasets that are made of one another share their context.
     """
     context = dataset.context
-    options, bars = context.execution_options, context.enable_progress_bars
-    own = copy.deepcopy(options)
+    before = (context.execution_options, context.enable_progress_bars, context.target_max_block_size)
+    part = object_store_bytes or int(STORE_SHARE * store_bytes())
+    own = copy.deepcopy(context.execution_options)
     own.preserve_order = True
-    if object_store_bytes is not None:
-        limits: ExecutionResources = own.resource_limits
-        own.resource_limits = limits.copy(object_store_memory=min(limits.object_store_memory, object_store_bytes))
+    limits: ExecutionResources = own.resource_limits
+    own.resource_limits = limits.copy(object_store_memory=min(limits.object_store_memory, part))
     context.execution_options, context.enable_progress_bars = own, False
+    context.target_max_block_size = min(context.target_max_block_size or part, max(1, part // 8))
     try:
         yield
     finally:
-        context.execution_options, context.enable_progress_bars = options, bars
+        context.execution_options, context.enable_progress_bars, context.target_max_block_size = before
 
 
 def _require_ids(names: list[str]) -> None:

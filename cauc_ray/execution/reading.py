@@ -54,6 +54,7 @@ class Reading:
         self._readers: dict[int, Any] = {}
         self._reads: dict[Any, _Read] = {}
         self._places: dict[int, tuple[int, int]] = {}
+        self._have_read: set[int] = set()
         self._deaths = 0
         self._starved_since: float | None = None
         self._start_reader(0)
@@ -72,8 +73,9 @@ class Reading:
         """Have another block read. Returns whether a reader could take one and there was one."""
         busy = [read.reader for read in self._reads.values()]
         for reader in sorted(self._readers, key=busy.count):
-            # Others may be within their groups where the idlest has nothing left to read.
-            place = self._next.next_place(reader) if busy.count(reader) < READS_PER_READER else None
+            if busy.count(reader) >= READS_PER_READER:
+                return False
+            place = self._next.next_place(reader)
             if place is not None:
                 self._ask(reader, place, None, now)
                 return True
@@ -83,7 +85,8 @@ class Reading:
         """Have a block read once more. Returns whether it is not being read again already."""
         if any(read.again == block for read in self._reads.values()):
             return False
-        self._ask(self._idlest(), self._places[block], block, now)
+        busy = [read.reader for read in self._reads.values()]
+        self._ask(min(self._readers, key=busy.count), self._places[block], block, now)
         return True
 
     def take(self, ref: Any) -> ReadBlock | None:
@@ -94,6 +97,7 @@ class Reading:
         header: BlockHeader | None = ray.get(ref)
         read = self._reads.pop(ref)
         self._deaths = 0
+        self._have_read.add(read.reader)
         if header is None:
             self._next.group_ended(read.reader, read.place[0])
             return None
@@ -128,7 +132,8 @@ class Reading:
             since = [read.since for read in self._reads.values() if read.reader == reader]
             if since and now - min(since) > READ_DEADLINE_S:
                 n_lost += self._lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
-        self._starved_since = (self._starved_since or now) if starved and self._reads else None
+        all_work = len(self._have_read) == len(self._readers)  # one that is still being started cannot help yet
+        self._starved_since = (self._starved_since or now) if starved and self._reads and all_work else None
         more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
         if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
             self._start_reader(len(self._readers))
@@ -143,10 +148,6 @@ class Reading:
         n_returns = 2 + self._plan.n_chunks
         header, *rest = self._readers[reader].read.options(num_returns=n_returns).remote(*place)
         self._reads[header] = _Read(reader, place, rest, now, again)
-
-    def _idlest(self) -> int:
-        busy = [read.reader for read in self._reads.values()]
-        return min(self._readers, key=busy.count)
 
     def _lost(self, reader: int, fault: CaucError) -> int:
         self._deaths += 1

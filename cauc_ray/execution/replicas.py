@@ -25,11 +25,15 @@ LONGEST_PAUSE_S = 30.0
 
 @dataclass(slots=True)
 class Replica:
-    """One copy of a stage's model.   ref: what it has not answered yet of placing and loading.   node: where it is."""
+    """One copy of a stage's model.
+
+    answer: its method for calls.   ref: what it has not answered yet of placing and loading.   node: where it is.
+    """
 
     number: int
     stage: int
     handle: Any
+    answer: Any
     phase: Literal["placing", "loading", "live", "closing"]
     ref: Any
     since: float
@@ -165,7 +169,9 @@ class Replicas:
     def _start(self, stage: int, now: float) -> None:
         plan = self._plan
         handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy, plan.import_paths)
-        replica = Replica(self._next, stage, handle, "placing", None, now)
+        method = handle.answer if plan.policy is None else handle.decide
+        answer = method.options(num_returns=2)  # a new one for every call would cost more than the call's sending
+        replica = Replica(self._next, stage, handle, answer, "placing", None, now)
         self._next += plan.shard.count
         self.by_number[replica.number] = replica
         self._await(replica, handle.place.remote())

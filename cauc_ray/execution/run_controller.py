@@ -23,6 +23,7 @@ from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
+from cauc_ray.execution.session import store_bytes
 from cauc_ray.execution.stage import Part
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -56,7 +57,7 @@ class RunController:
         """Take the plan, and the label of the node that the controller is on, whose files the readers read."""
         self._plan = plan
         self._here = here
-        limits, open_rows = plan.limits(_store_bytes())
+        limits, open_rows = plan.limits(store_bytes())
         self._names = [stage.name for stage in plan.stages]
         self._logic = Controller(limits, open_rows)
         self._counts = [(0, 0)] * len(plan.stages)
@@ -183,11 +184,9 @@ class RunController:
             if self._first_call is None:
                 self._first_call = time.perf_counter()
             numbers = list(dict.fromkeys(rows.parcel for rows in call.rows))
-            parts = [Part(numbers.index(rows.parcel), rows.places) for rows in call.rows]
-            worker = self._replicas.by_number[call.replica].handle
-            answer = worker.answer if self._plan.policy is None else worker.decide
+            parts = [Part.of(numbers.index(rows.parcel), rows.places) for rows in call.rows]
             parcels = [self._parcels[number] for number in numbers]
-            result, extra = answer.options(num_returns=2).remote(parts, *parcels)
+            result, extra = self._replicas.by_number[call.replica].answer.remote(parts, *parcels)
             self._sent[result] = _Sent(call, extra)
             self._refs[call.id] = result
 
@@ -318,9 +317,3 @@ def _is_well(ref: Any) -> bool:
     except RayError:
         return False
     return True
-
-
-def _store_bytes() -> float:
-    """Return the object store of the live node that has the smallest."""
-    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in ray.nodes() if node["Alive"]]
-    return min(store for store in stores if store)

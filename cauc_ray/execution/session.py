@@ -68,6 +68,12 @@ def cpus_needed(stages: Sequence[StageSpec]) -> float:
     return sum(stage.resources.num_cpus * stage.replicas.min for stage in stages)
 
 
+def store_bytes() -> float:
+    """Return the object store of the live node that has the smallest."""
+    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in ray.nodes() if node["Alive"]]
+    return min(store for store in stores if store)
+
+
 @dataclass(slots=True)
 class _Node:
     labels: dict[str, str]

@@ -31,11 +31,27 @@ Column: TypeAlias = npt.NDArray[Any] | pa.Array
 class Part:
     """Rows of a call, by where they stand among the call's arguments.
 
-    parcel: which argument holds them.   places: int (n,), places there.
+    parcel: which argument holds them.   places: int (n,), places there in rising order, or a slice of neighbours.
     """
 
     parcel: int
-    places: Ints
+    places: Ints | slice
+
+    def __len__(self) -> int:
+        return self.places.stop - self.places.start if isinstance(self.places, slice) else len(self.places)
+
+    @classmethod
+    def of(cls, parcel: int, places: Ints) -> Part:
+        """Return rows at rising places of a parcel."""
+        first, last = int(places[0]), int(places[-1])
+        return cls(parcel, slice(first, last + 1) if last - first + 1 == len(places) else places)
+
+    def where(self, mask: Bools) -> Part | None:
+        """Return those of the rows that a mask (n,) marks, None if it marks none."""
+        if not mask.any():
+            return None
+        places = np.arange(self.places.start, self.places.stop) if isinstance(self.places, slice) else self.places
+        return Part.of(self.parcel, places[mask])
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,12 +254,9 @@ def _batch(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
 
 def _chosen(parts: Sequence[Part], parcels: Sequence[Parcel], mask: Bools) -> dict[str, Column]:
     """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
-    ends = np.cumsum([len(part.places) for part in parts])
-    chosen = [
-        Part(part.parcel, part.places[mask[end - len(part.places) : end]])
-        for part, end in zip(parts, ends, strict=True)
-    ]
-    kept = [part for part in chosen if len(part.places)]
+    masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
+    chosen = [part.where(own) for part, own in zip(parts, masks, strict=True)]
+    kept = [part for part in chosen if part is not None]
     columns: dict[str, Column] = {}
     for name in parcels[parts[0].parcel].columns:
         taken = [_take(parcels[part.parcel].columns[name], part.places) for part in kept]
@@ -265,8 +278,11 @@ def _holds_bytes(column: npt.NDArray[Any]) -> bool:
     return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
 
 
-def _take(column: Column, places: Ints) -> Column:
-    return column.take(pa.array(places)) if isinstance(column, pa.Array) else column[places]
+def _take(column: Column, places: Ints | slice) -> Column:
+    """Copy rows of a column: what is in shared memory cannot be written to, and would be kept there by a view."""
+    if isinstance(column, pa.Array):
+        return column.take(pa.array(np.arange(*places.indices(len(column))) if isinstance(places, slice) else places))
+    return column[places].copy() if isinstance(places, slice) else column[places]
 
 
 def _plain(column: Column) -> npt.NDArray[Any]:

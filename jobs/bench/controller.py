@@ -28,7 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows through stages that take no time")
     parser.add_argument("--batch", type=int, default=256, help="rows in a batch of those stages")
-    parser.add_argument("--stage-replicas", type=int, default=1, help="replicas of each of those stages")
+    parser.add_argument(
+        "--stage-replicas", type=int, default=1, help="replicas of each of those stages, for each controller"
+    )
     parser.add_argument("--controllers", type=int, nargs="+", default=[1, 2], help="how many to measure it with")
     parser.add_argument("--sleepers", type=int, nargs=2, default=[16, 48], help="sleeping replicas of each stage")
     parser.add_argument("--call-seconds", type=float, default=0.25, help="what a sleeping call takes")
@@ -53,15 +55,14 @@ def rows_per_second(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     policy = write_table(folder / "LOGITS", STAGES, DEFERRAL)
     columns = planted_rows(np.random.default_rng(0), options.rows, DEFERRAL).columns()
     inputs = write_input(folder / "input", columns, files=4)
-    n = options.stage_replicas
-    stages = [stage(name, place, options.batch, n) for place, name in enumerate(STAGES)]
-    pool = write_pool(folder / "pool.yaml", stages)
     rates: dict[int, float] = {}
     with ray_session(None, 4):
         for controllers in options.controllers:
             out = folder / f"out-{controllers}"
-            ways: dict[str, Any] = {} if controllers == 1 else {"controllers": controllers}
-            summary = cauc_ray.run(pool, policy, inputs, out, **ways)
+            n = options.stage_replicas * controllers  # each controller has its own
+            stages = [stage(name, place, options.batch, n) for place, name in enumerate(STAGES)]
+            pool = write_pool(folder / f"pool-{controllers}.yaml", stages)
+            summary = cauc_ray.run(pool, policy, inputs, out, controllers=controllers)
             rates[controllers] = options.rows / summary["run_s"]
             n_calls = sum(stage["calls"] for stage in summary["stages"])
             print(

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 import cauc_ray
-from cauc_ray.data.inputs import RunInput
+from cauc_ray.data.inputs import open_input
 from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import load_pool
@@ -135,7 +135,8 @@ def images(path: Path, rng: np.random.Generator, n: int) -> Path:
 
 def collect(pool: Path, table: Path, inputs: Path) -> None:
     """Ask both networks about the calibration images, and label half of them as each network would."""
-    rows = list(RunInput(inputs).blocks(256))
+    source = open_input(inputs).source(256)
+    rows = [block for group in range(source.n_groups) for _, block in source.blocks(group)]
     answers: dict[str, Floats] = {}
     for stage in load_pool(pool).stages:
         model = stage.model.load()

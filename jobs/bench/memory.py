@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import cauc_ray
-from cauc_ray.execution.loop import RunProgress
+from cauc_ray.execution.progress import RunProgress
 from jobs.bench.cascades import planted_rows, write_pool, write_table
 from jobs.bench.models import Columns
 from jobs.bench.processes import MemorySample, Sampler
