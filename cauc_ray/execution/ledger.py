@@ -179,7 +179,7 @@ class RunTables:
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
         else:
-            # A controller that died just before it committed the block may have left failures of rows that now have none.
+            # A controller that died just before it committed the block may have left failures that are none now.
             (self._out / "failed" / name).unlink(missing_ok=True)
         (self._out / "predictions").mkdir(exist_ok=True)
         table = predictions_table(

@@ -141,7 +141,11 @@ def compare(cascade: Cascade, out: Path, must_fail: frozenset[str] = frozenset()
         different += row != (cascade.degraded if degraded else cascade.expected).get(example)
     return Comparison(
         lost=len(cascade.expected.keys() - by_id.keys() - failures),
-        duplicated=len(answers) - len(by_id) + len(_rows(out / "failed")) - len(failures) + len(by_id.keys() & failures),
+        duplicated=len(answers)
+        - len(by_id)
+        + len(_rows(out / "failed"))
+        - len(failures)
+        + len(by_id.keys() & failures),
         different=different,
         wrongly_failed=len(failures ^ must_fail),
         degraded=n_degraded,

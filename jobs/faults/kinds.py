@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,20 @@ from jobs.faults import processes
 from jobs.faults.trial import Outcome, Trial
 
 ROOT = Path(__file__).parents[2]
+_MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 # The last stage is down after so many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault.   where: what it strikes."""
+    """A kind of fault.   where: what it strikes.   pool, run: how its runs differ from others, disturbed or not."""
 
     name: str
     where: str
     put_into: Callable[[Trial], Outcome]
+    pool: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)
 
 
 def replica_killed(stage: int) -> Callable[[Trial], Outcome]:
@@ -44,6 +47,21 @@ def replica_killed(stage: int) -> Callable[[Trial], Outcome]:
         return trial.outcome(wall_s)
 
     return put_into
+
+
+def all_replicas_killed(trial: Trial) -> Outcome:
+    """Kill all of the last stage's many replicas at once, most of which have nothing to do just then."""
+
+    def strike() -> bool:
+        found = processes.replicas(trial.notes, 2)
+        for process in found:
+            with suppress(psutil.Error):
+                process.kill()
+        return bool(found)
+
+    with trial.striking(strike):
+        wall_s = trial.run(trial.pool(**_MANY))
+    return trial.outcome(wall_s)
 
 
 def replica_killed_of_two_controllers(trial: Trial) -> Outcome:
@@ -217,7 +235,13 @@ def _own_input(trial: Trial) -> Path:
 KINDS = (
     Kind("replica-killed", "stage 1", replica_killed(0)),
     Kind("replica-killed-last", "last stage", replica_killed(2)),
-    Kind("replica-killed-shared", "any stage, 2 controllers", replica_killed_of_two_controllers),
+    Kind("replicas-killed", "last stage, all 6 at once", all_replicas_killed, pool=_MANY),
+    Kind(
+        "replica-killed-shared",
+        "any stage, 2 controllers",
+        replica_killed_of_two_controllers,
+        run={"controllers": 2},
+    ),
     Kind("replica-hangs", "stage 2", replica_hangs),
     Kind("nan", "every stage", rubbish("nan")),
     Kind("shape", "every stage", rubbish("shape")),

@@ -17,7 +17,7 @@ from jobs.faults.trial import Outcome, Trial
 N_NODES = 3
 # A dead node is noticed after about so many seconds; Ray's own setting would take fifteen.
 NOTICED_S = 2.0
-_CHECKS = {
+CHECKS = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 500,
@@ -30,7 +30,7 @@ class Nodes:
 
     def __init__(self) -> None:
         head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8}
-        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": _CHECKS})
+        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": CHECKS})
         self._nodes: list[Any] = [self._node() for _ in range(N_NODES)]
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR")
 

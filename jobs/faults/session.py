@@ -45,7 +45,7 @@ def session(name: str) -> Iterator[tuple[Kind, ...]]:
             nodes.close()
         return
     options: dict[str, Any] = {"object_store_memory": 5 * 10**8}
-    kinds = KINDS
+    kinds: tuple[Kind, ...] = KINDS
     if name in ("small-store", "store-without-disk"):
         spills = name == "small-store"
         options = {"object_store_memory": STORE_BYTES, "_system_config": {"automatic_object_spilling_enabled": spills}}
@@ -63,7 +63,7 @@ def session(name: str) -> Iterator[tuple[Kind, ...]]:
 def trials(kind: Kind, cascade: Cascade, folder: Path, n_seeds: int) -> Iterator[dict[str, Any]]:
     """Yield how an undisturbed run went, and then what the fault did with each seed."""
     undisturbed = Trial(cascade, _new(folder / f"{kind.name}-undisturbed"), random.Random(0), 0.0)
-    wall_s = undisturbed.run(undisturbed.pool())
+    wall_s = undisturbed.run(undisturbed.pool(**kind.pool), **kind.run)
     assert undisturbed.outcome(wall_s).is_sound
     yield {"kind": kind.name, "where": kind.where, "undisturbed_s": wall_s}
     for seed in range(n_seeds):
