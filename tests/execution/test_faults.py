@@ -35,9 +35,7 @@ def cascade(tmp_path_factory):
     [
         "replica-killed-shared",
         "replica-hangs",
-        "length",
         "row-kills",
-        "dies-loading",
         "stage-down",
         "stage-down-degrade",
         "input-away",
