@@ -222,18 +222,21 @@ class Controller:
 
     # What goes wrong
 
-    def replica_lost(self, stage: int, replica: int, reason: str, now: float) -> Released:
+    def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> Released:
         """Forget a replica that died or was given up, for a reason, and send its calls elsewhere.
 
         The call that it was computing may be what it died of: its rows are tried again with nothing else at the
-        replica, and split and at last failed if that happens again and again.
+        replica, and split and at last failed if that happens again and again.   own_fault: False where it
+        certainly was not, as when its whole node died.
         """
         released = Released()
         for place, call_id in enumerate(self.stages[stage].calls_at(replica)):
             call = self._take_back(call_id, now)
-            to_blame = place == 0
+            to_blame = own_fault and place == 0
             self.stages[stage].deaths += to_blame
-            if call.alone:
+            if not own_fault:
+                self.stages[stage].try_again(Batch(call.rows, now, call.attempt + 1, call.alone, call.strikes))
+            elif call.alone:
                 released += self._failed(call, reason, now)
             else:
                 self.stages[stage].try_again(Batch(call.rows, now, call.attempt + 1, alone=to_blame))

@@ -166,8 +166,7 @@ class RunTables:
 
     def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
-        if not (self._out / "run.json").exists():
-            write_json(self._out / "run.json", self._record.model_dump())
+        self._write_record()
         self._write_calls(f"part-{result.block:06d}")
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
@@ -178,6 +177,9 @@ class RunTables:
                 for row, (stage, reason) in sorted(result.failures.items())
             ]
             write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
+        else:
+            # A controller that died just before it committed the block may have left failures that are none now.
+            (self._out / "failed" / name).unlink(missing_ok=True)
         (self._out / "predictions").mkdir(exist_ok=True)
         table = predictions_table(
             example_ids.filter(pa.array(answered)),
@@ -195,10 +197,16 @@ class RunTables:
         """Write the calls noted since the last block."""
         self._write_calls(f"part-end-{self._shard}")
 
+    def _write_record(self) -> None:
+        """Write what the run is of, before anything else of it: without that nobody could resume it."""
+        if not (self._out / "run.json").exists():
+            write_json(self._out / "run.json", self._record.model_dump())
+
     def _write_calls(self, name: str) -> None:
         """Write the calls noted since the last time, under a free name: an earlier attempt may have written some."""
         if not self._calls:
             return
+        self._write_record()
         folder = self._out / "ledger"
         folder.mkdir(exist_ok=True)
         names = (name if n == 0 else f"{name}-{n}" for n in count())

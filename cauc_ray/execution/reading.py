@@ -66,8 +66,8 @@ class Reading:
 
     @property
     def exhausted(self) -> bool:
-        """Say whether there is nothing more to ask for."""
-        return self._next.exhausted
+        """Say whether there is nothing more to ask for: a read that is under way may fail and be asked for again."""
+        return self._next.exhausted and all(read.again is not None for read in self._reads.values())
 
     def ask(self, now: float) -> bool:
         """Have another block read. Returns whether a reader could take one and there was one."""

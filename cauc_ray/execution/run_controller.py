@@ -218,7 +218,9 @@ class RunController:
         if kind == "raised" and isinstance(cause, ConfigError | ExecutionError):
             raise fault from error
         if kind == "died":
-            self._replica_lost(self._replicas.by_number[call.replica], str(fault), now)
+            replica = self._replicas.by_number[call.replica]
+            # Several idle replicas may die with their node, which calls find out only one after another.
+            self._replica_lost(replica, str(fault), now, own_fault=replica.node in _live_nodes())
             if self._logic.stages[call.stage].hopeless:
                 self._stage_fails(call.stage, ExecutionError(f"every replica of stage {name!r} dies: {fault}"))
             return
@@ -231,7 +233,7 @@ class RunController:
         else:
             self._release(self._logic.call_ended(call.id, broken, now))
 
-    def _replica_lost(self, replica: Replica, why: str, now: float) -> None:
+    def _replica_lost(self, replica: Replica, why: str, now: float, *, own_fault: bool = True) -> None:
         """Give a replica up; take first what it has answered already."""
         calls_at = self._logic.stages[replica.stage].calls_at
         others = [self._refs[call] for call in calls_at(replica.number)]
@@ -240,7 +242,7 @@ class RunController:
                 self._call_ready(ref, now)
         for call_id in calls_at(replica.number):
             self._note_broken(self._sent[self._refs[call_id]].call, why, now)
-        self._release(self._logic.replica_lost(replica.stage, replica.number, why, now))
+        self._release(self._logic.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault))
         self._replicas.lost(replica, why, now)
 
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
@@ -317,3 +319,7 @@ def _is_well(ref: Any) -> bool:
     except RayError:
         return False
     return True
+
+
+def _live_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

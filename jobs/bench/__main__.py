@@ -12,7 +12,7 @@ from cauc_ray.errors import CaucError, unknown_name
 from jobs.bench.part import Part, parser_of
 
 # In the order in which they run; each is the module of that name beside this one.
-PARTS = ("numbers", "collect", "bound", "ray_data", "saving", "controller", "memory", "gpu")
+PARTS = ("numbers", "collect", "bound", "ray_data", "saving", "controller", "memory", "gpu", "faults")
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
 

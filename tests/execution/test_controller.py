@@ -417,3 +417,14 @@ def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_i
     controller.call_ended(first.id, result(range(4), [True] * 4), 110.0)
     assert controller.stages[0].overdue(10.0, 120.0) == []  # the second has had the replica since 110
     assert controller.stages[0].overdue(10.0, 121.0) == [0]
+
+
+def test_replicas_that_die_with_their_node_are_no_fault_of_a_row():
+    controller = one_block([limits(1)], 1, replicas=8)
+    for replica in range(7):
+        assert controller.next_call(0.0).replica == replica
+        assert not controller.replica_lost(0, replica, "its node died", 0.0, own_fault=False).blocks
+    call = controller.next_call(0.0)
+    assert (call.replica, call.strikes, call.alone) == (7, 0, False)
+    (block,) = controller.call_ended(call.id, result([1], [True]), 0.0).blocks
+    assert not block.failures

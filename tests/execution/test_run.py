@@ -128,6 +128,10 @@ def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     with pytest.raises(ExecutionError, match="stage 'large' has failed on every row so far: RuntimeError: no such dev"):
         run(tmp_path, pool, two_model_policy(threshold=2.0), numbered_input(tmp_path))
     assert not (tmp_path / "out" / "summary.json").exists()
+    # Its calls are in the ledger; no block is committed, and still it can go on.
+    sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    policy, inputs = two_model_policy(threshold=2.0), tmp_path / "input.parquet"
+    assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True)["n"] == 40
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tmp_path):
