@@ -23,6 +23,7 @@ class InputBlock:
     example_ids: str (n,).   labels: int32 (n,), UNKNOWN_LABEL where there is none, or None without such a column.
     columns: all of the input's columns as models read them.   n_bytes: what these take in memory.
     unreadable: why the columns could not be read, in one line; columns is then {} and example_ids still name every row.
+    may_return: the file could not even be opened, so that it may well be there again later.
     """
 
     example_ids: list[str]
@@ -30,6 +31,7 @@ class InputBlock:
     columns: dict[str, npt.NDArray[Any]]
     n_bytes: int
     unreadable: str | None = None
+    may_return: bool = False
 
 
 class BlockSource(Protocol):

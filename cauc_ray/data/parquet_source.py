@@ -33,6 +33,7 @@ class _Rows:
 
     name: of the file, in ids of rows whose own cannot be read.   start: the first row's number in the file.
     table: the rows; where unreadable says why not, those columns of them that could be read, or None.
+    gone: the file could not be opened.
     """
 
     file: Path
@@ -41,6 +42,7 @@ class _Rows:
     n: int
     table: pa.Table | None = None
     unreadable: str | None = None
+    gone: bool = False
 
     def slice(self, start: int, n: int) -> _Rows:
         table = None if self.table is None else self.table.slice(start, n)
@@ -113,7 +115,7 @@ class ParquetSource:
         try:
             opened = open_parquet(path, streamed=True)
         except DataError as error:
-            yield from (replace(part, unreadable=str(error)) for part in parts)
+            yield from (replace(part, unreadable=str(error), gone=True) for part in parts)
             return
         with opened:
             for part, (row_group, needed) in zip(parts, row_groups, strict=True):
@@ -170,6 +172,7 @@ def _block(held: Sequence[_Rows]) -> InputBlock:
         columns={},
         n_bytes=0,
         unreadable=reason,
+        may_return=any(rows.gone for rows in held),
     )
 
 

@@ -77,7 +77,11 @@ def told(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
 def _last_words(error: RayActorError) -> str:
     """Return what Ray knows of how a process ended: its exit detail, without the guesses that follow."""
     found = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
-    return f": {found.group(1).rstrip('. ')}" if found else ""
+    if found:
+        return f": {found.group(1).rstrip('. ')}"
+    if "creation task" in str(error):  # a traceback follows, whose last line says what went wrong
+        return f": {str(error).strip().splitlines()[-1]}"
+    return ""
 
 
 def kind_of(error: RayError) -> Literal["died", "lost", "full", "raised"]:

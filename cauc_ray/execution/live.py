@@ -56,10 +56,12 @@ class LiveRun:
         return self._spent_s + seconds
 
     def progress(self) -> RunProgress:
-        """Return how far the run is; how far it was, where its controller has died."""
+        """Return how far the run is; how far it was, where its controller has died. One that hangs is ended."""
         with suppress(ExecutionError):
             at: RunProgress = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
             self._last = at
+        if time.time() - self._last.at > START_DEADLINE_S:
+            ray.kill(self._actor)  # wait() finds it dead, and starts another
         return self._last
 
     def close(self) -> None:

@@ -33,7 +33,8 @@ class StageProgress:
 class RunProgress:
     """How far a run is.
 
-    at: seconds since the epoch.   n_rows: of the whole input, None where it is not known before its end.
+    at: seconds since the epoch, when the controller last said so.   n_rows: of the whole input, None where it is
+    not known before its end.
     n_finished: rows committed, by earlier attempts too.
     """
 

@@ -15,9 +15,10 @@ from cauc_ray.execution.controller import Chunk
 from cauc_ray.execution.stage import Parcel, packed
 from cauc_ray.numbers.types import Ints
 
-# A block that cannot be read is tried so often, with a growing pause between.
-TRIES = 3
-PAUSE_S = 0.2
+# The pauses before each further try at a block that cannot be read: damage does not heal, but a file that cannot be
+# opened may be there again when its storage is. Of those, every block that stays away halves the patience.
+PAUSES_S = (0.2, 0.4)
+LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class BlockReader:
         self._chunk_rows = chunk_rows
         self._n_chunks = n_chunks
         self._at = (-1, 0)
+        self._n_long = 0
         self._blocks: Iterator[tuple[int, InputBlock]] = iter(())
 
     def read(self, group: int, place: int) -> list[Any]:
@@ -54,10 +56,10 @@ class BlockReader:
         The header is None after the last block. Chunks that the block does not fill are None.
         """
         found = self._block(group, place)
-        for attempt in range(1, TRIES):
+        for pause_s in self._pauses(found):
             if found is None or found[1].unreadable is None:
                 break
-            time.sleep(PAUSE_S * 2**attempt)
+            time.sleep(pause_s)
             self._at = (-1, 0)
             found = self._block(group, place)
         if found is None:
@@ -72,6 +74,12 @@ class BlockReader:
         header = BlockHeader(number, n, tuple(chunks), block.unreadable)
         names = BlockNames(pa.array(block.example_ids, pa.string()), block.labels)
         return [header, names, *parcels, *[None] * (self._n_chunks - len(parcels))]
+
+    def _pauses(self, found: tuple[int, InputBlock] | None) -> tuple[float, ...]:
+        if found is None or not found[1].may_return:
+            return PAUSES_S
+        self._n_long += 1
+        return LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - self._n_long + 1)]
 
     def _block(self, group: int, place: int) -> tuple[int, InputBlock] | None:
         if self._at != (group, place):

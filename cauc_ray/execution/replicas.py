@@ -180,8 +180,13 @@ class Replicas:
     def _start(self, stage: int, now: float) -> None:
         plan = self._plan
         handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy, plan.import_paths)
-        method = handle.answer if plan.policy is None else handle.decide
-        answer = method.options(num_returns=2)  # a new one for every call would cost more than the call's sending
+        # A new one of these for every call would cost more than the call's sending.
+        if plan.policy is None:
+            answer = handle.answer.options(num_returns=2)
+        elif stage == len(plan.stages) - 1:
+            answer = handle.decide_last.options(num_returns=1)
+        else:
+            answer = handle.decide.options(num_returns=2)
         replica = Replica(self._next, stage, handle, answer, "placing", None, now)
         self._next += plan.shard.count
         self.by_number[replica.number] = replica

@@ -39,7 +39,7 @@ REPORT_S = 1.0
 
 @dataclass(slots=True)
 class _Sent:
-    """A call on its way.   extra: the reference to what comes beside its result."""
+    """A call on its way.   extra: the reference to what comes beside its result, None after the last stage."""
 
     call: Call
     extra: Any
@@ -70,13 +70,13 @@ class RunController:
         self._read_from = 0.0
         self._first_call: float | None = None
         self._facts_known = False
-        self._watched = self._reported = 0.0
+        self._watched, self._reported = time.time(), 0.0
 
     @_in_group("watch")
     def progress(self) -> RunProgress:
-        """Return how far the run is."""
+        """Return how far the run is, and when the controller last looked after everything."""
         stages = self._logic.progress(self._names, self._counts)
-        return RunProgress(time.time(), self._plan.n_rows, self._n_finished, stages)
+        return RunProgress(self._watched, self._plan.n_rows, self._n_finished, stages)
 
     def run(self) -> float:
         """Run to the end. Returns the seconds from the first call to the last commit."""
@@ -186,7 +186,8 @@ class RunController:
             numbers = list(dict.fromkeys(rows.parcel for rows in call.rows))
             parts = [Part.of(numbers.index(rows.parcel), rows.places) for rows in call.rows]
             parcels = [self._parcels[number] for number in numbers]
-            result, extra = self._replicas.by_number[call.replica].answer.remote(parts, *parcels)
+            refs = self._replicas.by_number[call.replica].answer.remote(parts, *parcels)
+            result, extra = refs if isinstance(refs, list) else (refs, None)
             self._sent[result] = _Sent(call, extra)
             self._refs[call.id] = result
 
@@ -216,7 +217,13 @@ class RunController:
         kind, fault = kind_of(error), told(error, f"stage {name!r}")
         cause = getattr(error, "cause", None)
         if kind == "raised" and isinstance(cause, ConfigError | ExecutionError):
-            raise fault from error
+            if isinstance(cause, ConfigError):
+                raise fault from error
+            self._replica_lost(self._replicas.by_number[call.replica], str(fault), now, own_fault=False)
+            self._stage_fails(
+                call.stage, fault
+            )  # a server that is down, say; a new replica will see whether it still is
+            return
         if kind == "died":
             replica = self._replicas.by_number[call.replica]
             # Several idle replicas may die with their node, which calls find out only one after another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,13 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
 # A block has so many rows at most, and fewer where they are large.
-BLOCK_ROWS = 4096
+BLOCK_ROWS = 8192
 BLOCK_BYTES = 16 * 1024 * 1024
 
 
 def block_rows(row_bytes: float) -> int:
     """Return the rows in a block of rows of so many bytes, 0 where nobody knows."""
-    fit = BLOCK_BYTES / row_bytes if row_bytes else BLOCK_ROWS / 4
+    fit = BLOCK_BYTES / row_bytes if row_bytes else BLOCK_ROWS / 8
     return int(min(BLOCK_ROWS, max(32, fit)))
 
 
@@ -44,7 +45,10 @@ def run_cascade(
     """
     require_fit([stage for chain in chains for stage in chain])
 
+    starts = Counter[int]()
+
     def plan(number: int) -> RunPlan | None:
+        starts[number] += 1
         done = committed_blocks(out)
         n_done = sum(done.values())
         if n_done == inputs.n_rows:
@@ -61,9 +65,10 @@ def run_cascade(
             import_paths=import_paths(),
             degrade=degrade,
             shard=Shard(number, len(chains)),
-            first_replica=next_replica(out),
+            # Above those of the ledger, and those that other controllers or attempts have and that is to hear of.
+            first_replica=next_replica(out) + 10_000 * (starts[number] - 1),
         )
 
-    if plan(0) is None:
+    if sum(committed_blocks(out).values()) == inputs.n_rows:
         return 0.0
     return follow([LiveRun(partial(plan, number)) for number in range(len(chains))], on_progress)

@@ -141,6 +141,10 @@ class StageWorker:
         )
         return result, goes_on
 
+    def decide_last(self, parts: Sequence[Part], *parcels: Parcel) -> CallResult:
+        """Answer a call's rows after which nothing comes: all of them stop."""
+        return self.decide(parts, *parcels)[0]
+
     def answer(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
 
@@ -299,4 +303,6 @@ def _state(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
     if not states:
         return None
     width = max(state.shape[1] for state in states)
-    return np.concatenate([np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states])
+    if any(state.shape[1] < width for state in states):
+        states = [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
+    return np.concatenate(states)

@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 
 from cauc_ray.execution.messages import Call, CallResult, Rows
 
-# One call computes and one waits in each replica, so that none idles between two of them.
+# One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are
+# so short that a result's way to the controller and back takes longer.
 CALLS_PER_REPLICA = 2
+SHORT_CALL_S = 0.005
+SHORT_CALLS_PER_REPLICA = 5
 
 # A row that fails by itself is tried so often, with a growing pause before each further time.
 TRIES = 3
@@ -254,7 +257,8 @@ class StageQueue:
 
     def _free_replica(self) -> int | None:
         """Return the replica with the fewest calls that may take another."""
-        free, fewest = None, CALLS_PER_REPLICA
+        short = self.calls_done and self.busy_s < SHORT_CALL_S * self.calls_done
+        free, fewest = None, SHORT_CALLS_PER_REPLICA if short else CALLS_PER_REPLICA
         for number, replica in self._replicas.items():
             if len(replica.calls) < fewest and replica.open and not replica.alone and number != self._reserved:
                 free, fewest = number, len(replica.calls)

@@ -13,10 +13,12 @@ from jobs.bench.part import Part, parser_of
 
 # In the order in which they run; each is the module of that name beside this one.
 PARTS = ("numbers", "collect", "bound", "ray_data", "saving", "controller", "memory", "gpu", "faults")
+# Runs only where it is named: two hours.
+LONG = ("faults",)
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
 
-Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here.
+Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here, but for {", ".join(LONG)}.
 python -m jobs.bench PART --help lists a part's options; each default is the size that is judged.
 What people read is printed first; the last line is one JSON object, {{part: figures}}."""
 
@@ -48,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def options_by_part(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return what follows each part's name; every part with nothing behind it where none is named."""
+    """Return what follows each part's name; every part but the long ones, bare, where none is named."""
     words: dict[str, list[str]] = {}
     current: list[str] = []
     for word in argv:
@@ -56,7 +58,7 @@ def options_by_part(argv: Sequence[str]) -> dict[str, list[str]]:
             current = words.setdefault(word, [])
         else:
             current.append(word)
-    return words or {name: [] for name in PARTS}
+    return words or {name: [] for name in PARTS if name not in LONG}
 
 
 def load(name: str) -> Part:
