@@ -35,6 +35,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     if address == "local":
         # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        keep_store_free()
         options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(n_cpus)), "include_dashboard": False}
     else:
         _require_reachable(address)
@@ -46,6 +47,14 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def keep_store_free() -> None:
+    """Have a Ray session that this process starts drop what nobody needs within a tenth of a second.
+
+    Ray's second lets a small store fill with what is already released, and spill it to disk.
+    """
+    os.environ.setdefault("RAY_free_objects_period_milliseconds", "100")
 
 
 def _require_reachable(address: str) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.session import keep_store_free
 from jobs.bench.cascades import planted_rows, write_pool, write_table
 from jobs.bench.models import Columns
 from jobs.bench.processes import MemorySample, Sampler
@@ -141,6 +142,7 @@ def small_store(megabytes: float) -> Iterator[None]:
     """Start a Ray session whose object store has a size, for the length of the block."""
     import ray
 
+    keep_store_free()
     ray.init(
         address="local",
         num_cpus=4,

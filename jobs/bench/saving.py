@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 56], help="layers of the chain's ResNets")
     parser.add_argument("--rows", type=int, default=5000, help="test images to answer, 5,000 at most")
+    parser.add_argument("--copies", type=int, default=4, help="so often each image comes, so that starts weigh little")
     parser.add_argument("--timed-rows", type=int, default=1024, help="images that each model is timed on before")
     parser.add_argument("--batch", type=int, default=64, help="images in a batch")
     parser.add_argument("--replicas", type=int, default=2, help="replicas of each stage: as many as there are cores")
@@ -61,7 +62,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     pool = write_pool(folder / "pool.yaml", [stage(depth, options) for depth in options.depths], "image-classification")
     images = test_images(options.data, table, models[-1])
     write_rows(folder / "timed", images.slice(0, options.timed_rows))
-    write_rows(folder / "input", images.slice(0, options.rows))
+    write_rows(folder / "input", copied(images.slice(0, options.rows), options.copies))
     seconds = {}
     for model in models:
         seconds[model] = seconds_per_image(folder / f"timed-{model}", pool, one_stage(table, model), folder / "timed")
@@ -137,6 +138,13 @@ def test_images(data: Path, table: Path, model: str) -> pa.Table:
     named = pc.binary_join_element_wise("cifar10", images.column("example_id").cast(pa.string()), "-")
     images = images.set_column(0, "example_id", named)
     return images.filter(pc.is_in(images.column("example_id"), value_set=ids.combine_chunks()))
+
+
+def copied(images: pa.Table, copies: int) -> pa.Table:
+    """Return every image so often, under as many ids."""
+    ids = images.column("example_id")
+    named = [pc.binary_join_element_wise(ids, f"copy{n}", "-") for n in range(copies)]
+    return pa.concat_tables([images.set_column(0, "example_id", own) for own in named])
 
 
 def write_rows(path: Path, rows: pa.Table) -> None:

@@ -106,7 +106,7 @@ def test_networks_on_the_cpu():
 
 def test_saving_predicts_from_measured_seconds(shared_logits):
     pytest.importorskip("torch")
-    results, said = bench("saving", "--rows", 96, "--timed-rows", 64, "--batch", 16, "--repeats", 1)
+    results, said = bench("saving", "--rows", 96, "--copies", 1, "--timed-rows", 64, "--batch", 16, "--repeats", 1)
     saving = results["saving"]
     assert saving["rows"] == 96
     assert saving["seconds_per_image"]["resnet20"] < saving["seconds_per_image"]["resnet56"]
