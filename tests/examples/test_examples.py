@@ -68,7 +68,7 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
     for task, split in (("piqa", "validation"), ("arc_challenge", "test"), ("mathqa", "test")):
         table = pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist()
         table.sort(key=lambda row: (len(row["choices"]), len(row["question"])))  # short ones, all counts of options
-        rows += [{key: row[key] for key in ("id", "question", "choices", "label")} for row in table[:9] + table[-1:]]
+        rows += [{key: row[key] for key in ("id", "question", "choices", "label")} for row in table[:4] + table[-1:]]
     rows.append({"id": "long", "question": "word " * 100_000, "choices": ["yes", "no"], "label": 0})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     summary = cauc_ray.collect(tmp_path / "questions.yaml", tmp_path / "q.parquet", tmp_path / "L", split="all")

@@ -36,13 +36,9 @@ def cascade(tmp_path_factory):
         "replica-killed-shared",
         "replica-hangs",
         "row-kills",
-        "stage-down",
         "stage-down-degrade",
-        "input-away",
-        "input-damaged",
         "reader-killed",
         "controller-killed",
-        "driver-killed",
     ],
 )
 def test_a_fault_changes_no_row(tmp_path, cascade, name):
