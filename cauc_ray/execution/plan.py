@@ -18,7 +18,7 @@ QUEUE_BLOCKS = 2
 # Rows that have no answer yet, in blocks: what a run that is ended has to do again, at most.
 OPEN_BLOCKS = 32
 # Of the object store, the share that waiting rows may fill; and bytes, where the store is large.
-STORE_SHARE = 0.3
+STORE_SHARE = 0.2
 QUEUE_BYTES = 512 * 1024 * 1024
 # A block comes in so many objects at most.
 MOST_CHUNKS = 64

@@ -18,7 +18,7 @@ from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.session import store_bytes
 
 _SOURCE = "the Ray dataset"
-STORE_SHARE = 0.25
+STORE_SHARE = 0.15
 
 
 class DatasetInput:
@@ -33,7 +33,7 @@ class DatasetInput:
     def __init__(self, dataset: Dataset, *, object_store_bytes: int | None = None) -> None:
         """Take a dataset with a column example_id; nothing is executed.
 
-        object_store_bytes: what the dataset's own blocks may take of the object store; None, a quarter of the
+        object_store_bytes: what the dataset's own blocks may take of the object store; None, 15 % of the
         smallest node's.
         Raises DataError where its columns are known and example_id is not among them, and where it has no rows.
         """
