@@ -233,7 +233,7 @@ class Controller:
         for place, call_id in enumerate(self.stages[stage].calls_at(replica)):
             call = self._take_back(call_id, now)
             to_blame = own_fault and place == 0
-            self.stages[stage].deaths += to_blame
+            self.stages[stage].deaths += to_blame and call.alone  # many may be killed at once for no fault of a call
             if not own_fault:
                 self.stages[stage].try_again(Batch(call.rows, now, call.attempt + 1, call.alone, call.strikes))
             elif call.alone:

@@ -21,7 +21,7 @@ REFUSED_S = 30.0
 # After a replica has moved from one stage to another: so long, and four times what the slowest took to load.
 MOVE_PAUSE_S = 5.0
 # The pause before another replica is started after one died without having answered: it grows to the longest.
-FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
 
 

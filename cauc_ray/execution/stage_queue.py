@@ -18,7 +18,7 @@ SHORT_CALLS_PER_REPLICA = 5
 TRIES = 3
 PAUSE_S = 0.1
 
-# So many calls that fail, or replicas that die of their calls, show that a stage cannot work if it never has.
+# So many calls that fail, or that end the replica where they are alone, show that a stage cannot work if it never has.
 HOPELESS_CALLS = 48
 HOPELESS_DEATHS = 5
 
@@ -65,7 +65,7 @@ class _Replica:
 class StageQueue:
     """What waits for a stage, what is at its replicas, and what has become of the rest.
 
-    down: it has no replica and is left out.   Counts are of rows, calls, replicas that died of a call; busy_s and
+    down: it has no replica and is left out.   Counts are of rows, calls, deaths of a call that was alone; busy_s and
     cost are of calls that ended well.
     """
 

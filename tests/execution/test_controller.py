@@ -390,14 +390,26 @@ def test_a_stage_that_never_succeeds_is_hopeless_and_one_that_once_did_is_not():
         assert controller.stages[0].hopeless is not succeeds
 
 
-def test_a_stage_whose_replicas_all_die_is_hopeless():
+def test_a_stage_whose_calls_alone_end_their_replicas_is_hopeless():
     controller = one_block([limits(1)], 60)
-    for death in range(HOPELESS_DEATHS):
-        assert not controller.stages[0].hopeless
-        assert controller.next_call(float(death)) is not None
-        controller.replica_lost(0, death, "died", float(death))
+    alone = 0
+    for death in range(100):
+        assert controller.stages[0].hopeless is (alone >= HOPELESS_DEATHS)
+        if controller.stages[0].hopeless:
+            break
+        alone += controller.next_call(100.0 * death).alone
+        controller.replica_lost(0, death, "died", 100.0 * death)
         controller.stages[0].add_replica(death + 1)
-    assert controller.stages[0].hopeless
+    assert alone == HOPELESS_DEATHS
+
+
+def test_many_replicas_that_are_killed_at_once_say_nothing_of_their_calls():
+    controller = one_block([limits(1)], 60, replicas=3 * HOPELESS_DEATHS)
+    for replica in range(3 * HOPELESS_DEATHS):
+        assert controller.next_call(0.0).replica == replica
+    for replica in range(3 * HOPELESS_DEATHS):
+        controller.replica_lost(0, replica, "died", 0.0)
+    assert not controller.stages[0].hopeless
 
 
 def test_the_backlog_is_in_seconds_of_work():
