@@ -45,6 +45,8 @@ class LiveRun:
         Raises ExecutionError when the stages do not start or cannot go on; what was finished stays committed.
         """
         if not ray.wait([self._seconds], timeout=timeout_s)[0]:
+            if time.time() - self._last.at > START_DEADLINE_S:
+                ray.kill(self._actor)  # it hangs; the next wait finds it dead, and starts another
             return None
         try:
             seconds: float = ray.get(self._seconds)
@@ -56,12 +58,10 @@ class LiveRun:
         return self._spent_s + seconds
 
     def progress(self) -> RunProgress:
-        """Return how far the run is; how far it was, where its controller has died. One that hangs is ended."""
+        """Return how far the run is; how far it was, where its controller has died."""
         with suppress(ExecutionError):
             at: RunProgress = result_of(self._actor.progress.remote(), START_DEADLINE_S, "the controller")
             self._last = at
-        if time.time() - self._last.at > START_DEADLINE_S:
-            ray.kill(self._actor)  # wait() finds it dead, and starts another
         return self._last
 
     def close(self) -> None:

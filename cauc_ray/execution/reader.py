@@ -47,7 +47,7 @@ class BlockReader:
         self._chunk_rows = chunk_rows
         self._n_chunks = n_chunks
         self._at = (-1, 0)
-        self._n_long = 0
+        self._n_away = 0
         self._blocks: Iterator[tuple[int, InputBlock]] = iter(())
 
     def read(self, group: int, place: int) -> list[Any]:
@@ -62,6 +62,7 @@ class BlockReader:
             time.sleep(pause_s)
             self._at = (-1, 0)
             found = self._block(group, place)
+        self._n_away += found is not None and found[1].may_return
         if found is None:
             return [None] * (2 + self._n_chunks)
         number, block = found
@@ -78,8 +79,7 @@ class BlockReader:
     def _pauses(self, found: tuple[int, InputBlock] | None) -> tuple[float, ...]:
         if found is None or not found[1].may_return:
             return PAUSES_S
-        self._n_long += 1
-        return LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - self._n_long + 1)]
+        return LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - self._n_away)]
 
     def _block(self, group: int, place: int) -> tuple[int, InputBlock] | None:
         if self._at != (group, place):

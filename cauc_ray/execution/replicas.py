@@ -15,6 +15,8 @@ from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
 from cauc_ray.models.answers import ModelFacts
 
+# A replica that takes longer than its process takes to start waits for a place on the cluster.
+BOOT_S = 4.0
 # A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
 PLACE_S = 20.0
 REFUSED_S = 30.0
@@ -135,7 +137,7 @@ class Replicas:
         """
         loads, n_unplaced = [], 0
         for replica in list(self.by_number.values()):
-            if replica.phase == "placing" and now - replica.since > 1.0:
+            if replica.phase == "placing" and now - replica.since > BOOT_S:
                 if now - replica.since > PLACE_S and self._is_spare(replica.stage):
                     self._stages[replica.stage].refused_until = now + REFUSED_S
                     self.let_go(replica, now)

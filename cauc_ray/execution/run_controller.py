@@ -220,9 +220,8 @@ class RunController:
             if isinstance(cause, ConfigError):
                 raise fault from error
             self._replica_lost(self._replicas.by_number[call.replica], str(fault), now, own_fault=False)
-            self._stage_fails(
-                call.stage, fault
-            )  # a server that is down, say; a new replica will see whether it still is
+            # A server that is gone, say: with degrade, a new replica will see whether it still is.
+            self._stage_fails(call.stage, fault)
             return
         if kind == "died":
             replica = self._replicas.by_number[call.replica]

@@ -19,7 +19,7 @@ LONG = ("faults",)
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
 
 Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here, but for {", ".join(LONG)}.
-python -m jobs.bench PART --help lists a part's options; each default is the size that is judged.
+python -m jobs.bench PART --help lists a part's options; each default is the full size.
 What people read is printed first; the last line is one JSON object, {{part: figures}}."""
 
 

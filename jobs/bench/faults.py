@@ -23,7 +23,7 @@ COUNTS = ("lost", "duplicated", "different", "wrongly_failed", "repeated")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes, each with the judged one as its default."""
+    """Add the sizes, each with its full one as the default."""
     parser.add_argument("--seeds", type=int, default=10, help="trials of each kind of fault, each at other moments")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of fault, by name")
     parser.add_argument("--rows", type=int, default=2560, help="rows of a run; multiples of 2560 fill all blocks")

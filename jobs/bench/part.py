@@ -13,7 +13,7 @@ class Part(Protocol):
     __doc__: str | None
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add the sizes, each with the judged one as its default."""
+        """Add the sizes, each with its full one as the default."""
 
     def missing(self, options: argparse.Namespace) -> str | None:
         """Return what the part needs and does not find here, None where it can run."""

@@ -52,6 +52,11 @@ def test_a_file_that_comes_back_is_waited_for(pauses):
     header, *_ = one.read(0, 0)
     assert (header.number, header.unreadable) == (0, None)
     assert pauses == list(LONG_PAUSES_S[:3])
+    one = BlockReader(Source([3, 99], may_return=True), chunk_rows=5, n_chunks=1)
+    one.read(0, 0)
+    del pauses[:]
+    one.read(0, 1)
+    assert pauses == list(LONG_PAUSES_S)  # the first outage passed, and says nothing of the second
 
 
 def test_damage_is_not_waited_for_and_the_rows_are_named(pauses):
