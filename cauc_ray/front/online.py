@@ -98,8 +98,8 @@ def _useful(controllers: int, n_parts: int) -> int:
     """Return as many controllers as have something to read."""
     if controllers > max(1, n_parts):
         warnings.warn(
-            f"the input comes in {n_parts} parts (groups of Parquet's row groups; a Ray dataset is one): so many "
-            f"controllers are used, not {controllers}",
+            f"{controllers} controllers need as many parts of the input to read, and it has {n_parts} (row groups of "
+            "Parquet make them; a Ray dataset is one): fewer controllers are used",
             CaucWarning,
             stacklevel=3,
         )
