@@ -1,5 +1,6 @@
 """The pools in examples/, on real data and weights."""
 
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -66,9 +67,17 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
     (tmp_path / "questions.yaml").write_text((EXAMPLES / "questions.yaml").read_text())
     rows = []
     for task, split in (("piqa", "validation"), ("arc_challenge", "test"), ("mathqa", "test")):
-        table = pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist()
-        table.sort(key=lambda row: (len(row["choices"]), len(row["question"])))  # short ones, all counts of options
-        rows += [{key: row[key] for key in ("id", "question", "choices", "label")} for row in table[:4] + table[-1:]]
+        shortest = defaultdict(list)  # two of each count of options
+        for row in sorted(
+            pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist(),
+            key=lambda row: len(row["question"]),
+        ):
+            shortest[len(row["choices"])] = (shortest[len(row["choices"])] + [row])[:2]
+        rows += [
+            {key: row[key] for key in ("id", "question", "choices", "label")}
+            for few in shortest.values()
+            for row in few
+        ]
     rows.append({"id": "long", "question": "word " * 100_000, "choices": ["yes", "no"], "label": 0})
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
     summary = cauc_ray.collect(tmp_path / "questions.yaml", tmp_path / "q.parquet", tmp_path / "L", split="all")
