@@ -16,12 +16,14 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.sweep import Objective, reached_shares
+from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.cascade import Measures, Replay, measure_replay
 from cauc_ray.policies.fitting import ThresholdRule, refit
-from cauc_ray.policies.methods import fit_method, fit_policy
+from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.replay import Measures, Replay, measure_replay
+from cauc_ray.policies.trace import Examples
 
 MOST_POINTS = 100_000
 
@@ -147,21 +149,17 @@ def sweep(
     final = table.read_chain(models, split, costs=costs)
     final.require_labels("measuring a sweep")
     of_last = float(final.costs.means[-1])
+    fitting, examples = Fitting(Examples(calibration), Examples(validation)), Examples(final)
     parts = []
     for name in methods:
-        cascade = fit_method(name, calibration)
-        on_validation = cascade.trace(validation).frontier(validation)
-        trace = cascade.trace(final)
-        on_final, f1_on_final = trace.frontier(final), trace.frontier(final, "macro-f1")
+        fitted = method_named(name).fit(fitting)
+        of_fit = fitted.points
         budgets: Floats | None = None
-        chosen: Ints = np.arange(len(on_validation.cost))
+        chosen: Ints = np.arange(len(of_fit.cost))
         if points is not None:
-            budgets = np.linspace(on_validation.cost[0], on_validation.cost[-1], points)
-            best = [on_validation.best(float(b)).threshold for b in budgets]
-            chosen = on_validation.index(np.array(best))
-        thresholds = on_validation.thresholds[chosen]
-        place = on_final.index(thresholds)
-        cost = on_final.cost[place]
+            budgets = np.linspace(of_fit.cost.min(), of_fit.cost.max(), points)
+            chosen = np.array([of_fit.index_of_best(float(budget)) for budget in budgets])
+        curve = fitted.curve(examples, of_fit.settings[chosen])
         parts.append(
             pa.table(
                 {
@@ -169,14 +167,16 @@ def sweep(
                     "budget": pa.array(budgets, pa.float64())
                     if budgets is not None
                     else pa.nulls(len(chosen), pa.float64()),
-                    "threshold": thresholds,
-                    "validation_accuracy": on_validation.quality[chosen],
-                    "validation_cost": on_validation.cost[chosen],
-                    "accuracy": on_final.quality[place],
-                    "macro_f1": f1_on_final.quality[place],
-                    "cost": cost,
-                    "relative_cost": pa.array(cost / of_last) if of_last > 0 else pa.nulls(len(cost), pa.float64()),
-                    "avoided": 1.0 - reached_shares(trace.confidences[:, :-1], thresholds)[:, -1],
+                    "threshold": curve.settings,
+                    "validation_accuracy": of_fit.quality[chosen],
+                    "validation_cost": of_fit.cost[chosen],
+                    "accuracy": curve.accuracy,
+                    "macro_f1": curve.macro_f1,
+                    "cost": curve.cost,
+                    "relative_cost": pa.array(curve.cost / of_last)
+                    if of_last > 0
+                    else pa.nulls(len(chosen), pa.float64()),
+                    "avoided": 1.0 - curve.last_share,
                 }
             )
         )

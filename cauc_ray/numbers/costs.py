@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.errors import CaucWarning, DataError
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 LARGEST = 1e100
 
@@ -17,7 +17,8 @@ LARGEST = 1e100
 class Costs:
     """Cost of each model's call: float64 (M,), or (N, M) where calls of one model differ, as tokens do.
 
-    A cascade pays for every stage that it called: the cost of stopping at stage j is the sum of calls 0..j.
+    A cascade pays for every stage that it called: the cost of stopping at stage j is the sum of calls 0..j. A router
+    pays for the one model that it chose.
 
     >>> Costs("GFLOPs", np.array([1.0, 4.0])).of_stops(np.array([0, 1, 0]))
     array([1., 5., 1.])
@@ -45,6 +46,13 @@ class Costs:
     def means(self) -> Floats:
         """Return the mean cost of one call of each model, float64 (M,)."""
         return self.per_call if self.per_call.ndim == 1 else self.per_call.mean(axis=0)
+
+    def of_calls(self, calls: Bools) -> Floats:
+        """Return what sets of calls cost, float64 (S,), or (N, S) where calls differ.   calls: bool (S, M)."""
+        total = np.zeros((*self.per_call.shape[:-1], len(calls)))
+        for model in range(self.per_call.shape[-1]):  # in their order: the sums are bit for bit those of cumulative
+            total += np.where(calls[:, model], self.per_call[..., model, None], 0.0)
+        return total
 
     def of_stops(self, stops: Ints) -> Floats:
         """Return what rows that stopped at these stages cost, float64 (N,).   stops: int (N,)."""

@@ -37,8 +37,40 @@ class OperatingPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatingPoints:
+    """What a method did at P settings of what steers it, on the examples where that is chosen.
+
+    settings, cost, quality: float64 (P,); cost is the mean per example.   unit: of the cost.
+    """
+
+    settings: Floats
+    cost: Floats
+    quality: Floats
+    unit: str
+
+    def index_of_best(self, budget: float | None = None) -> int:
+        """Return which point has the highest quality within the budget (paper, eq. 11); the cheapest among equals.
+
+        budget: mean cost per example, or None for no limit. Raises BudgetError when no point is so cheap.
+        """
+        within = np.full(len(self.cost), True)
+        if budget is not None:
+            within = self.cost <= budget + _COST_TOLERANCE * abs(budget)
+            if not within.any():
+                raise BudgetError(
+                    f"budget {budget:g} {self.unit} is below the cheapest operating point, "
+                    f"{self.cost.min():g} {self.unit} (every example answered by the first stage); "
+                    "raise the budget or put a cheaper model first"
+                )
+        best = self.quality == self.quality[within].max()
+        return int(np.where(within & best, self.cost, np.inf).argmin())
+
+
+@dataclass(frozen=True, slots=True)
 class Frontier:
-    """All P operating points of a cascade, by rising threshold; cost never falls along them.
+    """All P operating points of a method that one threshold steers, by rising threshold.
+
+    Along them a cascade's cost never falls, and neither does a router's where all calls of a model cost the same.
 
     confidences: float64 (P - 1,), rising: point p holds for thresholds in (confidences[p - 1], confidences[p]].
     cost: float64 (P,), mean per example.   quality: float64 (P,), accuracy or macro-F1.
@@ -53,45 +85,47 @@ class Frontier:
     def thresholds(self) -> Floats:
         """Return for each point the threshold to publish: midway between its neighbours, float64 (P,).
 
-        Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes.
+        Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes, where
+        confidences are probabilities, and lie one beyond the outermost where they are not.
         """
+        if not len(self.confidences):
+            return np.array([STOP_ALL])
         low, high = self.confidences[:-1], self.confidences[1:]
         middle = low + (high - low) / 2
         # Between adjacent floats there is no middle; the upper end still belongs to the point.
         middle = np.where(middle > low, middle, high)
-        return np.concatenate([[STOP_ALL], middle, [STOP_NONE]])[: len(self.cost)]
+        first, last = self.confidences[0], self.confidences[-1]
+        ends = STOP_ALL if first >= STOP_ALL else first - 1, STOP_NONE if last < STOP_NONE else last + 1
+        return np.concatenate([ends[:1], middle, ends[1:]])
 
     def index(self, thresholds: Floats) -> Ints:
         """Return which point each threshold realises, int (same shape)."""
         return np.searchsorted(self.confidences, thresholds, side="left")
 
-    def best(self, budget: float | None = None) -> OperatingPoint:
-        """Return the point of highest quality within the budget (paper, eq. 11); the cheapest among equals.
+    def points(self) -> OperatingPoints:
+        """Return the points by the thresholds to publish."""
+        return OperatingPoints(self.thresholds, self.cost, self.quality, self.unit)
 
-        budget: mean cost per example, or None for no limit. Raises BudgetError when no point is so cheap.
-        """
-        within = np.full(len(self.cost), True)
-        if budget is not None:
-            within = self.cost <= budget + _COST_TOLERANCE * abs(budget)
-            if not within.any():
-                raise BudgetError(
-                    f"budget {budget:g} {self.unit} is below the cheapest operating point, "
-                    f"{self.cost[0]:g} {self.unit} (every example answered by the first stage); "
-                    "raise the budget or put a cheaper model first"
-                )
-        quality = np.where(within, self.quality, -np.inf)
-        # Points are in order of cost, so the first of the best is the cheapest of them.
-        point = int(quality.argmax())
+    def best(self, budget: float | None = None) -> OperatingPoint:
+        """Return the point of highest quality within the budget, as OperatingPoints has it."""
+        point = self.points().index_of_best(budget)
         return OperatingPoint(float(self.thresholds[point]), float(self.cost[point]), float(self.quality[point]))
 
 
 def sweep(
-    confidences: Floats, predictions: Ints, labels: Ints, costs: Costs, objective: Objective = "accuracy"
+    confidences: Floats,
+    predictions: Ints,
+    labels: Ints,
+    costs: Costs,
+    objective: Objective = "accuracy",
+    calls: Bools | None = None,
 ) -> Frontier:
     """Return all distinct operating points of one threshold shared by the non-final stages.
 
-    confidences: float64 (N, M - 1), of the non-final stages.   predictions: int (N, M), the answer of each
-    example if it stopped at each stage.   labels: int (N,).   costs: of the M models.
+    confidences: float64 (N, S - 1), of the non-final stages.   predictions: int (N, S), the answer of each
+    example if it stopped at each stage.   labels: int (N,).   costs: of the M models.   calls: bool (S, M), which
+    models were called where an example stops at each stage; None for a cascade of all models, where that is the
+    stage's own and those before it.
     Quality is accuracy or macro-F1 (see metrics.macro_f1). A confidence equal to the threshold stops.
 
     >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
@@ -102,13 +136,13 @@ def sweep(
     n, m = predictions.shape
     if n == 0 or confidences.shape != (n, m - 1) or labels.shape != (n,):
         raise DataError(
-            f"a sweep needs confidences (N, M - 1), predictions (N, M) and labels (N,); got "
+            f"a sweep needs confidences (N, S - 1), predictions (N, S) and labels (N,); got "
             f"{confidences.shape}, {predictions.shape} and {labels.shape}"
         )
     events = _Events(confidences)
-    cumulative = np.broadcast_to(costs.cumulative, (n, m))
-    cost_change = np.cumsum(events.changes(cumulative.T))[events.ends]
-    cost = costs.cumulative[..., 0].mean() + np.concatenate([[0.0], cost_change / n])
+    of_stops = costs.cumulative if calls is None else costs.of_calls(calls)
+    cost_change = np.cumsum(events.changes(np.broadcast_to(of_stops, (n, m)).T))[events.ends]
+    cost = of_stops[..., 0].mean() + np.concatenate([[0.0], cost_change / n])
 
     if objective == "accuracy":
         correct = (predictions == labels[:, None]).T.astype(np.int8)

@@ -22,7 +22,6 @@ from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import STOP_NONE, Objective
 from cauc_ray.numbers.temperature import FitStatus, fit_pair, fit_temperature
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.cascade import PolicyCascade, measure_replay
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import PairDiagnostics, RFPolicy, RFStage, fold
 from cauc_ray.policies.policy import (
@@ -36,6 +35,8 @@ from cauc_ray.policies.policy import (
     ThresholdChoice,
     scaled,
 )
+from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.trace import Examples, PolicyCascade
 
 AnyPolicy = TypeVar("AnyPolicy", BasePolicy, RFPolicy)
 
@@ -279,7 +280,7 @@ def _choose(
     if validation is None or policy.validation is None:
         raise ConfigError("choosing a threshold needs a validation split; give one, or give the threshold")
     validation.require_labels("choosing a threshold")
-    frontier = PolicyCascade(policy).trace(validation).frontier(validation, rule.objective)
+    frontier = PolicyCascade(policy).trace(Examples(validation)).frontier(validation, rule.objective)
     choice = ThresholdChoice(
         rule="best" if rule.budget is None else "budget",
         objective=rule.objective,

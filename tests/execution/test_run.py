@@ -27,8 +27,8 @@ from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.execution.stage import Parcel, Part, StageWorker
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.policies.cascade import replay
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.replay import replay
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

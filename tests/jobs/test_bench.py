@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cauc_ray.policies.cascade import replay
+from cauc_ray.policies.replay import replay
 from jobs.bench.__main__ import LONG, PARTS, load, options_by_part
 from jobs.bench.cascades import planted_rows, write_table
 from jobs.bench.ledgers import StageCalls

@@ -21,8 +21,8 @@ from cauc_ray.front import offline, online
 from cauc_ray.front.collecting import collect
 from cauc_ray.front.live import steps
 from cauc_ray.models.pool import Pool, load_pool
-from cauc_ray.policies.cascade import single_model_accuracy
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.replay import single_model_accuracy
 
 SHARES = {"train": 0.40, "calibration": 0.15, "validation": 0.15, "test": 0.30}
 SEED = 0

@@ -3,56 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.metrics import Share, macro_f1, share
-from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a cascade would answer at each stage, whatever its threshold.
-
-    predictions: int32 (N, M).   confidences: float64 (N, M).
-    """
-
-    predictions: Ints
-    confidences: Floats
-
-    def frontier(self, chain: ChainLogits, objective: Objective = "accuracy") -> Frontier:
-        """Return all operating points on the chain's labelled examples."""
-        return sweep(self.confidences[:, :-1], self.predictions, chain.labels, chain.costs, objective)
-
-
-class Cascade(Protocol):
-    """A method that one threshold steers: what it answers, and how sure it is, after each stage."""
-
-    def trace(self, chain: ChainLogits) -> Trace:
-        """Return its answers and confidences at every stage of the chain."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyCascade:
-    """A fitted policy, seen as a cascade whose threshold is still open."""
-
-    policy: Policy
-
-    def trace(self, chain: ChainLogits) -> Trace:
-        """Take every step of every example."""
-        predictions, confidences, state = [], [], None
-        for stage, logits in enumerate(chain.logits):
-            step = self.policy.step(stage, logits, state)
-            predictions.append(step.predictions)
-            confidences.append(step.confidences)
-            state = step.state
-        return Trace(np.stack(predictions, axis=1), np.stack(confidences, axis=1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""The methods that CAUC is compared with, each fitted from the same saved outputs."""
