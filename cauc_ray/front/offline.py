@@ -152,7 +152,7 @@ def sweep(
     fitting, examples = Fitting(Examples(calibration), Examples(validation)), Examples(final)
     parts = []
     for name in methods:
-        fitted = method_named(name).fit(fitting)
+        fitted = method_named(name).load()(fitting)
         of_fit = fitted.points
         budgets: Floats | None = None
         chosen: Ints = np.arange(len(of_fit.cost))

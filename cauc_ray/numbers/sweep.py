@@ -53,17 +53,25 @@ class OperatingPoints:
 
         budget: mean cost per example, or None for no limit. Raises BudgetError when no point is so cheap.
         """
-        within = np.full(len(self.cost), True)
-        if budget is not None:
-            within = self.cost <= budget + _COST_TOLERANCE * abs(budget)
-            if not within.any():
-                raise BudgetError(
-                    f"budget {budget:g} {self.unit} is below the cheapest operating point, "
-                    f"{self.cost.min():g} {self.unit} (every example answered by the first stage); "
-                    "raise the budget or put a cheaper model first"
-                )
+        within = self._within(budget)
         best = self.quality == self.quality[within].max()
         return int(np.where(within & best, self.cost, np.inf).argmin())
+
+    def index_of_dearest(self, budget: float) -> int:
+        """Return which point costs most within the budget. Raises BudgetError as index_of_best does."""
+        return int(np.where(self._within(budget), self.cost, -np.inf).argmax())
+
+    def _within(self, budget: float | None) -> Bools:
+        if budget is None:
+            return np.full(len(self.cost), True)
+        within: Bools = self.cost <= budget + _COST_TOLERANCE * abs(budget)
+        if not within.any():
+            raise BudgetError(
+                f"budget {budget:g} {self.unit} is below the cheapest operating point, "
+                f"{self.cost.min():g} {self.unit} (every example answered by the first stage); "
+                "raise the budget or put a cheaper model first"
+            )
+        return within
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -63,7 +65,7 @@ class Fitting:
     """What a method is fitted from.
 
     calibration: what its numbers are fitted on.   validation: what thresholds, epochs and sizes are chosen on.
-    seed: of everything drawn by lot.   checkpoints: of the encoders that some methods train on texts, by method.
+    seed: of everything drawn by lot.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     """
 
     calibration: Examples
@@ -76,18 +78,42 @@ class Fitting:
 class Method:
     """A method by its name.
 
-    paradigm: as the paper's tables group methods.   fit: from the fitting splits.   packages: those it imports
-    beside cauc-ray's own.   extra: the extra of cauc-ray that installs them.   needs_texts: it trains on the queries'
-    texts, from a checkpoint.   sees_labels: it is told the answers, to show what nobody can reach.
+    paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
+    packages: those it imports beside cauc-ray's own.   extra: the extra of cauc-ray that installs them.
+    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it takes the dearest
+    point within it, not the best.   sees_labels: it is told the answers, to show what nobody can reach.
     """
 
     name: str
     paradigm: Paradigm
-    fit: Callable[[Fitting], Fitted]
+    where: str
     packages: tuple[str, ...] = ()
     extra: str = ""
     needs_texts: bool = False
+    spends_budget: bool = False
     sees_labels: bool = False
+
+    @property
+    def absent(self) -> list[str]:
+        """Return the packages that it imports and that are not installed."""
+        return [package for package in self.packages if find_spec(package) is None]
+
+    def load(self) -> Callable[[Fitting], Fitted]:
+        """Return the function that fits it; what it needs, such as torch, is imported only now."""
+        module, _, function = self.where.partition(":")
+        fit: Callable[[Fitting], Fitted] = getattr(import_module(module), function)
+        return fit
+
+    def setting(self, fitted: Fitted, budget: float) -> float | None:
+        """Return what steers it to a budget, a mean cost per example on validation; None where nothing steers it.
+
+        Raises BudgetError where no point is so cheap.
+        """
+        points = fitted.points
+        if self.sees_labels or len(points.settings) == 1:
+            return None
+        point = points.index_of_dearest(budget) if self.spends_budget else points.index_of_best(budget)
+        return float(points.settings[point])
 
 
 @dataclass(frozen=True)
@@ -101,11 +127,12 @@ class Steered:
     validation: Examples
     given: float | None = None
     note: str = ""
+    sees_labels: bool = False
 
     @cached_property
     def points(self) -> OperatingPoints:
         """Return what validation had at every threshold."""
-        return self.cascade.trace(self.validation).frontier(self.validation.chain).points()
+        return self._trace(self.validation).frontier(self.validation.chain).points()
 
     @property
     def default(self) -> float:
@@ -116,14 +143,19 @@ class Steered:
 
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Answer examples at a threshold."""
-        return self.cascade.trace(examples).answers(setting)
+        return self._trace(examples).answers(setting)
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure thresholds on labelled examples, all by one sweep."""
-        trace = self.cascade.trace(examples)
-        accuracy, f1 = (trace.frontier(examples.chain, objective) for objective in ("accuracy", "macro-f1"))
+        trace = self._trace(examples)
+        accuracy = trace.frontier(examples.chain, "accuracy")
+        f1 = trace.frontier(examples.chain, "macro-f1")
         at = accuracy.index(settings)
         return Curve(settings, accuracy.cost[at], accuracy.quality[at], f1.quality[at], _last_share(trace, settings))
+
+    def _trace(self, examples: Examples) -> Trace:
+        """Let the cascade answer examples whose labels it is not shown."""
+        return self.cascade.trace(examples if self.sees_labels else examples.without_labels())
 
 
 def _last_share(trace: Trace, settings: Floats) -> Floats:

@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Mapping
+from typing import Any
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
-from cauc_ray.policies.method import Fitted, Fitting, Method, Steered
+from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import POLICY_CLASSES, Policy
-from cauc_ray.policies.trace import PolicyCascade
 
+_OURS = "cauc_ray.policies.cauc"
+_OTHERS = "cauc_ray.policies.baselines"
+_SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}
+_TORCH: dict[str, Any] = {"packages": ("torch", "sklearn"), "extra": "baselines"}
+_GRAPH: dict[str, Any] = {"packages": ("torch", "torch_geometric"), "extra": "baselines"}
+_TEXTS: dict[str, Any] = {"packages": ("torch", "transformers"), "extra": "transformers", "needs_texts": True}
 
-def _base(fitting: Fitting) -> Fitted:
-    policy = fit_base(fitting.calibration.chain)
-    return Steered(PolicyCascade(policy), fitting.validation, given=policy.threshold)
-
-
-def _rf(fitting: Fitting) -> Fitted:
-    policy = fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=1.0))
-    return Steered(PolicyCascade(policy), fitting.validation)
-
-
-def _fit_of(module: str, function: str) -> Callable[[Fitting], Fitted]:
-    """Return a fit that is imported when it is first wanted: some take torch or scikit-learn along."""
-
-    def fit(fitting: Fitting) -> Fitted:
-        found: Fitted = getattr(import_module(f"cauc_ray.policies.baselines.{module}"), function)(fitting)
-        return found
-
-    return fit
-
-
-_TORCH = {"packages": ("torch",), "extra": "baselines"}
-_SKLEARN = {"packages": ("sklearn",), "extra": "baselines"}
-
+# In the order of tables.
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
-        Method("base", "ours", _base),
-        Method("rf", "ours", _rf),
-        Method("duo", "ensemble", _fit_of("duo", "fit_duo")),
-        Method("margin", "cascade", _fit_of("confidence", "fit_margin")),
-        Method("max-probability", "control", _fit_of("confidence", "fit_max_probability")),
-        Method("random", "control", _fit_of("controls", "fit_random")),
-        Method("shuffled", "control", _fit_of("controls", "fit_shuffled")),
-        Method("oracle", "control", _fit_of("controls", "fit_oracle"), sees_labels=True),
+        Method("base", "ours", f"{_OURS}:fit_cauc_base"),
+        Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
+        Method("duo", "ensemble", f"{_OTHERS}.duo:fit_duo"),
+        Method("margin", "cascade", f"{_OTHERS}.confidence:fit_margin"),
+        Method("random", "control", f"{_OTHERS}.controls:fit_random", spends_budget=True),
+        Method("shuffled", "control", f"{_OTHERS}.controls:fit_shuffled", spends_budget=True),
+        Method("max-probability", "control", f"{_OTHERS}.confidence:fit_max_probability"),
+        Method("oracle", "control", f"{_OTHERS}.controls:fit_oracle", sees_labels=True),
     )
 }
 
@@ -57,15 +39,9 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise ConfigError(unknown_name("method", name, METHODS))
     method = METHODS[name]
-    absent = absent_packages(method)
-    if absent:
-        raise ConfigError(f"method {name!r} needs {', '.join(absent)}: pip install 'cauc-ray[{method.extra}]'")
+    if method.absent:
+        raise ConfigError(f"method {name!r} needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'")
     return method
-
-
-def absent_packages(method: Method) -> list[str]:
-    """Return what a method imports and is not installed."""
-    return [package for package in method.packages if find_spec(package) is None]
 
 
 def fit_policy(

@@ -1,0 +1,185 @@
+"""Routers' choices, the controls and the Duo: what every comparison rests on."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain
+
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.policies.baselines.confidence import answers_of
+from cauc_ray.policies.baselines.controls import hull, lots
+from cauc_ray.policies.baselines.routing import routed
+from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.trace import Examples, PolicyCascade
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def fitted(name, **how):
+    splits = [Examples(chain(3, 300, shift=shift, **how)) for shift in (0, 1)]
+    return METHODS[name].load()(Fitting(*splits)), Examples(chain(3, 400, shift=2, **how))
+
+
+@given(seeds, st.integers(1, 5), st.booleans(), st.floats(-3, 3))
+@settings(max_examples=60)
+def test_a_router_takes_the_model_of_the_highest_value_less_its_price(seed, m, per_call, price):
+    rng = np.random.default_rng(seed)
+    own = chain(seed, 30, strengths=(1.0,) * m, per_call=per_call)
+    prices = rng.permutation(own.costs.means)  # in whatever order the chain is
+    values = rng.normal(size=(30, m)) * 10
+    trace = routed(values, prices, own, paid=False)
+    answers = trace.answers(-price)
+    chosen = answers.calls.argmax(axis=1)
+    assert (answers.calls.sum(axis=1) == 1).all()
+    assert (chosen == (values - price * prices).argmax(axis=1)).all()
+    each = np.stack([answers_of(logits) for logits in own.logits], axis=1)
+    assert (answers.predictions == each[np.arange(30), chosen]).all()
+
+
+def test_among_equal_values_the_cheaper_model_answers_whatever_its_place():
+    own = chain(0, 20, strengths=(1.0, 1.0, 1.0))
+    for prices in ([3.0, 1.0, 2.0], [5.0, 2.0, 2.0]):
+        calls = routed(np.ones((20, 3)), np.array(prices), own, paid=False).answers(0.0).calls
+        assert (calls.argmax(axis=1) == int(np.argmin(prices))).all()
+    assert routed(np.zeros((20, 3)), np.ones(3), own, paid=True).answers(0.0).calls[:, 0].all()
+
+
+@given(seeds, st.integers(2, 4), st.booleans(), st.booleans())
+@settings(max_examples=30)
+def test_a_frontier_of_routes_is_what_answers_at_its_thresholds_cost(seed, m, per_call, paid):
+    rng = np.random.default_rng(seed)
+    own = chain(seed, 40, strengths=(1.0, 1.5, 2.0, 2.5)[:m], per_call=per_call)
+    trace = routed(rng.normal(size=(40, m)), own.costs.means, own, paid=paid)
+    frontier = trace.frontier(own)
+    for place, threshold in enumerate(frontier.thresholds):
+        answers = trace.answers(threshold)
+        assert answers.costs(own).mean() == pytest.approx(frontier.cost[place])
+        assert np.mean(answers.predictions == own.labels) == pytest.approx(frontier.quality[place])
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("how", [{}, {"ragged": True}, {"per_call": True}, {"strengths": (1.0,)}])
+def test_every_method_answers_every_example_with_one_of_its_options(method, how):
+    if METHODS[method].absent or METHODS[method].needs_texts:
+        pytest.skip("its packages or texts are not here")
+    own, test = fitted(method, **how)
+    for setting in (own.default, float(own.points.settings[0]), float(own.points.settings[-1])):
+        answers = own.answers(test, setting)
+        assert answers.calls.any(axis=1).all()
+        logits = np.stack(test.chain.logits)
+        assert np.isfinite(logits[:, np.arange(len(test)), answers.predictions]).all()
+    curve = own.curve(test, own.points.settings)
+    for place in {0, len(curve.cost) // 2, len(curve.cost) - 1}:
+        answers = own.answers(test, float(curve.settings[place]))
+        assert curve.cost[place] == pytest.approx(answers.costs(test.chain).mean())
+        assert curve.accuracy[place] == pytest.approx(np.mean(answers.predictions == test.chain.labels))
+        assert curve.last_share[place] == pytest.approx(answers.calls[:, -1].mean())
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_no_fitted_number_and_no_answer_depends_on_the_labels_of_test(method):
+    if METHODS[method].absent or METHODS[method].needs_texts:
+        pytest.skip("its packages or texts are not here")
+    own, test = fitted(method)
+    settings_before, default = own.points.settings.copy(), own.default
+    before = own.answers(test, default)
+    labels = np.random.default_rng(0).permutation(test.chain.labels)
+    shuffled = Examples(replace(test.chain, labels=labels))
+    own.curve(shuffled, own.points.settings)
+    after = own.answers(shuffled, default)
+    assert (own.points.settings == settings_before).all()
+    assert own.default == default
+    same = (before.predictions == after.predictions).all() and (before.calls == after.calls).all()
+    assert same != METHODS[method].sees_labels  # the oracle is there to show what seeing them would do
+
+
+def test_duo_is_rf_that_never_stops():
+    duo, test = fitted("duo", strengths=(1.0, 1.6))
+    calibration = chain(3, 300, strengths=(1.0, 1.6))
+    rf = PolicyCascade(fit_rf(calibration, rule=ThresholdRule(threshold=2.0))).trace(test)
+    answers = duo.answers(test, duo.default)
+    assert (answers.predictions == rf.predictions[:, -1]).all()
+    assert answers.calls.all()
+    own = duo.cascade.trace(test)
+    assert own.confidences[:, 0] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
+
+
+def test_margin_at_the_first_models_cost_is_the_first_model_alone():
+    margin, test = fitted("margin")
+    setting = METHODS["margin"].setting(margin, test.chain.costs.means[0])
+    answers = margin.answers(test, setting)
+    assert (answers.predictions == answers_of(test.chain.logits[0])).all()
+    assert not answers.calls[:, 1:].any()
+
+
+def test_choices_by_lot_cost_what_they_may_and_gain_nothing():
+    random, test = fitted("random", strengths=(0.5, 2.5))
+    costs = test.chain.costs.means
+    for share in (0.25, 0.5, 0.75):
+        budget = costs[0] + share * (costs[1] - costs[0])
+        answers = random.answers(test, METHODS["random"].setting(random, budget))
+        assert answers.costs(test.chain).mean() == pytest.approx(budget, rel=0.15)
+        single = test.correct().mean(axis=0)
+        expected = single[0] + answers.calls[:, 1].mean() * (single[1] - single[0])
+        assert np.mean(answers.predictions == test.chain.labels) == pytest.approx(expected, abs=0.06)
+
+
+def test_lots_depend_on_the_example_and_the_seed_alone():
+    test = Examples(chain(0, 500))
+    drawn = lots(test, 1)
+    assert ((drawn > 0) & (drawn < 1)).all()
+    assert abs(drawn.mean() - 0.5) < 0.05
+    order = np.random.default_rng(0).permutation(500)
+    ids = tuple(test.chain.example_ids[row] for row in order)
+    assert (lots(Examples(replace(test.chain, example_ids=ids)), 1) == drawn[order]).all()
+    assert (lots(test, 2) != drawn).any()
+
+
+@given(seeds, st.integers(1, 7))
+def test_the_hull_of_single_models_lies_above_all_of_them(seed, m):
+    rng = np.random.default_rng(seed)
+    costs, accuracies = rng.integers(1, 6, m).astype(float), rng.random(m)
+    on = hull(costs, accuracies)
+    assert costs[on[0]] == costs.min()
+    assert costs[on[-1]] == costs.max()
+    line = np.interp(costs, costs[on], accuracies[on])
+    assert (accuracies <= line + 1e-12).all()
+    slopes = np.diff(accuracies[on]) / np.diff(costs[on])
+    assert (np.diff(slopes) <= 1e-12).all()
+
+
+def test_the_oracle_is_right_wherever_a_model_is_and_calls_the_cheapest_such():
+    oracle, test = fitted("oracle")
+    answers = oracle.answers(test, oracle.default)
+    correct = test.correct()
+    assert ((answers.predictions == test.chain.labels) == correct.any(axis=1)).all()
+    first = np.where(correct.any(axis=1), correct.argmax(axis=1), 0)
+    assert (answers.calls.argmax(axis=1) == first).all()
+
+
+def test_shuffled_confidences_keep_the_cascade_s_cost_and_lose_its_gain():
+    shuffled, test = fitted("shuffled", strengths=(1.0, 2.5))
+    rf, _ = fitted("rf", strengths=(1.0, 2.5))
+    budget = float(test.chain.costs.means @ [1.0, 0.4])
+    costs, accuracies = [], []
+    for name, own in (("rf", rf), ("shuffled", shuffled)):
+        answers = own.answers(test, METHODS[name].setting(own, budget))
+        costs.append(answers.costs(test.chain).mean())
+        accuracies.append(np.mean(answers.predictions == test.chain.labels))
+    assert costs[1] == pytest.approx(budget, rel=0.15)
+    assert accuracies[0] > accuracies[1]
+
+
+def test_what_calls_cost_is_the_sum_of_their_own():
+    per_call = np.array([[1.0, 2.0, 4.0], [3.0, 5.0, 7.0]])
+    calls = np.array([[True, False, True], [False, True, False], [True, True, True]])
+    of_calls = Costs("s", per_call).of_calls(calls)
+    assert of_calls.tolist() == [[5.0, 2.0, 7.0], [10.0, 5.0, 15.0]]
+    assert (
+        Costs("s", per_call[0]).of_calls(np.tri(3, dtype=bool)).tolist() == Costs("s", per_call[0]).cumulative.tolist()
+    )
