@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cauc_ray.errors import CaucError, CaucWarning
     from cauc_ray.front.collecting import collect
+    from cauc_ray.front.comparing import compare
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
     from cauc_ray.policies.policy import Policy
@@ -22,6 +23,7 @@ _PUBLIC = {
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
     "collect": "cauc_ray.front.collecting",
+    "compare": "cauc_ray.front.comparing",
     "evaluate": "cauc_ray.front.offline",
     "fit": "cauc_ray.front.offline",
     "replace_model": "cauc_ray.front.offline",
@@ -29,7 +31,18 @@ _PUBLIC = {
     "sweep": "cauc_ray.front.offline",
 }
 
-__all__ = ["CaucError", "CaucWarning", "Policy", "collect", "evaluate", "fit", "replace_model", "run", "sweep"]
+__all__ = [
+    "CaucError",
+    "CaucWarning",
+    "Policy",
+    "collect",
+    "compare",
+    "evaluate",
+    "fit",
+    "replace_model",
+    "run",
+    "sweep",
+]
 __version__ = "0.1.0"
 
 

@@ -119,10 +119,36 @@ def _parser() -> _Parser:
     sweep = _verb(verbs, "sweep", "trace accuracy over cost for several methods")
     sweep.add_argument("logits", metavar="LOGITS")
     _add_chain(sweep)
-    sweep.add_argument("--methods", type=_names, default=["base", "rf", "margin"], metavar="A,B", help="default: all")
+    sweep.add_argument(
+        "--methods", type=_names, default=["base", "rf", "margin"], metavar="A,B", help="default: base,rf,margin"
+    )
     sweep.add_argument("--points", type=int, metavar="N", help="this many budgets (default: every operating point)")
+    sweep.add_argument(
+        "--embedding", metavar="ENCODER", help="what routers look at (default: the first model's outputs)"
+    )
     sweep.add_argument("--split", default="test", help="where final figures are measured (default: test)")
     sweep.add_argument("-o", "--output", metavar="FILE", required=True, help="the Parquet file to write")
+
+    compare = _verb(verbs, "compare", "fit every method of the paper on one chain, and measure them side by side")
+    compare.add_argument("logits", metavar="LOGITS")
+    _add_chain(compare)
+    compare.add_argument(
+        "--methods", type=_names, default=["all"], metavar="A,B", help="by name, single for each model (default: all)"
+    )
+    compare.add_argument(
+        "--embedding", metavar="ENCODER", help="what routers look at (default: the first model's outputs, paid for)"
+    )
+    compare.add_argument("--budget", type=float, metavar="B", help="cost to match (default: of base on validation)")
+    compare.add_argument(
+        "--texts", metavar="FILE", help="Parquet of the queries' texts, for methods that train on them"
+    )
+    compare.add_argument("--text-column", default="question", metavar="NAME", help="of --texts (default: question)")
+    compare.add_argument("--checkpoint", metavar="MODEL", help="what these methods train: a hub id or a folder")
+    compare.add_argument("--split", default="test", help="where final figures are measured (default: test)")
+    compare.add_argument("--seed", type=int, default=0, help="of everything drawn by lot (default: 0)")
+    compare.add_argument(
+        "-o", "--output", metavar="DIR", help="a new folder for rows.parquet, curves.parquet and comparison.json"
+    )
 
     run = _verb(verbs, "run", "run a policy's cascade on real inputs, on Ray")
     run.add_argument("pool", metavar="POOL")

@@ -16,6 +16,8 @@ _PARQUET_KINDS = {
     "predictions": {"example_id", "prediction", "confidence", "stage", "cost"},
     "ledger": {"run_id", "stage", "replica", "started_at", "batch", "accepted", "deferred"},
     "failed rows": {"example_id", "stage", "reason"},
+    "comparison": {"method", "paradigm", "accuracy", "setup_s"},
+    "curves of a comparison": {"method", "setting", "validation_accuracy", "accuracy", "cost"},
     "sweep": {"method", "threshold", "validation_accuracy", "accuracy", "cost"},
     "logits": {"example_id", "label", "logits"},
     "input": {"example_id"},

@@ -66,6 +66,24 @@ def steps(n: int) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
+def methods_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show which of several methods is being fitted; yields what to call with its name, its place and their number."""
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with _progress(*columns) as progress:
+        task = progress.add_task("reading", total=None)
+
+        def on_method(name: str, place: int, of: int) -> None:
+            progress.update(task, description=name, completed=place, total=of)
+
+        yield on_method
+
+
+@contextmanager
 def collect_progress() -> Iterator[Callable[[Mapping[str, RunProgress]], None]]:
     """Show each model's rows as they are answered; yields what to call with the progress by model."""
     columns = (

@@ -15,6 +15,7 @@ from cauc_ray.data.files import write_parquet, write_text
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.front.examples import ExampleReader
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
@@ -23,7 +24,6 @@ from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.replay import Measures, Replay, measure_replay
-from cauc_ray.policies.trace import Examples
 
 MOST_POINTS = 100_000
 
@@ -128,11 +128,12 @@ def sweep(
     validation_split: str = "validation",
     split: str = "test",
     points: int | None = None,
+    embedding: str | None = None,
 ) -> pa.Table:
     """Trace each method's accuracy over cost: thresholds from validation, final figures on another split.
 
     points: how many budgets, evenly spaced over the validation costs, to choose a threshold for; None takes
-    every distinct operating point of the validation split.
+    every distinct operating point of the validation split.   embedding: an encoder of the table, for routers.
     Returns one row per method and point, by rising threshold: method, budget (null without points), threshold,
     validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
     examples that never reach the last model). Raises CaucError as fit does.
@@ -141,15 +142,10 @@ def sweep(
         raise ConfigError(f"a sweep can have 2 to {MOST_POINTS:,} points, got {points}")
     if not methods or len(set(methods)) < len(methods):
         raise ConfigError(f"a sweep needs methods, each once, got {', '.join(methods) or 'none'}")
-    table = LogitTable(logits)
-    calibration, validation = _read_fitting_splits(table, models, (calibration_split, validation_split), costs=costs)
-    if validation is None:
-        raise DataError(f"{table.path} has no split {validation_split!r}, which a sweep takes its thresholds from")
-    validation.require_labels("choosing thresholds")
-    final = table.read_chain(models, split, costs=costs)
-    final.require_labels("measuring a sweep")
-    of_last = float(final.costs.means[-1])
-    fitting, examples = Fitting(Examples(calibration), Examples(validation)), Examples(final)
+    reader = ExampleReader(LogitTable(logits), models, costs, embedding)
+    fitting = Fitting(*reader.read_fitting_splits(calibration_split, validation_split))
+    final = reader.read_labelled(split, "measuring a sweep")
+    of_last = float(final.chain.costs.means[-1])
     parts = []
     for name in methods:
         fitted = method_named(name).load()(fitting)
@@ -159,7 +155,7 @@ def sweep(
         if points is not None:
             budgets = np.linspace(of_fit.cost.min(), of_fit.cost.max(), points)
             chosen = np.array([of_fit.index_of_best(float(budget)) for budget in budgets])
-        curve = fitted.curve(examples, of_fit.settings[chosen])
+        curve = fitted.curve(final, of_fit.settings[chosen])
         parts.append(
             pa.table(
                 {
@@ -180,7 +176,7 @@ def sweep(
                 }
             )
         )
-    unit = {"cost_unit": final.costs.unit, "models": ",".join(models), "split": split}
+    unit = {"cost_unit": final.chain.costs.unit, "models": ",".join(models), "split": split}
     return pa.concat_tables(parts).replace_schema_metadata(unit)
 
 

@@ -129,6 +129,62 @@ def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
     _print(table)
 
 
+def comparison(result: Mapping[str, Any]) -> None:
+    """Show methods side by side: at the matched cost, over their whole curves, and what setting them up took."""
+    unit, chain = result["cost_unit"], " → ".join(result["models"])
+    rows = result["rows"]
+    title = (
+        f"{chain}, {result['n']:,} examples, at a cost of {_number(result['budget'])} {unit} ({result['budget_rule']})"
+    )
+    headings = [
+        "method",
+        "accuracy",
+        "less the last model's",
+        "by lot",
+        "macro-F1",
+        f"cost ({unit})",
+        "relative",
+        "avoided",
+    ]
+    at_budget = _table(title, headings)
+    for row in rows:
+        _add_row(
+            at_budget,
+            row["method"] if row["steered"] else f"{row['method']} *",
+            _with_interval(row["accuracy"], row["accuracy_interval"]),
+            _points(row["gain"], row["gain_interval"]),
+            _percent(row["by_lot"]),
+            _percent(row["macro_f1"]),
+            _number(row["cost"]),
+            _number(row["relative_cost"]),
+            _percent(row["avoided"]),
+        )
+    _print(at_budget)
+    line("* no budget steers it; by lot: what mixing single models by lot has at the same cost")
+    headings = ["method", "accuracy", "relative", "deferral area", "AIQ", "APGR", "CPT 50 %", "CPT 80 %"]
+    whole = _table("at its own setting without a budget, and over its whole curve", headings)
+    for row in rows:
+        _add_row(
+            whole,
+            row["method"],
+            _percent(row["default"]["accuracy"]),
+            _number(row["default"]["relative_cost"]),
+            *(_number(row[area]) for area in ("deferral_area", "aiq", "apgr")),
+            *(_percent(row[share]) for share in ("cpt50", "cpt80")),
+        )
+    _print(whole)
+    setup = _table(
+        "setting it up", ["method", "seconds", "over base's", "in the paper", "differs from the published method"]
+    )
+    setup.columns[-1].justify = "left"
+    for row in rows:
+        ratios = _times(row["setup_ratio"]), _times(row["paper_setup_ratio"])
+        _add_row(setup, row["method"], _number(row["setup_s"]), *ratios, row["note"])
+    _print(setup)
+    for absent in result["not_run"]:
+        line(f"not run: {absent['method']} {absent['why']}")
+
+
 def run_summary(summary: Mapping[str, Any]) -> None:
     """Show what a run did: its stages, what it saved, where time went, and what went wrong if anything did."""
     unit, stages = summary["cost_unit"], summary["stages"]
@@ -253,6 +309,15 @@ def _with_interval(value: float | None, interval: Sequence[float] | None) -> str
     if value is None or interval is None:
         return "–"
     return f"{_percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
+
+
+def _points(value: float, interval: Sequence[float]) -> str:
+    """Return a difference of shares in percentage points."""
+    return f"{100 * value:+.2f} ({100 * interval[0]:+.2f} – {100 * interval[1]:+.2f})"
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{amount(ratio)} ×"
 
 
 def _relative(relative: float | None) -> str:

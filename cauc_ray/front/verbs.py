@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 from cauc_ray.front import live, offline, show
@@ -121,6 +122,7 @@ def sweep(options: Namespace) -> dict[str, Any]:
             validation_split=options.validation_split,
             split=options.split,
             points=options.points,
+            embedding=options.embedding,
         )
         offline.save_table(table, options.output)
     rows = offline.sweep_highlights(table)
@@ -129,6 +131,40 @@ def sweep(options: Namespace) -> dict[str, Any]:
         show.sweep(rows, unit, options.split)
         show.line(f"{table.num_rows:,} operating points written to {options.output}")
     return {"sweep": options.output, "points": table.num_rows, "cost_unit": unit, "highlights": rows}
+
+
+def compare(options: Namespace) -> dict[str, Any]:
+    """Fit all methods on one chain and measure them side by side."""
+    from cauc_ray.front import comparing
+
+    if options.output is not None:
+        offline.require_apart(options.output, options.logits)
+        comparing.require_new(Path(options.output))
+    with live.methods_progress() as on_method:
+        comparison = comparing.compare(
+            options.logits,
+            models=options.models,
+            methods=options.methods,
+            embedding=options.embedding,
+            texts=options.texts,
+            text_column=options.text_column,
+            checkpoint=options.checkpoint,
+            costs=options.costs,
+            calibration_split=options.calibration_split,
+            validation_split=options.validation_split,
+            split=options.split,
+            budget=options.budget,
+            seed=options.seed,
+            on_method=on_method,
+        )
+    if options.output is not None:
+        comparing.save_comparison(comparison, options.output)
+    result = comparison.as_json()
+    if not options.json:
+        show.comparison(result)
+        if options.output is not None:
+            show.line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
+    return result
 
 
 def run(options: Namespace) -> dict[str, Any]:
@@ -178,6 +214,7 @@ def demo(options: Namespace) -> dict[str, Any]:
 
 VERBS: Mapping[str, Callable[[Namespace], dict[str, Any]]] = {
     "collect": collect,
+    "compare": compare,
     "demo": demo,
     "evaluate": evaluate,
     "fit": fit,

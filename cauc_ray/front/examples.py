@@ -1,0 +1,52 @@
+"""The splits of a logit table as methods see them: logits, and the queries' embeddings and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.queries import Texts, read_embeddings
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.policies.trace import Examples
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleReader:
+    """Reads a chain of models on the splits of a table.
+
+    costs: of a call of each model; None for the table's.   embedding: an encoder of the table.   texts: of the queries.
+    """
+
+    table: LogitTable
+    models: Sequence[str]
+    costs: Sequence[float] | None = None
+    embedding: str | None = None
+    texts: Texts | None = None
+
+    def read(self, split: str) -> Examples:
+        """Read a split. Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do."""
+        return self._with_queries(self.table.read_chain(self.models, split, costs=self.costs), split)
+
+    def read_labelled(self, split: str, purpose: str) -> Examples:
+        """Read a split whose examples all need a label, for a purpose that the DataError names otherwise."""
+        examples = self.read(split)
+        examples.chain.require_labels(purpose)
+        return examples
+
+    def read_fitting_splits(self, calibration: str, validation: str) -> tuple[Examples, Examples]:
+        """Read what methods are fitted and thresholds are chosen on."""
+        if calibration == validation:
+            raise ConfigError(f"calibration and validation must be two splits, both are {calibration!r}")
+        if validation not in self.table.splits(self.models[0]):
+            raise DataError(f"{self.table.path} has no split {validation!r}, which thresholds are chosen on")
+        return self.read_labelled(calibration, "calibration"), self.read_labelled(validation, "choosing thresholds")
+
+    def _with_queries(self, chain: ChainLogits, split: str) -> Examples:
+        ids = chain.example_ids
+        return Examples(
+            chain,
+            None if self.embedding is None else read_embeddings(self.table.path, self.embedding, split, ids),
+            None if self.texts is None else self.texts.of(ids),
+        )

@@ -1,0 +1,212 @@
+"""Single numbers that sum up a whole curve: of quality over the share of last-model calls, and over cost.
+
+Each depends on choices that its name does not tell: where a curve starts and ends, what stands between its points,
+what equal points count as. CONVENTIONS says them in one sentence each, to be stored beside the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+_ENDS = (
+    "points of equal share count as their mean, and shares 0 and 1, where no point has them, are those of the first "
+    "and the last model alone"
+)
+
+CONVENTIONS: Mapping[str, str] = {
+    "deferral_area": (
+        f"Trapezoid area of quality over the share of examples that call the last model, from 0 to 1; {_ENDS}; "
+        "normalised, 0 is deferral by lot and 1 the oracle's area, which a method that fuses models can exceed."
+    ),
+    "oracle_deferral_area": (
+        "Area as deferral_area's where examples are deferred by the last model's correctness less the first's: "
+        "gains first, then ties, then losses."
+    ),
+    "apgr": (
+        "Share of the gap between the first and the last model that is recovered, on average over the share of "
+        f"last-model calls by the trapezoid rule on all operating points; {_ENDS}; "
+        "undefined unless the last model is better."
+    ),
+    "cpt": (
+        "Smallest share of last-model calls that recovers the asked share of the gap between the first and the last "
+        f"model, linear between points of the running maximum of quality as the share rises; {_ENDS}; "
+        "undefined unless the last model is better, and where never reached."
+    ),
+    "aiq": (
+        "Trapezoid area under the non-decreasing upper concave hull of quality over mean cost, from the method's own "
+        "cheapest point to the largest cost among the compared methods, level after its best point, divided by "
+        "that largest cost: what lies below the own cheapest cost counts as 0."
+    ),
+}
+
+# Shares are counts over n, some of them sums of such: digits beyond these are rounding.
+_SHARE_DIGITS = 12
+# Two means over the same rows may differ by so much from rounding alone.
+_ROUNDING = 1e-12
+
+
+def deferral_area(
+    shares: Floats, quality: Floats, first: float, last: float, oracle_area: float | None = None
+) -> float | None:
+    """Return the area of quality over the share of examples deferred to the last model (Gupta et al., ICLR 2024).
+
+    shares: float (P,) in [0, 1], in any order.   quality: float (P,).   first, last: quality of the two models alone.
+    oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral by
+    lot has chance = (first + last) / 2; None for the area itself.
+    Returns None where the oracle does no better than chance, as with models that are right on the same rows.
+    Raises DataError without points, or where they are not what is said here.
+
+    >>> deferral_area(np.array([0.0, 0.5, 1.0]), np.array([0.6, 0.8, 0.8]), first=0.6, last=0.8)
+    0.75
+    """
+    at, values = _curve(shares, quality, first, last)
+    area = float(np.trapezoid(values, at))
+    if oracle_area is None:
+        return area
+    chance = (first + last) / 2
+    if oracle_area - chance <= _ROUNDING:
+        return None
+    return (area - chance) / (oracle_area - chance)
+
+
+def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:
+    """Return the largest deferral_area there can be: gains are deferred first, then ties, losses last.
+
+    first_correct, last_correct: bool (N,), whether the first and the last model are right on each row.
+    With g and l the shares of gains and losses, the curve rises by g, stays level and falls by l, each at slope 1:
+    first + g (1 - g / 2) - l^2 / 2. Raises DataError without rows, or where the two differ in length.
+
+    >>> oracle_deferral_area(np.array([True, False]), np.array([True, True]))
+    0.875
+    """
+    if first_correct.shape != last_correct.shape or first_correct.ndim != 1 or not len(first_correct):
+        raise DataError(
+            f"the oracle needs both models' correctness on the same rows, (N,) and at least one; "
+            f"got {first_correct.shape} and {last_correct.shape}"
+        )
+    gain, loss = float(np.mean(last_correct & ~first_correct)), float(np.mean(first_correct & ~last_correct))
+    return float(np.mean(first_correct)) + gain * (1 - gain / 2) - loss**2 / 2
+
+
+def apgr(shares: Floats, quality: Floats, first: float, last: float) -> float | None:
+    """Return the average performance gap recovered of two models (Ong et al., RouteLLM, ICLR 2025).
+
+    Arguments and errors as deferral_area's. The gap recovered at a point is (quality - first) / (last - first); it may
+    exceed 1. Returns None unless the last model is better: with no gap it is undefined, and with a negative one a
+    better router would have the lower value.
+
+    >>> apgr(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75)
+    0.75
+    """
+    at, values = _curve(shares, quality, first, last)
+    if last - first <= _ROUNDING:
+        return None
+    return float(np.trapezoid((values - first) / (last - first), at))
+
+
+def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) -> float | None:
+    """Return the smallest share of last-model calls that recovers q of the gap (Ong et al., RouteLLM, ICLR 2025).
+
+    Arguments and errors as deferral_area's; q: share of the gap, as 0.5 for CPT(50%).
+    Quality need not rise with the share, and interpolating the share over a quality that is not monotone gives
+    whatever the order of the points makes of it. The running maximum is monotone, and can be had: nobody has to call
+    the last model more often than at the best point so far. Returns None where q is never reached, and where
+    apgr is undefined.
+
+    >>> cpt(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75, q=0.5)
+    0.25
+    """
+    at, values = _curve(shares, quality, first, last)
+    if last - first <= _ROUNDING:
+        return None
+    recovered = np.maximum.accumulate((values - first) / (last - first))
+    if recovered[-1] < q:
+        return None
+    there = int(np.argmax(recovered >= q))
+    if there == 0:
+        return float(at[0])
+    return float(np.interp(q, recovered[there - 1 : there + 1], at[there - 1 : there + 1]))
+
+
+def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
+    """Return the average improvement in quality (Hu et al., RouterBench, 2024), by CONVENTIONS["aiq"].
+
+    costs, quality: float (P,), of a method's operating points.   largest_cost: among all methods compared.
+    Returns None where everything is free. Raises DataError without points, or where one is dearer than the largest.
+
+    >>> aiq(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), largest_cost=4.0)
+    0.53125
+    """
+    _require_points(costs, quality, "costs")
+    if not (costs.min() >= 0 and costs.max() <= largest_cost):
+        raise DataError(
+            f"costs from {costs.min():g} to {costs.max():g} do not lie between 0 and the largest cost of the "
+            f"comparison, {largest_cost:g}; pass the largest over all methods"
+        )
+    if largest_cost == 0:
+        return None
+    hull = upper_hull(costs, quality)
+    best = hull[-1]
+    area = np.trapezoid(np.append(quality[hull], quality[best]), np.append(costs[hull], largest_cost))
+    return float(area / largest_cost)
+
+
+def upper_hull(costs: Floats, quality: Floats) -> Ints:
+    """Return the places of the points on the non-decreasing upper concave hull, by rising cost, int (H,).
+
+    costs, quality: float (P,). From the cheapest point, the best of equal cost, to the best one, the cheapest of
+    equal quality. Between neighbours lies what mixing the two by lot gives. Raises DataError without points.
+
+    >>> upper_hull(np.array([3.0, 2.0, 1.0]), np.array([0.9, 0.6, 0.5]))
+    array([2, 0])
+    """
+    _require_points(costs, quality, "costs")
+    order = np.lexsort((-quality, costs))
+    highest = np.maximum.accumulate(quality[order])
+    # Only records can be on a hull that never falls; among equal costs, only the first is one.
+    records = order[np.r_[True, highest[1:] > highest[:-1]]]
+    found: list[int] = []
+    for place in records.tolist():
+        while len(found) > 1 and not _above(costs, quality, found[-2], found[-1], place):
+            found.pop()
+        found.append(place)
+    return np.array(found)
+
+
+def _above(costs: Floats, quality: Floats, left: int, middle: int, right: int) -> bool:
+    """Say whether the middle point lies above the line from the left one to the right one."""
+    run, rise = costs[right] - costs[left], quality[right] - quality[left]
+    return bool((quality[middle] - quality[left]) * run > rise * (costs[middle] - costs[left]))
+
+
+def _curve(shares: Floats, quality: Floats, first: float, last: float) -> tuple[Floats, Floats]:
+    """Return the shares from 0 to 1, each once and rising, and the quality at each, float64 (P,)."""
+    _require_points(shares, quality, "shares")
+    if not (np.isfinite(first) and np.isfinite(last)):
+        raise DataError(f"the quality of the two models alone must be numbers; got {first} and {last}")
+    if shares.min() < -_ROUNDING or shares.max() > 1 + _ROUNDING:
+        raise DataError(f"shares of last-model calls must lie in [0, 1]; got {shares.min():g} to {shares.max():g}")
+    at, places = np.unique(np.round(shares.astype(np.float64), _SHARE_DIGITS), return_inverse=True)
+    values = np.bincount(places, weights=quality) / np.bincount(places)
+    if at[0] > 0:
+        at, values = np.append(0.0, at), np.append(first, values)
+    if at[-1] < 1:
+        at, values = np.append(at, 1.0), np.append(values, last)
+    return at, values
+
+
+def _require_points(abscissae: Floats, quality: Floats, what: str) -> None:
+    if abscissae.shape != quality.shape or abscissae.ndim != 1 or not len(quality):
+        raise DataError(
+            f"a curve needs {what} and quality of the same operating points, (P,) and at least one; "
+            f"got {abscissae.shape} and {quality.shape}"
+        )
+    bad = np.flatnonzero(~(np.isfinite(abscissae) & np.isfinite(quality)))
+    if len(bad):
+        point = int(bad[0])
+        raise DataError(f"point {point} of a curve is no number: {what} {abscissae[point]}, quality {quality[point]}")

@@ -1,0 +1,178 @@
+"""All methods side by side, from Python and from the command line."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from synthetic import write_table
+
+import cauc_ray
+from cauc_ray.data.logits import write_logits
+from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.front.comparing import compare, published
+from cauc_ray.policies.methods import METHODS
+
+MODELS = ["m0", "m1", "m2"]
+QUICK = ["single", "base", "rf", "duo", "margin", "random", "shuffled", "max-probability", "oracle"]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logits")
+    write_table(folder)
+    return folder
+
+
+def cauc(*words):
+    return subprocess.run(
+        [sys.executable, "-c", "from cauc_ray.front.command import main; main()", *map(str, words)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_every_row_is_what_the_method_alone_gives(table):
+    found = compare(table, models=MODELS, methods=QUICK)
+    assert [row["method"] for row in found.rows][:3] == ["single:m0", "single:m1", "single:m2"]
+    assert {row["method"] for row in found.rows[3:]} == set(QUICK) - {"single"}
+    policy = cauc_ray.fit(table, models=MODELS)
+    alone = cauc_ray.evaluate(table, policy).measures
+    own = found.row("base")["default"]
+    assert (own["accuracy"], own["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
+    assert own["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
+    budget = found.about["budget"]
+    assert policy.expected.cost == pytest.approx(budget)
+    rf = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, method="rf", budget=budget)).measures
+    row = found.row("rf")
+    assert (row["accuracy"], row["macro_f1"]) == (rf.accuracy.value, pytest.approx(rf.macro_f1))
+    assert row["cost"] == pytest.approx(rf.cost)
+
+
+def test_gains_are_over_the_last_model_on_the_same_examples(table):
+    found = compare(table, models=MODELS, methods=QUICK)
+    last = found.row("single:m2")
+    assert last["gain"] == 0
+    assert last["gain_interval"] == [0, 0]
+    for row in found.rows:
+        assert row["gain"] == pytest.approx(row["accuracy"] - last["accuracy"])
+        assert row["gain_interval"][0] <= row["gain"] <= row["gain_interval"][1]
+    assert found.row("single:m0")["by_lot"] == found.row("single:m0")["accuracy"]
+    assert found.row("random")["accuracy"] == pytest.approx(found.row("random")["by_lot"], abs=0.08)
+
+
+def test_areas_of_two_models_tell_chance_from_the_oracle(table):
+    found = compare(table, models=["m0", "m2"], methods=QUICK)
+    assert found.row("oracle")["deferral_area"] == pytest.approx(1.0)
+    assert abs(found.row("random")["deferral_area"]) < 0.25
+    assert found.row("rf")["deferral_area"] > found.row("random")["deferral_area"]
+    for row in found.rows:
+        assert row["method"] in found.about["conventions"] or (row["aiq"] is None or 0 <= row["aiq"] <= 1)
+    assert found.row("single:m0")["deferral_area"] is None
+    longer = compare(table, models=MODELS, methods=["rf"])
+    assert longer.row("rf")["deferral_area"] is None
+    assert longer.row("rf")["aiq"] > 0
+
+
+def test_shuffled_test_labels_change_no_fitted_number(table, tmp_path):
+    own = compare(table, models=MODELS, methods=QUICK)
+    for split in ("calibration", "validation", "test"):
+        for model in MODELS:
+            rows = pq.read_table(table / f"model={model}" / f"split={split}").to_pylist()
+            labels = np.array([row["label"] for row in rows])
+            if split == "test":
+                labels = np.random.default_rng(0).permutation(labels)
+            logits = [np.array(row["logits"], np.float32) for row in rows]
+            ids = [row["example_id"] for row in rows]
+            write_logits(tmp_path, model, split, example_ids=ids, labels=labels, logits=logits)
+    (tmp_path / "pool.json").write_text((table / "pool.json").read_text())
+    other = compare(tmp_path, models=MODELS, methods=QUICK)
+    assert other.about["budget"] == own.about["budget"]
+    for name in ("method", "setting", "validation_accuracy", "validation_cost"):
+        assert other.curves.column(name).equals(own.curves.column(name))
+    for before, after in zip(own.rows, other.rows, strict=True):
+        assert after["setting"] == before["setting"]
+        assert after["default"]["setting"] == before["default"]["setting"]
+        if not METHODS.get(before["method"]) or not METHODS[before["method"]].sees_labels:
+            assert after["cost"] == before["cost"]
+    assert other.row("base")["accuracy"] < own.row("base")["accuracy"]  # they were shuffled
+
+
+def test_setup_times_are_ratios_to_base_beside_the_papers(table):
+    found = compare(table, models=MODELS, methods=["base", "rf", "margin"])
+    base = found.row("base")
+    assert (base["setup_ratio"], base["paper_setup_ratio"]) == (1, 1)
+    for name in ("rf", "margin"):
+        row = found.row(name)
+        assert row["setup_ratio"] == row["setup_s"] / base["setup_s"]
+        assert row["paper_setup_ratio"] == published()["setup_s"][name] / published()["setup_s"]["base"]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ({"methods": ["rf", "nope"]}, ConfigError, "unknown method 'nope'"),
+        ({"methods": ["rf"], "budget": 0.1}, BudgetError, "below the cheapest"),
+        ({"methods": ["rf"], "embedding": "enc"}, ConfigError, "encoder 'enc'"),
+        ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),
+        ({"methods": ["rf"], "validation_split": "calibration"}, ConfigError, "two splits"),
+        ({"methods": ["rf"], "texts": "nowhere.parquet"}, DataError, "no file nowhere.parquet"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(table, how, error, says):
+    with pytest.raises(error, match=f"(?i){says}") as told:
+        compare(table, models=MODELS, **how)
+    assert "\n" not in str(told.value)
+
+
+def test_unlabelled_examples_cannot_be_compared_on(tmp_path):
+    chains = write_table(tmp_path)
+    test = chains["test"]
+    labels = test.labels.copy()
+    labels[3] = -1
+    for stage, model in enumerate(MODELS):
+        ids = [f"test-{example}" for example in test.example_ids]
+        write_logits(tmp_path, model, "test", example_ids=ids, labels=labels, logits=test.logits[stage])
+    with pytest.raises(DataError, match="has no label; a comparison needs labels"):
+        compare(tmp_path, models=MODELS, methods=["rf"])
+
+
+def test_the_command_prints_tables_for_people_and_writes_files_for_machines(table, tmp_path):
+    words = ["compare", table, "--models", "m0,m2", "--methods", "single,base,rf,random,oracle"]
+    told = cauc(*words, "-o", tmp_path / "out")
+    assert (told.returncode, told.stderr) == (0, "")
+    for word in ("single:m0", "less the last model's", "AIQ", "over base's", "told the labels"):
+        assert word in told.stdout
+    again = cauc(*words, "-o", tmp_path / "out")
+    assert again.returncode == 2
+    assert len(again.stderr.splitlines()) == 1
+    printed = json.loads(cauc(*words, "--json").stdout)
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
+    curves = pq.read_table(tmp_path / "out" / "curves.parquet")
+    assert [row["method"] for row in rows] == [row["method"] for row in printed["rows"]]
+    for row, same, in_table in zip(printed["rows"], written["rows"], rows, strict=True):
+        assert (
+            (row["accuracy"], row["cost"])
+            == (same["accuracy"], same["cost"])
+            == (in_table["accuracy"], in_table["cost"])
+        )
+    assert set(curves.column("method").unique().to_pylist()) == {row["method"] for row in rows}
+    refused = cauc(*words, "--budget", "0")
+    assert refused.returncode == 2
+    assert "below the cheapest" in refused.stderr
+
+
+def test_ragged_options_and_costs_of_each_call_are_compared_too(tmp_path):
+    write_table(tmp_path, ragged=True, per_call=True)
+    found = compare(tmp_path, models=MODELS, methods=QUICK)
+    assert all(0 <= row["accuracy"] <= 1 for row in found.rows)
+    assert found.row("oracle")["accuracy"] == max(row["accuracy"] for row in found.rows)
+
+
+def test_a_chain_of_one_model_has_nothing_to_choose(tmp_path):
+    write_table(tmp_path)
+    found = compare(tmp_path, models=["m1"], methods=QUICK)
+    assert {row["cost"] for row in found.rows} == {found.row("single:m1")["cost"]}
