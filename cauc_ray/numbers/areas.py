@@ -21,7 +21,8 @@ _ENDS = (
 CONVENTIONS: Mapping[str, str] = {
     "deferral_area": (
         f"Trapezoid area of quality over the share of examples that call the last model, from 0 to 1; {_ENDS}; "
-        "normalised, 0 is deferral by lot and 1 the oracle's area, which a method that fuses models can exceed."
+        "normalised, 0 is deferral by lot and 1 the oracle's, both from the first model to the last: a method that "
+        "fuses, or calls models in between, can exceed 1."
     ),
     "oracle_deferral_area": (
         "Area as deferral_area's where examples are deferred by the last model's correctness less the first's: "
@@ -58,6 +59,8 @@ def deferral_area(
     shares: float (P,) in [0, 1], in any order.   quality: float (P,).   first, last: quality of the two models alone.
     oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral by
     lot has chance = (first + last) / 2; None for the area itself.
+    Chance and oracle know these two models only: where a method fuses, or calls others in between, neither 0 nor 1
+    is a bound, and the number compares methods on one chain.
     Returns None where the oracle does no better than chance, as with models that are right on the same rows.
     Raises DataError without points, or where they are not what is said here.
 
@@ -71,7 +74,7 @@ def deferral_area(
     chance = (first + last) / 2
     if oracle_area - chance <= _ROUNDING:
         return None
-    return (area - chance) / (oracle_area - chance)
+    return float((area - chance) / (oracle_area - chance))
 
 
 def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:

@@ -99,15 +99,20 @@ def calibration_error(
     """
     n = len(confidences)
     if bins == "equal-width":
-        # Against the bins' edges: multiplying by n_bins would put some edges into the bin below.
-        edges = np.arange(1, n_bins) / n_bins
-        index = np.searchsorted(edges, confidences, side="right")
+        index = equal_width_bins(confidences, n_bins)
     else:
         order = np.argsort(confidences, kind="stable")
         index = np.empty(n, dtype=np.intp)
         index[order] = np.arange(n) * n_bins // n
     gaps = np.bincount(index, weights=np.asarray(correct, np.float64) - confidences, minlength=n_bins)
     return float(np.abs(gaps).sum() / n)
+
+
+def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
+    """Return the equal-width bin of each confidence, as calibration_error has them, int (N,)."""
+    # Against the bins' edges: multiplying by n_bins would put some edges into the bin below.
+    edges = np.arange(1, n_bins) / n_bins
+    return np.searchsorted(edges, confidences, side="right")
 
 
 def aurc(confidences: Floats, correct: Bools) -> float:

@@ -116,7 +116,9 @@ def test_ends_of_its_own_count_and_can_exceed_the_oracle():
 def test_where_nothing_can_be_chosen_there_is_no_normalised_area(last):
     first = last if last.any() and not last.all() else ~last
     oracle = oracle_deferral_area(first, last)
-    assert deferral_area(np.array([0.5]), np.array([0.6]), first.mean(), last.mean(), oracle) is None
+    point = np.array([0.5]), np.array([0.6])
+    assert deferral_area(*point, first.mean(), last.mean(), oracle) is None
+    assert deferral_area(*point, np.nextafter(first.mean(), -1), last.mean(), oracle) is None  # a sum in other order
 
 
 @given(seeds)
@@ -220,6 +222,15 @@ def test_a_further_point_never_lowers_aiq_unless_it_is_the_cheapest(seed):
     cheapest = costs.argmin()
     fewer = np.r_[cheapest, np.random.default_rng(seed).permutation(len(costs))[: len(costs) // 2]]
     assert aiq(costs, quality, 10.0) >= aiq(costs[fewer], quality[fewer], 10.0) - 1e-12
+
+
+def test_numbers_are_plain_floats_to_be_stored_as_json():
+    first, last = pair(2)
+    models = first.mean(), last.mean()
+    point = np.array([0.5]), np.array([0.9])
+    oracle = oracle_deferral_area(first, last)
+    numbers = [oracle, deferral_area(*point, *models, oracle), apgr(*point, 0.4, 0.7), cpt(*point, 0.4, 0.7, 0.5)]
+    assert {type(number) for number in [*numbers, aiq(*point, np.float64(2))]} == {float}
 
 
 def test_one_point():
