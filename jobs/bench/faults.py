@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, ExecutionError, unknown_name
 from jobs.bench.part import absent
 from jobs.faults.session import SESSIONS
 
@@ -82,6 +82,8 @@ def _trials(session: str, folder: Path, options: argparse.Namespace, kinds: Sequ
             trials.append(said)
         if trials:
             yield _figures(trials)
+    if process.returncode:
+        raise ExecutionError(f"the trials of session {session!r} ended with {process.returncode} before they were done")
 
 
 def _figures(said: Sequence[dict[str, Any]]) -> dict[str, Any]:

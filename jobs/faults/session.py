@@ -13,13 +13,12 @@ from typing import Any
 
 import ray
 
-from cauc_ray.errors import CaucError
 from jobs.faults import processes
 from jobs.faults.cascade import Cascade, small_blocks, write_cascade
 from jobs.faults.kinds import KINDS, Kind
 from jobs.faults.nodes import Nodes, node_killed
 from jobs.faults.store import STORE_BYTES, store_full
-from jobs.faults.trial import HungError, Trial
+from jobs.faults.trial import Trial
 
 SESSIONS: dict[str, tuple[str, ...]] = {
     "machine": tuple(kind.name for kind in KINDS),
@@ -73,7 +72,7 @@ def trials(kind: Kind, cascade: Cascade, folder: Path, n_seeds: int) -> Iterator
             found: dict[str, Any] = {"kind": kind.name, "seed": seed, "attempt": attempt, "folder": str(trial.folder)}
             try:
                 outcome = kind.put_into(trial)
-            except (CaucError, HungError, AssertionError, ValueError) as error:
+            except Exception as error:
                 yield {**found, "struck": trial.struck, "error": f"{type(error).__name__}: {error}"}
                 processes.left_over()
                 break
