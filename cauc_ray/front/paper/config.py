@@ -1,0 +1,206 @@
+"""What a run of the paper's tables is told: which chain of which logit table fills which of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.front.comparing import SINGLE
+from cauc_ray.front.paper.quoted import columns_of
+from cauc_ray.numbers.sweep import Objective
+from cauc_ray.policies.methods import METHODS
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class _NamedParts(_Section):
+    """A section whose keys are names of tables or figures."""
+
+    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
+
+
+def _require_own_names(where: str, names: tuple[str, ...] | list[str]) -> None:
+    twice = [name for name, n in Counter(names).items() if n > 1]
+    if twice:
+        raise ValueError(f"{where}: two entries are named {twice[0]!r}")
+
+
+class Chain(_Section):
+    """A chain of models of one logit table.
+
+    name: as tables and figures call it.   set: the table, a folder below the root.   models: cheapest first.
+    objective: the quality that the table shows.   published: the column of the paper's table to stand beside it.
+    """
+
+    name: str = Field(min_length=1)
+    set: str = Field(min_length=1)
+    models: tuple[str, ...] = Field(min_length=1)
+    objective: Objective = "accuracy"
+    published: str | None = None
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the models that the table must hold."""
+        return self.models
+
+
+class ComparedChain(Chain):
+    """A chain that all methods are compared on; the last four are as compare() has them.
+
+    texts: a file below the root.
+    """
+
+    embedding: str | None = None
+    texts: str | None = None
+    text_column: str = "question"
+    checkpoint: str | None = None
+
+
+class GrowingChain(Chain):
+    """A chain that grows: the last model alone, then with one more of the models, in their order, before it."""
+
+    last: str
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the models that the table must hold."""
+        return (*self.models, self.last)
+
+    @property
+    def chains(self) -> list[tuple[str, ...]]:
+        """Return the chains from one model to all."""
+        return [(*self.models[:n], self.last) for n in range(len(self.models) + 1)]
+
+
+class Tables(_NamedParts):
+    """What fills each table; a table without entries is not made.
+
+    setup_time: a chain that setup is timed on while nothing else runs.
+    """
+
+    LENGTHS: ClassVar[Mapping[str, int]] = {
+        "two_model_language": 2,
+        "two_model_image": 2,
+        "complementarity": 2,
+        "three_model_language": 3,
+    }
+
+    two_model_language: tuple[ComparedChain, ...] = ()
+    two_model_image: tuple[ComparedChain, ...] = ()
+    complementarity: tuple[Chain, ...] = ()
+    growing_chain: tuple[GrowingChain, ...] = ()
+    three_model_language: tuple[ComparedChain, ...] = ()
+    setup_time: tuple[ComparedChain, ...] = Field(default=(), max_length=1)
+
+    @property
+    def by_name(self) -> dict[str, tuple[Chain, ...]]:
+        """Return the entries by the name of their table."""
+        return {name.replace("_", "-"): getattr(self, name) for name in type(self).model_fields}
+
+    @model_validator(mode="after")
+    def _entries_fit(self) -> Tables:
+        for name, chains in self.by_name.items():
+            length = self.LENGTHS.get(name.replace("-", "_"))
+            for chain in chains:
+                if length is not None and len(chain.models) != length:
+                    raise ValueError(f"{name}: {chain.name!r} needs {length} models, got {len(chain.models)}")
+                twice = [model for model, n in Counter(chain.wanted).items() if n > 1]
+                if twice:
+                    raise ValueError(f"{name}: {chain.name!r} has model {twice[0]!r} twice")
+                if chain.published is not None and chain.published not in columns_of(name):
+                    known = unknown_name("published column", chain.published, columns_of(name))
+                    raise ValueError(f"{name}: {chain.name!r}: {known}")
+            _require_own_names(name, [chain.name for chain in chains])
+        return self
+
+
+class ReliabilityFigure(_Section):
+    """What a figure of calibration shows, each on the test split.
+
+    model: whose confidence is shown before and after.   models: whose accuracy is shown at matched confidence.
+    counted: whose high-confidence examples are counted, cheapest first.
+    """
+
+    name: str = Field(pattern=r"[\w.-]+")
+    set: str = Field(min_length=1)
+    model: str
+    models: tuple[str, ...] = Field(min_length=2, max_length=6)
+    counted: tuple[str, ...] = Field(min_length=2)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the models that the table must hold."""
+        return tuple(dict.fromkeys((*self.counted, *self.models, self.model)))
+
+
+class Figures(_NamedParts):
+    """What the figures show that are not drawn from the tables.
+
+    complementarity_gain: sets, each with all pairs of its models of which the dearer is the more accurate.
+    """
+
+    calibration_reliability: tuple[ReliabilityFigure, ...] = ()
+    complementarity_gain: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _entries_fit(self) -> Figures:
+        _require_own_names("calibration-reliability", [figure.name for figure in self.calibration_reliability])
+        _require_own_names("complementarity-gain", self.complementarity_gain)
+        return self
+
+
+class PaperConfig(_Section):
+    """A run of the paper's tables and figures.
+
+    logits: the folder of all sets.   methods: of the comparisons, as compare() takes them.   seed: of all lots.
+    deadline_s: how long all chains together may take, and after them the timed one.
+    """
+
+    logits: Path
+    methods: tuple[str, ...] = Field(default=("all",), min_length=1)
+    seed: int = 0
+    deadline_s: float = Field(default=7200.0, gt=0)
+    tables: Tables = Tables()
+    figures: Figures = Figures()
+
+    @field_validator("methods")
+    @classmethod
+    def _methods_are_known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
+        known = ("all", SINGLE, *METHODS)
+        for name in methods:
+            if name not in known:
+                raise ValueError(unknown_name("method", name, known))
+        return methods
+
+
+def load_config(path: str | Path, logits: str | Path | None = None) -> PaperConfig:
+    """Read a config.
+
+    logits: in place of the config's own root, which is taken from the config's folder where it is relative.
+    Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, name or value.
+    """
+    path = Path(path)
+    try:
+        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no config {path}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no config: a mapping with logits, tables and figures was expected")
+    try:
+        config = PaperConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+    root = (path.parent / config.logits if logits is None else Path(logits)).resolve()
+    if not root.is_dir():
+        raise ConfigError(f"there is no folder {root} with sets of logits; name it with logits: or --logits")
+    return config.model_copy(update={"logits": root})
