@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cauc_ray.errors import CaucError, ConfigError
+from cauc_ray.errors import CaucError
 from cauc_ray.front.paper import Paper, load_config, run_paper
 from cauc_ray.front.paper.tasks import Outcome
 from cauc_ray.front.show import line
@@ -18,14 +18,14 @@ PIPE_WIDTH = 220  # a pipe has no width of its own
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what a config names. Returns 0; 1 where something of it failed; 2 where the config or the folder is bad."""
+    """Run what a config names. Returns 0; 1 where something of it failed; 2 on bad input, with one line."""
     options = parser().parse_args(argv)
     try:
         config = load_config(options.config, options.logits)
         paper = run_paper(config, options.output, address=options.address, on_outcome=say)
     except CaucError as error:
         print(f"jobs.paper: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2
     show(paper, options.output)
     print(json.dumps({**paper.as_json(), "output": options.output}, allow_nan=False))
     return 1 if paper.failed else 0

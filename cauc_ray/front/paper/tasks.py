@@ -14,9 +14,8 @@ from ray.exceptions import RayError
 from cauc_ray.errors import CaucWarning
 from cauc_ray.execution.actors import told
 
+# Ray tells the libraries of a task (OMP_NUM_THREADS) to start as many threads, unless the cluster has its own number.
 N_CPUS = 1
-# Libraries would start as many threads as the node has CPUs, in each of the tasks that run there side by side.
-THREADS = {name: str(N_CPUS) for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
     deadline_s: for all of them together. What has not ended by then is cancelled, and its outcome says so.
     """
     # max_retries: for workers that die; an error of the task's own is not tried again.
-    run = ray.remote(num_cpus=N_CPUS, max_retries=2, runtime_env={"env_vars": THREADS})(_measure)
+    run = ray.remote(num_cpus=N_CPUS, max_retries=2)(_measure)
     pending = {run.remote(task): task for task in tasks}
     ends = time.monotonic() + deadline_s
     try:

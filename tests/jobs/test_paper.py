@@ -1,0 +1,378 @@
+"""The paper's tables and figures from synthetic logits: their numbers are the library's; what is missing is told."""
+
+import json
+import os
+import re
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from synthetic import chain, softmax, write_table
+
+import cauc_ray
+from cauc_ray.errors import ConfigError
+from cauc_ray.front.comparing import compare, published
+from cauc_ray.front.paper import load_config, run_paper
+from cauc_ray.front.paper.grids import Cell, Grid
+from cauc_ray.front.paper.plan import plan_of
+from cauc_ray.front.paper.quoted import columns_of, quoted_figures
+from cauc_ray.front.paper.tasks import Task, run_tasks
+from cauc_ray.policies.methods import METHODS
+from jobs.paper import main
+
+ROOT = Path(__file__).parents[2]
+# A second model that fuses well with the first, and one that is far better than it.
+STRENGTHS = {"near": (1.0, 1.1, 2.0), "far": (0.5, 1.5, 3.0)}
+
+
+def content(root):
+    """Return a config that fills every table and figure, from sets of which one is not there."""
+    two = {"set": "near", "models": ["m0", "m1"]}
+    return {
+        "logits": str(root),
+        "methods": ["single", "base", "rf", "duo", "margin", "random", "oracle"],
+        "tables": {
+            "two-model-language": [
+                {"name": "near", **two, "published": "MMLU"},
+                {"name": "far", "set": "far", "models": ["m0", "m2"], "objective": "macro-f1"},
+                {"name": "absent", "set": "nowhere", "models": ["m0", "m1"], "published": "PIQA"},
+            ],
+            "two-model-image": [{"name": "no such model", "set": "far", "models": ["m0", "m9"]}],
+            "complementarity": [
+                {"name": "near", **two},
+                {"name": "far", "set": "far", "models": ["m0", "m2"], "objective": "macro-f1"},
+            ],
+            "growing-chain": [{"name": "near", "set": "near", "models": ["m0", "m1"], "last": "m2"}],
+            "three-model-language": [{"name": "all", "set": "far", "models": ["m0", "m1", "m2"], "published": "PIQA"}],
+            "setup-time": [{"name": "near", **two}],
+        },
+        "figures": {
+            "calibration-reliability": [
+                {"name": "far", "set": "far", "model": "m0", "models": ["m0", "m2"], "counted": ["m0", "m1", "m2"]}
+            ],
+            "complementarity-gain": ["near", "far"],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sets")
+    for name, strengths in STRENGTHS.items():
+        (folder / name).mkdir()
+        write_table(folder / name, strengths=strengths, ragged=name == "far")
+    return folder
+
+
+def written(path, config):
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def made(root, ray_session, tmp_path_factory):
+    """Return a whole run, and its folder."""
+    folder = tmp_path_factory.mktemp("paper")
+    config = load_config(written(folder / "paper.yaml", content(root)))
+    return run_paper(config, folder / "out"), folder / "out"
+
+
+def rows_of(made, name):
+    return next(table for table in made[0].tables if table.name == name).rows
+
+
+def test_everything_is_written_once_and_says_the_same(made, root):
+    import ray
+
+    paper, out = made
+    assert paper.failed == ()
+    assert ray.is_initialized()  # the session was there before, and stays
+    tables = ["two-model-language", "complementarity", "growing-chain", "three-model-language", "setup-time"]
+    assert [table.name for table in paper.tables] == tables
+    report = (out / "report.md").read_text()
+    for table in paper.tables:
+        assert pq.read_table(out / "tables" / f"{table.name}.parquet").num_rows == len(table.rows)
+        assert (out / "tables" / f"{table.name}.md").read_text().strip() in report
+    assert len(paper.figures) == 4
+    for figure in paper.figures:
+        assert f"](figures/{figure.name}.png)" in report
+        assert (out / "figures" / f"{figure.name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert "</svg>" in (out / "figures" / f"{figure.name}.svg").read_text()
+        assert pq.read_table(out / "figures" / f"{figure.name}.parquet").num_rows > 0
+    assert json.loads((out / "paper.json").read_text()) == json.loads(json.dumps(paper.as_json()))
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        run_paper(paper.config, out)
+
+
+def test_comparisons_are_those_of_the_library(made, root):
+    rows = [row for row in rows_of(made, "two-model-language") if row["chain"] == "near"]
+    alone = compare(root / "near", models=["m0", "m1"], methods=made[0].config.methods)
+    assert {row["method"] for row in rows} == {row["method"] for row in alone.rows}
+    for row in rows:
+        same = alone.row(row["method"])
+        at_own_setting = row["method"] == "base"
+        shown = same["default"] if at_own_setting else same
+        assert (row["quality"], row["cost"]) == (shown["accuracy"], shown["cost"])
+        assert (row["quality_at_budget"], row["cost_at_budget"]) == (same["accuracy"], same["cost"])
+    far = [row for row in rows_of(made, "two-model-language") if row["chain"] == "far"]
+    assert all(row["quality"] == row["macro_f1"] for row in far)
+    assert {row["chain"] for row in rows_of(made, "two-model-language")} == {"near", "far"}
+
+
+def test_the_papers_numbers_stand_beside_where_a_column_is_named(made):
+    for row in rows_of(made, "two-model-language"):
+        if row["chain"] == "far":
+            assert row["published_quality"] is None
+    beside = {row["method"]: row for row in rows_of(made, "two-model-language") if row["chain"] == "near"}
+    assert beside["rf"]["published_quality"] == pytest.approx(0.8051)
+    assert beside["single:m1"]["published_cost"] == 26.0
+    assert beside["single:m0"]["published_relative_cost"] == 8 / 26
+    assert beside["random"]["published_quality"] is None
+    assert "**80.51" not in (made[1] / "tables" / "two-model-language.md").read_text()  # only measured ones stand out
+    assert quoted_figures("two-model-language", "MMLU", "routellm-mf", None) == pytest.approx(
+        (0.7838, 15.98, 15.98 / 26)
+    )
+    assert quoted_figures("two-model-image", "ImageNet", "routellm-mf", None) is None
+
+
+@pytest.mark.parametrize("name", STRENGTHS)
+def test_pairs_are_base_with_and_without_fusion(made, root, name):
+    row = next(row for row in rows_of(made, "complementarity") if row["chain"] == name)
+    measured = "macro_f1" if name == "far" else "accuracy"
+    policy = cauc_ray.fit(root / name, models=row["models"])
+    assert row["cr"] == policy.stages[0].complementarity_rate
+    own = cauc_ray.evaluate(root / name, policy).measures
+    value = own.macro_f1 if measured == "macro_f1" else own.accuracy.value
+    assert row["fuse" if row["cr"] > 0 else "direct"] == value
+    assert row["base_cost"] == own.cost
+    objective = "macro-f1" if name == "far" else "accuracy"
+    rf = cauc_ray.fit(root / name, models=row["models"], method="rf", budget=policy.expected.cost, objective=objective)
+    of_rf = cauc_ray.evaluate(root / name, rf).measures
+    assert row["rf"] == (of_rf.macro_f1 if measured == "macro_f1" else of_rf.accuracy.value)
+    assert row["rf_cost"] == of_rf.cost
+
+
+def test_direct_deferral_by_a_slow_loop(made, root):
+    row = next(row for row in rows_of(made, "complementarity") if row["chain"] == "near")
+    policy = cauc_ray.fit(root / "near", models=["m0", "m1"])
+    test = chain(7, 300, strengths=STRENGTHS["near"], shift=2)
+    right = 0
+    for first, last, label in zip(test.logits[0], test.logits[1], test.labels, strict=True):
+        sure = softmax(np.float64(first) / policy.stages[0].temperature).max() >= policy.threshold
+        right += int(np.argmax(first if sure else last) == label)
+    assert row["direct"] == right / 300
+    assert row["gain_of_fusing"] == row["fuse"] - row["direct"]
+
+
+def test_a_growing_chain_is_that_of_each_length(made, root):
+    rows = rows_of(made, "growing-chain")
+    assert [row["models"] for row in rows] == [["m2"], ["m0", "m2"], ["m0", "m1", "m2"]]
+    assert [row["added"] for row in rows] == ["m2", "m0", "m1"]
+    for row in rows:
+        base = cauc_ray.fit(root / "near", models=row["models"])
+        rf = cauc_ray.fit(root / "near", models=row["models"], method="rf", threshold=base.threshold)
+        for name, policy in (("base", base), ("rf_shared", rf)):
+            measures = cauc_ray.evaluate(root / "near", policy).measures
+            assert (row[f"{name}_quality"], row[f"{name}_cost"]) == (measures.accuracy.value, measures.cost)
+    alone = rows[0]
+    assert alone["base_quality"] == alone["rf_shared_quality"] == alone["rf_best_quality"]
+    assert rows[1]["rf_shared_cost"] == rows[1]["base_cost"]  # two models: one schedule for both
+    assert "published_base_quality" in alone
+
+
+def test_the_setup_table_has_ratios_beside_the_papers(made):
+    rows = {row["method"]: row for row in rows_of(made, "setup-time")}
+    assert rows["base"]["setup_ratio"] == rows["base"]["published_setup_ratio"] == 1
+    assert rows["rf"]["published_setup_ratio"] == pytest.approx(20 / 12)
+    assert rows["margin"]["published_setup_s"] == pytest.approx(16)
+    assert rows["rf"]["setup_ratio"] == rows["rf"]["setup_s"] / rows["base"]["setup_s"]
+    assert not any(name.startswith("single") for name in rows)
+
+
+def test_figures_show_what_was_measured(made, root):
+    out = made[1] / "figures"
+    bins = pq.read_table(out / "calibration-reliability-far.parquet").to_pylist()
+    test = chain(7, 300, strengths=STRENGTHS["far"], ragged=True, shift=2)
+    for model in ("m0", "m2"):
+        place = int(model[1])
+        for calibrated in (False, True):
+            of = [row for row in bins if row["model"] == model and row["calibrated"] is calibrated]
+            sure = [softmax(np.float64(z) / of[0]["temperature"]).max() for z in test.logits[place]]
+            assert sum(row["n"] for row in of) == 300
+            assert of[0]["n_high"] == sum(each >= 0.85 for each in sure)
+            mean = sum(row["n"] * row["confidence"] for row in of if row["n"]) / 300
+            assert mean == pytest.approx(np.mean(sure))
+    gains = pq.read_table(out / "complementarity-gain.parquet").to_pylist()
+    assert {(row["set"], row["first"], row["last"]) for row in gains} >= {("far", "m0", "m2"), ("near", "m0", "m2")}
+    pair = next(row for row in rows_of(made, "complementarity") if row["chain"] == "near")
+    same = next((row for row in gains if (row["set"], row["first"], row["last"]) == ("near", "m0", "m1")), None)
+    if same is not None:  # where m1 is the better on calibration
+        assert (same["complementarity_rate"], same["gain_of_fusing"]) == (pair["cr"], pair["gain_of_fusing"])
+    curves = pq.read_table(out / "accuracy-cost-two-model-language.parquet").to_pylist()
+    assert {row["chain"] for row in curves} == {"near", "far"}
+
+
+def test_what_is_not_here_is_listed_and_never_made_up(made):
+    told = [str(each) for each in made[0].not_run]
+    assert any("two-model-language / absent: there is no logit table at" in line for line in told)
+    assert any("two-model-image / no such model:" in line and "unknown model 'm9'" in line for line in told)
+    for column in ("two-model-language / LogiQA", "two-model-image / ImageNet", "growing-chain / ImageNet"):
+        assert f"{column}: no logit table of it is configured" in told
+    assert not any(line.startswith("two-model-language / MMLU") for line in told)
+    assert "two-model-language / Benchmark Routing: the method was not run" in told
+    report = (made[1] / "report.md").read_text()
+    assert all(f"- {line}" in report for line in told)
+
+
+@pytest.mark.parametrize(
+    ("table", "n_columns", "n_rows", "n_figures"),
+    [
+        ("two-model-language", 6, 13, 2),
+        ("two-model-image", 4, 9, 2),
+        ("three-model-language", 6, 9, 2),
+        ("complementarity", 6, None, 4),
+        ("growing-chain", 1, 7, 4),
+    ],
+)
+def test_the_papers_tables_are_complete(table, n_columns, n_rows, n_figures):
+    columns = columns_of(table)
+    assert len(columns) == n_columns
+    for rows in columns.values():
+        lines = [rows] if n_rows is None else list(rows.values())
+        assert len(lines) == (n_rows or 1)
+        assert all(len(line) == n_figures for line in lines)
+        assert all(isinstance(value, float) for line in lines for value in line)
+    if n_rows in (9, 13):
+        models = published()[table]["models"]
+        for rows in columns.values():
+            qualities = [quality for quality, _ in rows.values()]
+            assert min(qualities) > 0
+            assert max(qualities) < 100
+            costs = [rows[f"single:{model}"][1] for model in models]
+            assert costs == sorted(costs)
+            if "duo" in rows:  # both models, always
+                assert rows["duo"][1] == pytest.approx(sum(costs))
+    assert len(published()["setup_s"]) == 11
+
+
+def test_the_papers_averages_come_out():
+    # The paper's text has them.
+    def mean(table, method, place):
+        return np.mean([rows[method][place] for rows in columns_of(table).values()])
+
+    assert mean("two-model-language", "base", 0) == pytest.approx(70.43, abs=0.006)
+    assert mean("two-model-language", "rf", 0) == pytest.approx(70.44, abs=0.006)
+    assert mean("two-model-language", "rf", 1) == pytest.approx(21.73, abs=0.006)
+    assert mean("two-model-language", "duo", 0) == pytest.approx(70.84, abs=0.006)
+    assert mean("three-model-language", "base", 0) == pytest.approx(72.65, abs=0.006)
+    assert mean("three-model-language", "rf", 0) == pytest.approx(72.77, abs=0.006)
+    assert mean("three-model-language", "rf", 1) == pytest.approx(25.84, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"methods": ["rff"]}, "methods: unknown method 'rff'; did you mean 'rf'"),
+        ({"splits": 3}, "unknown key 'splits'"),
+        ({"deadline_s": 0}, "deadline_s: input should be greater than 0, got 0"),
+        ({"tables": {"two-model": []}}, "unknown key 'tables.two-model'"),
+        (
+            {"tables": {"two-model-image": [{"name": "a", "set": "near"}]}},
+            "missing key 'tables.two-model-image.0.models'",
+        ),
+        (
+            {"tables": {"two-model-image": [{"name": "a", "set": "near", "models": ["m0"]}]}},
+            "'a' needs 2 models, got 1",
+        ),
+        ({"tables": {"complementarity": [{"name": "a", "set": "near", "models": ["m0", "m0"]}]}}, "'m0' twice"),
+        (
+            {
+                "tables": {
+                    "two-model-image": [{"name": "a", "set": "near", "models": ["m0", "m1"], "published": "MMLU"}]
+                }
+            },
+            "unknown published column 'MMLU'",
+        ),
+        ({"tables": {"complementarity": [{"name": "a", "set": "near", "models": ["m0", "m1"]}] * 2}}, "two entries"),
+        ({"figures": {"complementarity-gain": ["near", "near"]}}, "two entries are named 'near'"),
+        ({"logits": "elsewhere"}, "there is no folder"),
+    ],
+)
+def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, capsys, change, says):
+    path = written(tmp_path / "bad.yaml", content(root) | change)
+    assert main([str(path), "-o", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    assert says in told.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("a: [", "cannot be read"), ("- a", "holds no config"), (None, "no config")]
+)
+def test_what_is_no_config(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=says) as told:
+        load_config(tmp_path / "c.yaml")
+    assert "\n" not in str(told.value)
+
+
+def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_path, capsys):
+    chains = [
+        {"name": "good", "set": "near", "models": ["m0", "m1"]},
+        {"name": "bad", "set": "near", "models": ["m0", "m1"], "texts": "nowhere.parquet"},
+    ]
+    config = {"logits": "sets", "methods": ["single", "rf"], "tables": {"two-model-image": chains}}
+    path = written(tmp_path / "paper.yaml", config)
+    assert main([str(path), "-o", str(tmp_path / "out"), "--logits", str(root)]) == 1
+    *said, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert [re.sub(r":.*", "", failure) for failure in result["failed"]] == ["two-model-image"]
+    assert "nowhere.parquet" in result["failed"][0]
+    assert {row["chain"] for row in result["tables"]["two-model-image"]} == {"good"}
+    assert any(line.startswith("failed: two-model-image: bad") for line in said)
+    assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
+    assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
+
+
+def test_tasks_end_by_their_deadline_and_have_their_own_threads(ray_session):
+    tasks = [
+        Task("a", "wrong", partial(int, "x")),
+        Task("a", "threads", partial(os.getenv, "OMP_NUM_THREADS")),
+    ]
+    outcomes = {outcome.task.name: outcome for outcome in run_tasks(tasks, deadline_s=200)}
+    assert "ValueError" in outcomes["wrong"].error
+    assert outcomes["threads"].value == "1"
+    started = time.monotonic()
+    (slow,) = run_tasks([Task("a", "slow", partial(time.sleep, 300))], deadline_s=1)
+    assert "not done after 1 s" in slow.error
+    assert time.monotonic() - started < 100
+
+
+def test_warnings_of_tasks_are_told(root, ray_session, tmp_path):
+    config = content(root) | {"figures": {}}
+    config["tables"] = {"complementarity": [{"name": "falling", "set": "near", "models": ["m2", "m0"]}]}
+    paper = run_paper(load_config(written(tmp_path / "c.yaml", config)), tmp_path / "out")
+    assert any("falling" in line and "costs 1 GFLOPs, no more than 'm2'" in line for line in paper.warned)
+
+
+def test_grids_are_markdown_and_mark_the_best():
+    grid = Grid("a | b", ("model", "x_y"), ((Cell("m|0"), Cell("1", "bold")), (Cell("m_1"), Cell("2", "underline"))))
+    lines = grid.markdown().splitlines()
+    assert lines[0] == r"**a \| b**"
+    assert lines[2:] == [r"| model | x\_y |", "| :-- | --: |", r"| m\|0 | **1** |", r"| m\_1 | <ins>2</ins> |"]
+    assert grid.rich().row_count == 2
+
+
+def test_the_shipped_config_finds_all_that_it_names(shared_logits):
+    plan = plan_of(load_config(ROOT / "jobs" / "paper.yaml", shared_logits))
+    assert {each.why for each in plan.not_run} == {"no logit table of it is configured"}
+    assert {task.part for task in plan.tasks} >= {"two-model-language", "growing-chain", "complementarity-gain"}
+    assert [task.part for task in plan.alone] == ["setup-time"]
+    assert set(published()["methods"]) >= {"base", "rf", "duo", "margin"} & set(METHODS)
