@@ -205,9 +205,8 @@ def _chain_grid(table: str, title: str, chain: ComparedChain, rows: Rows) -> Gri
     ]
     if chain.published:
         paper = " → ".join(quoted_table(table)["models"])
-        notes.append(
-            f"The paper's {chain.published} is of {paper}: the models, and where stated the unit of cost, differ."
-        )
+        cost = quoted_table(table)["figures"][1]
+        notes.append(f"The paper's {chain.published} is of other models, {paper}, with {cost}: compare relative costs.")
     differing = [f"{_shown_name(row['method'])}: {row['note']}" for row in rows if row["note"]]
     if differing:
         notes.append(f"As run here: {'; '.join(differing)}.")

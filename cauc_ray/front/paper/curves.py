@@ -102,7 +102,7 @@ def _draw_panel(panel: Any, chain: ComparedChain, comparison: Comparison, lines:
             how = {"color": line.colour, "linewidth": line.width, "linestyle": line.dashes, "zorder": line.over}
             (handles[method],) = panel.plot(curve.column("cost").to_pylist(), quality, **how)
     handles |= _draw_points(panel, column, comparison.rows)
-    panel.margins(x=0.06, y=0.08)
+    panel.margins(x=0.06, y=0.12)
     _draw_singles(panel, chain, column, comparison)
     panel.set_title(chain.name)
     panel.set_xlabel(f"mean cost per example ({comparison.about['cost_unit']})")
