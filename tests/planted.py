@@ -1,0 +1,77 @@
+"""Queries whose vector says which model is right on them, as plainly as one wants; and what a router gains there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.trace import Examples
+
+
+def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, embedded=True):
+    """Return n examples of m models.
+
+    strength: how much the embedding (or, where there is none, the first model's confidence) says of who is right;
+    0 for nothing at all.
+    """
+    rng = np.random.default_rng([seed, split])
+    directions = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, d)))[0][:, :m]
+    embeddings = rng.standard_normal((n, d))
+    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+    odds = strength * embeddings @ directions + np.linspace(0.0, 0.6, m)
+    right = rng.random((n, m)) < 1 / (1 + np.exp(-odds))
+    n_options = rng.integers(2, k + 1, n) if ragged else np.full(n, k)
+    labels = rng.integers(0, n_options)
+    logits = []
+    for model in range(m):
+        z = rng.standard_normal((n, k))
+        z[np.arange(k) >= n_options[:, None]] = -np.inf
+        answer = (labels + np.where(right[:, model], 0, rng.integers(1, n_options))) % n_options
+        sure = strength * right[:, 0] / 2 if model == 0 and not embedded else 0.0
+        z[np.arange(n), answer] = z.max(axis=1) + 0.5 + sure
+        logits.append(z.astype(np.float32))
+    chain = ChainLogits(
+        models=tuple(f"m{model}" for model in range(m)),
+        logits=tuple(logits),
+        example_ids=tuple(f"{split}-{row}" for row in range(n)),
+        labels=labels.astype(np.int32),
+        costs=Costs("GFLOPs", np.array([1.0, 4.0, 15.0, 40.0])[:m]),
+        per_call_costs=False,
+        source="planted",
+        logit_kind="raw",
+    )
+    return Examples(chain, embeddings.astype(np.float32) if embedded else None)
+
+
+def problem(seed=0, *, n=600, n_test=4000, **options):
+    """Return a Fitting of n examples in each split, and test examples of the same kind."""
+    fitting = Fitting(examples(seed, 0, n=n, **options), examples(seed, 1, n=n, **options), seed=seed)
+    return fitting, examples(seed, 2, n=n_test, **options)
+
+
+def alike(split):
+    """Return examples on which every model says what the first one does: none is right where another is not."""
+    return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * len(split.chain.models)))
+
+
+def scaled(split, factor):
+    """Return examples with embeddings of another length."""
+    return replace(split, embeddings=factor * split.embeddings)
+
+
+def gain_over_lot(fitted, test):
+    """Return by how much accuracy exceeds that of the first and last model mixed by lot at equal cost.
+
+    The mean over budgets between the two, for each of which the setting was chosen on validation.
+    """
+    costs, accuracies = test.chain.costs.means, test.correct().mean(axis=0)
+    points = fitted.points
+    budgets = np.linspace(max(points.cost.min(), costs[0]), costs[-1], 9)[1:-1]
+    settings = np.array([points.settings[points.index_of_best(budget)] for budget in budgets])
+    curve = fitted.curve(test, settings)
+    share = (curve.cost - costs[0]) / (costs[-1] - costs[0])
+    return float(np.mean(curve.accuracy - (1 - share) * accuracies[0] - share * accuracies[-1]))
