@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
@@ -109,7 +110,8 @@ def _fit_scorer(fitting: Fitting, model: int) -> Scorer:
     # In float64: the solver's line search gives up early in float32.
     inputs, unseen = (scaling(rows).astype(np.float64) for rows in (vectors, _vectors(validation, model, n_options)))
     signs = np.where(validation.correct()[:, model], 1.0, -1.0)
-    fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
+    with threadpool_limits(1):  # on fits so small several threads only wait for each other
+        fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
     best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
     return Scorer(model, n_options, scaling, best.coef_[0], float(best.intercept_[0]))
 
