@@ -1,0 +1,260 @@
+from dataclasses import replace
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routable import confident, gains, splits
+
+from cauc_ray.errors import BudgetError
+from cauc_ray.policies.baselines import frugalgpt, frugalgpt_search
+from cauc_ray.policies.baselines.frugalgpt import fit_frugalgpt
+from cauc_ray.policies.baselines.frugalgpt_search import Solution, quantiles, search
+from cauc_ray.policies.method import measured
+from cauc_ray.policies.trace import Examples
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def table(seed, n, m, *, levels=6, per_call=False):
+    """Few distinct distances, so that ties are common."""
+    rng = np.random.default_rng(seed)
+    distances = rng.integers(1, levels, (n, m)) / levels
+    costs = np.broadcast_to(rng.integers(0, 12, m).astype(float), (n, m))
+    if per_call:
+        costs = costs * rng.integers(1, 4, (n, m))
+    return distances, rng.random((n, m)) < 1 - 0.8 * distances, costs
+
+
+def slow_replay(order, thresholds, distances, correct, costs):
+    """Return the cost and the number right of one solution, row by row."""
+    cost, n_right = 0.0, 0
+    for row in range(len(distances)):
+        for model, threshold in zip(order, (*thresholds, np.inf), strict=True):
+            cost += costs[row, model]
+            if distances[row, model] < threshold:
+                n_right += correct[row, model]
+                break
+    return cost, n_right
+
+
+def all_solutions(data, cuts):
+    """Yield cost and number right of all orders of at most three models, at all cuts of each model's distances."""
+    m = data[0].shape[1]
+    for order in permutations(range(m), min(3, m)):
+        for thresholds in product(*(cuts(data[0][:, model]) for model in order[:-1])):
+            yield slow_replay(order, thresholds, *data)
+
+
+def found(data):
+    return [slow_replay(solution.order, solution.thresholds, *data) for solution in search(*data)]
+
+
+def every_cut(distances):
+    return [*np.unique(distances), np.inf]
+
+
+@given(seeds, st.integers(1, 9), st.integers(1, 4), st.booleans())
+@settings(max_examples=60)
+def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(seed, n, m, per_call):
+    data = table(seed, n, m, per_call=per_call)
+    expected, solutions = list(all_solutions(data, every_cut)), found(data)
+    for budget in {cost for cost, _ in expected}:
+        best = max(n_right for cost, n_right in expected if cost <= budget)
+        assert max(n_right for cost, n_right in solutions if cost <= budget + 1e-9) == best
+
+
+@given(seeds, st.integers(2, 4))
+@settings(max_examples=10)
+def test_on_a_larger_table_it_is_no_worse_than_a_coarser_grid(seed, m):
+    data = table(seed, 80, m, levels=1000)
+    solutions = found(data)
+    for cost, n_right in all_solutions(data, lambda distances: [*np.sort(distances)[::20], np.inf]):
+        assert max(right for other, right in solutions if other <= cost + 1e-9) >= n_right
+
+
+@given(seeds, st.integers(2, 60), st.integers(1, 4), st.booleans())
+@settings(max_examples=30)
+def test_solutions_form_a_staircase(seed, n, m, per_call):
+    costs, n_right = zip(*found(table(seed, n, m, per_call=per_call)), strict=True)
+    assert (np.diff(costs) > 0).all()
+    assert (np.diff(n_right) > 0).all()
+
+
+def test_the_last_threshold_is_exact_where_the_first_is_a_grid():
+    """Of 300 rows one in the middle of the second model's is wrong by far too low a distance for any grid."""
+    n = 300
+    distances = np.stack([np.full(n, 0.9), (np.arange(n) + 1) / 1000, np.full(n, 0.5)], axis=1)
+    correct = np.stack([np.zeros(n, bool), np.arange(n) < 137, np.arange(n) >= 137], axis=1)
+    solutions = found((distances, correct, np.tile([1.0, 2.0, 4.0], (n, 1))))
+    assert solutions[-1][1] == n
+
+
+def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
+    data = table(3, 300, 3, levels=1000)
+    everything = found(data)
+    monkeypatch.setattr(frugalgpt_search, "MOST_SOLUTIONS", 10)
+    few = found(data)
+    assert len(everything) > 20
+    assert len(few) == 10
+    assert set(few) <= set(everything)
+    assert (few[0], few[-1]) == (everything[0], everything[-1])
+
+
+@given(seeds, st.integers(1, 50), st.integers(1, 4))
+def test_quantiles_leave_from_none_to_all_below(seed, n, levels):
+    distances = np.random.default_rng(seed).integers(0, levels, n).astype(float)
+    thresholds = quantiles(distances)
+    assert thresholds[0] == distances.min()
+    assert thresholds[-1] == np.inf
+    if n <= 40:
+        assert (thresholds == every_cut(distances)).all()
+
+
+def test_a_distance_equal_to_the_threshold_goes_on():
+    distances = np.array([[0.3, 0.0], [0.2, 0.0]])
+    takers, calls = Solution((0, 1), (0.3,)).replay(distances)
+    assert takers.tolist() == [1, 0]
+    assert calls.tolist() == [[True, True], [True, False]]
+
+
+def test_the_last_of_an_order_answers_whatever_its_distance():
+    takers, calls = Solution((1, 0), (0.5,)).replay(np.array([[1.0, 0.5]]))
+    assert takers.tolist() == [0]
+    assert calls.all()
+
+
+@given(seeds, st.integers(1, 40), st.floats(0, 1), st.floats(0, 1))
+def test_centring_thresholds_changes_nothing_where_they_were_found(seed, n, first, second):
+    distances, _, _ = table(seed, n, 3)
+    solution = Solution((2, 0, 1), (first, second))
+    centred = solution.centred(distances)
+    for own, other in zip(solution.replay(distances), centred.replay(distances), strict=True):
+        assert (own == other).all()
+    for (model, asked, _), threshold in zip(solution.steps(distances), centred.thresholds, strict=False):
+        assert threshold not in distances[asked, model]
+
+
+def test_between_adjacent_numbers_the_threshold_still_parts_them():
+    distances = np.array([[0.5, 0.0], [np.nextafter(0.5, 1), 0.0]])
+    takers, _ = Solution((0, 1), (distances[1, 0],)).centred(distances).replay(distances)
+    assert takers.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("n_models", "embedded"), [(1, False), (2, True), (3, False), (4, True)])
+def test_points_are_what_each_setting_gives_on_validation(n_models, embedded):
+    fitting, _ = confident(0, n=150, n_models=n_models, ragged=True, per_call=True, embedded=embedded)
+    fitted, validation = fit_frugalgpt(fitting), fitting.validation
+    points = fitted.points
+    curve = fitted.curve(validation, points.settings)
+    assert (curve.cost == points.cost).all()
+    assert (curve.accuracy == points.quality).all()
+    for place, setting in enumerate(points.settings):
+        own = measured(fitted.answers(validation.without_labels(), setting), validation, setting)
+        for name in ("cost", "accuracy", "macro_f1", "last_share"):
+            assert getattr(own, name)[0] == getattr(curve, name)[place]
+
+
+def test_every_budget_is_kept_on_validation_and_the_best_within_it_chosen():
+    fitting, _ = confident(1, n=200, n_models=3)
+    fitted = fit_frugalgpt(fitting)
+    points = fitted.points
+    for budget in np.linspace(points.cost[0], points.cost[-1] * 1.5, 50):
+        curve = fitted.curve(fitting.validation, np.array([budget]))
+        assert curve.cost[0] <= budget * (1 + 1e-9)
+        assert curve.accuracy[0] == points.quality[points.cost <= budget * (1 + 1e-9)].max()
+
+
+def test_the_cheapest_models_cost_buys_that_model_alone():
+    fitting, test = confident(2, n=150, n_models=4)
+    fitted = fit_frugalgpt(fitting)
+    answers = fitted.answers(test.without_labels(), float(test.chain.costs.means[0]))
+    assert (answers.predictions == test.chain.logits[0].argmax(axis=1)).all()
+    assert (answers.calls == (np.arange(4) == 0)).all()
+    with pytest.raises(BudgetError, match="below the cheapest operating point"):
+        fitted.answers(test, float(test.chain.costs.means[0]) * 0.9)
+
+
+def test_the_default_is_the_best_without_a_budget():
+    fitting, _ = confident(3, n=30, n_models=2)
+    fitted, validation = fit_frugalgpt(fitting), fitting.validation
+    distances = np.stack([scorer.distances(validation) for scorer in fitted.scorers], axis=1)
+    costs = np.broadcast_to(validation.chain.costs.means, distances.shape)
+    best = max(n_right for _, n_right in all_solutions((distances, validation.correct(), costs), every_cut))
+    answers = fitted.answers(validation, fitted.default)
+    assert np.sum(answers.predictions == validation.chain.labels) == best
+    assert fitted.answers(validation, np.inf).predictions.tolist() == answers.predictions.tolist()
+
+
+def test_models_that_were_not_called_make_no_difference():
+    fitting, test = confident(4, n=150, n_test=300, n_models=3)
+    fitted = fit_frugalgpt(fitting)
+    rng = np.random.default_rng(0)
+    for setting in fitted.points.settings[:: max(1, len(fitted.points.settings) // 5)]:
+        answers = fitted.answers(test.without_labels(), setting)
+        logits = [
+            np.where(called[:, None], z, rng.permutation(z))
+            for z, called in zip(test.chain.logits, answers.calls.T, strict=True)
+        ]
+        other = fitted.answers(replace(test, chain=replace(test.chain, logits=tuple(logits))), setting)
+        assert (other.predictions == answers.predictions).all()
+        assert (other.calls == answers.calls).all()
+
+
+def test_scores_are_the_likeliest_of_the_penalties_on_validation():
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import log_loss
+    from sklearn.preprocessing import StandardScaler
+
+    fitting, _ = confident(5, n=200, embedded=True)
+    for model, scorer in enumerate(fit_frugalgpt(fitting).scorers):
+        rows = [frugalgpt._vectors(part, model, 4) for part in (fitting.calibration, fitting.validation)]
+        right = [part.correct()[:, model] for part in (fitting.calibration, fitting.validation)]
+        scaler = StandardScaler().fit(np.float64(rows[0]))
+        losses = []
+        for c in frugalgpt.INVERSE_PENALTIES:
+            fit = LogisticRegression(C=c, max_iter=1000).fit(scaler.transform(rows[0]), right[0])
+            losses.append(log_loss(right[1], fit.predict_proba(scaler.transform(rows[1]))))
+        assert log_loss(right[1], 1 - scorer.distances(fitting.validation)) == pytest.approx(min(losses), abs=1e-4)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_model_that_is_always_right_or_never(right):
+    fitting, test = splits(6, told=True, n=100, n_test=50)
+
+    def made(part):
+        answers = part.chain.labels if right else (part.chain.labels + 1) % 4
+        logits = (part.chain.logits[0], np.float32(answers[:, None] == np.arange(4)))
+        return replace(part, chain=replace(part.chain, logits=logits))
+
+    fitted = fit_frugalgpt(replace(fitting, calibration=made(fitting.calibration), validation=made(fitting.validation)))
+    distances = fitted.scorers[1].distances(made(test))
+    assert (distances == distances[0]).all()
+    assert distances[0] == pytest.approx(0.0 if right else 1.0, abs=0.01)
+    answers = fitted.answers(made(test).without_labels(), fitted.default)
+    assert answers.calls[:, 1].any() == right
+
+
+def test_it_beats_the_mixture_where_the_embedding_tells():
+    fitting, test = splits(7, told=True)
+    assert gains(fit_frugalgpt(fitting), test).max() > 0.1
+
+
+def test_it_beats_the_mixture_where_the_outputs_tell():
+    fitting, test = confident(8, n=1000)
+    assert gains(fit_frugalgpt(fitting), test).max() > 0.02
+
+
+def test_it_gains_nothing_where_nothing_tells():
+    fitting, test = splits(9, told=False)
+    assert gains(fit_frugalgpt(fitting), test).max(initial=0.0) < 0.03
+
+
+def test_questions_of_more_options_than_any_that_it_was_fitted_on():
+    fitting, test = confident(10, n=100, n_test=40)
+    padded = tuple(np.pad(z, ((0, 0), (0, 2)), constant_values=-np.inf) for z in test.chain.logits)
+    fitted = fit_frugalgpt(fitting)
+    wider = Examples(replace(test.chain, logits=padded))
+    for setting in fitted.points.settings:
+        assert (fitted.answers(wider, setting).predictions == fitted.answers(test, setting).predictions).all()
