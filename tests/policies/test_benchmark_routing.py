@@ -8,7 +8,7 @@ from routable import confident, gains, splits
 from sklearn.metrics.pairwise import cosine_similarity
 
 from cauc_ray.policies.baselines.benchmark_routing import SHARPNESSES, fit_benchmark_routing, sizes_to_try
-from cauc_ray.policies.baselines.routing import Scaling, option_features
+from cauc_ray.policies.baselines.features import Scaling, option_features
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.trace import Examples
 

@@ -1,8 +1,15 @@
 import numpy as np
 import pytest
+from planted import examples, scaled
 from synthetic import planted
 
-from cauc_ray.policies.baselines.routing import LOWEST_LOG_PROBABILITY, Scaling, option_features
+from cauc_ray.policies.baselines.features import (
+    LOWEST_LOG_PROBABILITY,
+    QueryVectors,
+    Scaling,
+    option_features,
+    unit_rows,
+)
 
 
 def logits(seed, n=200, *, ragged=True):
@@ -27,9 +34,9 @@ def test_features_of_fewer_columns_keep_the_best_options_among_the_sorted_ones()
 
 def test_scaled_features_have_mean_0_and_deviation_1():
     features = option_features(logits(2))
-    scaled = Scaling.of(features)(features)
-    np.testing.assert_allclose(scaled.mean(axis=0), 0, atol=1e-4)
-    np.testing.assert_allclose(scaled.std(axis=0), 1, atol=1e-4)
+    standard = Scaling.of(features)(features)
+    np.testing.assert_allclose(standard.mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose(standard.std(axis=0), 1, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [LOWEST_LOG_PROBABILITY, 0.1, 1 / 3, 12345.678])
@@ -37,3 +44,27 @@ def test_a_feature_that_never_changed_is_not_blown_up_when_it_does(value):
     scaling = Scaling.of(np.full((1000, 1), value, dtype=np.float32))
     changed = np.float32(value) * np.float32(1.01)
     assert abs(scaling(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
+
+
+def test_embeddings_have_length_one_whatever_their_encoder_gives():
+    calibration, test = examples(0, 0, n=50), examples(0, 1, n=50)
+    vectors = QueryVectors.of(calibration)
+    np.testing.assert_allclose(vectors(test), test.embeddings, rtol=1e-5)
+    np.testing.assert_allclose(vectors(scaled(test, 40)), test.embeddings, rtol=1e-5)
+    assert vectors(test).dtype == np.float32
+
+
+def test_a_vector_without_a_length_stays():
+    assert (unit_rows(np.array([[0.0, 0.0], [3.0, 4.0]])) == [[0.0, 0.0], [0.6, 0.8]]).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_first_models_outputs_are_standardised_by_calibration(ragged):
+    calibration, test = (examples(0, split, n=200, ragged=ragged, embedded=False) for split in (0, 1))
+    vectors = QueryVectors.of(calibration)
+    of_calibration = vectors(calibration)
+    np.testing.assert_allclose(of_calibration.mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose(of_calibration.std(axis=0), 1, atol=1e-3)
+    own = option_features(calibration.chain.logits[0]).astype(np.float64)
+    expected = (option_features(test.chain.logits[0]) - own.mean(axis=0)) / own.std(axis=0)
+    np.testing.assert_allclose(vectors(test), expected, atol=1e-3)

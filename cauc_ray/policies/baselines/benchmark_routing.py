@@ -8,7 +8,8 @@ import numpy as np
 from sklearn.neighbors import NearestNeighbors
 
 from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.baselines.routing import Scaling, features_of, router
+from cauc_ray.policies.baselines.features import QueryVectors
+from cauc_ray.policies.baselines.routing import router
 from cauc_ray.policies.method import Fitted, Fitting, Steered
 from cauc_ray.policies.trace import Examples
 
@@ -28,17 +29,14 @@ class Nearest:
     A neighbour weighs exp(sharpness x (cosine - 1)). At sharpness 0 all k weigh the same; with all n known queries the
     shares are then the models' accuracies, whatever the query, and nothing is left to route by.
 
-    index: of the features of the n known queries.   correct: bool (n, M).   k: 1 to n.
-    n_options: of the known queries, which gives the features their width.   scaling: of the first model's outputs,
-    whose cosine would otherwise be that of their means; None for embeddings, which are made for cosines.
+    index: of the vectors of the n known queries.   correct: bool (n, M).   k: 1 to n.
     """
 
     index: NearestNeighbors
     correct: Bools
     k: int
     sharpness: float
-    n_options: int
-    scaling: Scaling | None
+    vectors: QueryVectors
 
     def __call__(self, examples: Examples) -> Floats:
         """Return g_j(x), the estimated probabilities that the models are right, float64 (N, M)."""
@@ -49,9 +47,7 @@ class Nearest:
 
     def estimates(self, examples: Examples, sizes: tuple[int, ...], sharpnesses: tuple[float, ...]) -> Floats:
         """Return g for each of B sharpnesses and S rising numbers of neighbours, float64 (B, S, N, M)."""
-        vectors = features_of(examples, self.n_options).vectors
-        if self.scaling is not None:
-            vectors = self.scaling(vectors)
+        vectors = self.vectors(examples)
         found = np.empty((len(sharpnesses), len(sizes), len(vectors), self.correct.shape[1]))
         last = np.array(sizes) - 1
         for start in range(0, len(vectors), _BLOCK):
@@ -71,20 +67,13 @@ def fit_benchmark_routing(fitting: Fitting) -> Fitted:
     single query, argmax_j g_j(x). Its k, metric and weights are not published. Tried are multiples of sqrt(n), each
     with every sharpness, and all n of equal weight; the smallest mean squared error of g, a proper loss, decides.
     """
-    n_options = fitting.calibration.chain.logits[0].shape[1]
-    features = features_of(fitting.calibration)
-    scaling = Scaling.of(features.vectors) if features.paid else None
-    vectors = features.vectors if scaling is None else scaling(features.vectors)
+    vectors = QueryVectors.of(fitting.calibration)
+    known = vectors(fitting.calibration)
     # Brute force: trees gain nothing in hundreds of dimensions, and know no cosine.
-    index = NearestNeighbors(metric="cosine", algorithm="brute").fit(vectors)
-    alike = Nearest(index, fitting.calibration.correct(), len(vectors), 0.0, n_options, scaling)
-    notes = ("each query by its own neighbours", features.note)
-    return Steered(
-        router(best(alike, fitting.validation), fitting.validation, features),
-        fitting.validation,
-        given=0.0,
-        note="; ".join(filter(None, notes)),
-    )
+    index = NearestNeighbors(metric="cosine", algorithm="brute").fit(known)
+    alike = Nearest(index, fitting.calibration.correct(), len(known), 0.0, vectors)
+    cascade = router(best(alike, fitting.validation), fitting.validation, paid=vectors.paid)
+    return Steered(cascade, fitting.validation, given=0.0, note=vectors.note("each query by its own neighbours"))
 
 
 def best(alike: Nearest, validation: Examples) -> Nearest:

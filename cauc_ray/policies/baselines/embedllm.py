@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.controls import fit_single
-from cauc_ray.policies.baselines.routing import features_of, router
+from cauc_ray.policies.baselines.features import QueryVectors
+from cauc_ray.policies.baselines.routing import router
 from cauc_ray.policies.baselines.training import Schedule, linear, train, with_noise
-from cauc_ray.policies.baselines.vectors import QueryVectors
 from cauc_ray.policies.method import Fitted, Fitting, Steered
 from cauc_ray.policies.trace import Examples
 
@@ -55,10 +55,9 @@ def fit_embedllm(fitting: Fitting) -> Fitted:
     """
     if len(fitting.calibration.chain.models) == 1:
         return fit_single(fitting, 0)
-    features = features_of(fitting.calibration)
-    network = _trained(fitting, QueryVectors.of(features))
-    cascade = router(network, fitting.validation, features)
-    return Steered(cascade, fitting.validation, given=0.0, note=features.note)
+    vectors = QueryVectors.of(fitting.calibration)
+    cascade = router(_trained(fitting, vectors), fitting.validation, paid=vectors.paid)
+    return Steered(cascade, fitting.validation, given=0.0, note=vectors.note())
 
 
 def _trained(fitting: Fitting, vectors: QueryVectors) -> EmbedLLM:

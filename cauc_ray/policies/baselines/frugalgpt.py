@@ -12,8 +12,8 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.confidence import answers_of
+from cauc_ray.policies.baselines.features import Scaling, option_features
 from cauc_ray.policies.baselines.frugalgpt_search import Solution, search
-from cauc_ray.policies.baselines.routing import Scaling, option_features
 from cauc_ray.policies.method import Curve, Fitted, Fitting, measured
 from cauc_ray.policies.trace import Answers, Examples
 

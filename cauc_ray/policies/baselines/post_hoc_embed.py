@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.confidence import answers_of
-from cauc_ray.policies.baselines.routing import Scaling, option_features
+from cauc_ray.policies.baselines.features import Scaling, option_features
+from cauc_ray.policies.baselines.training import Schedule, train
 from cauc_ray.policies.method import Fitted, Fitting, Steered
 from cauc_ray.policies.trace import Examples, Trace, calls_in_turn
 
@@ -92,8 +92,7 @@ def _fit_stage(fitting: Fitting, stage: int) -> Foreseen:
     vectors = _vectors(calibration, stage, n_options)
     scaling = Scaling.of(vectors)
     correct = calibration.correct().astype(np.float32)
-    with _one_thread():
-        network = _trained(scaling(vectors), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
+    network = _trained(scaling(vectors), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
     return Foreseen(stage, n_options, scaling, network)
 
 
@@ -102,17 +101,6 @@ def _vectors(examples: Examples, stage: int, n_options: int) -> Floats:
     if examples.embeddings is None:
         return own
     return np.column_stack([own, np.asarray(examples.embeddings, dtype=np.float32)])
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute in one thread: on networks so small several only wait for each other."""
-    n_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(n_threads)
 
 
 def _trained(vectors: Floats, targets: Floats, seed: tuple[int, ...]) -> Network:
@@ -129,20 +117,16 @@ def _trained(vectors: Floats, targets: Floats, seed: tuple[int, ...]) -> Network
     layers = _drawn_layers((vectors.shape[1], WIDTH, WIDTH, 1), lots)
     parameters = [parameter for layer in layers for parameter in layer]
     optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    best_loss, best_epoch, best = float("inf"), 0, []
-    for epoch in range(MOST_EPOCHS):
-        for batch in rows[torch.randperm(len(rows), generator=lots)].split(BATCH_SIZE):
-            optimiser.zero_grad()
-            loss = torch.nn.functional.mse_loss(_output(inputs[batch], layers, lots), wanted[batch])
-            loss.backward()
-            optimiser.step()
-        with torch.no_grad():
-            loss = torch.nn.functional.mse_loss(_output(inputs[held_out], layers), wanted[held_out])
-        if float(loss) < best_loss:
-            best_loss, best_epoch, best = float(loss), epoch, [p.detach().clone() for p in parameters]
-        elif epoch - best_epoch >= PATIENCE:
-            break
-    arrays = [parameter.numpy() for parameter in best]
+    epoch = -(-len(rows) // BATCH_SIZE)
+
+    def loss(batch: torch.Tensor) -> torch.Tensor:
+        return mse_loss(_output(inputs[rows[batch]], layers, lots), wanted[rows[batch]])
+
+    def held_out_loss() -> torch.Tensor:
+        return mse_loss(_output(inputs[held_out], layers), wanted[held_out])
+
+    train(optimiser, loss, held_out_loss, len(rows), Schedule(BATCH_SIZE, MOST_EPOCHS * epoch, epoch, PATIENCE), lots)
+    arrays = [parameter.detach().numpy() for parameter in parameters]
     return Network(tuple(zip(arrays[::2], arrays[1::2], strict=True)))
 
 

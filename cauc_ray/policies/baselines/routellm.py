@@ -16,9 +16,9 @@ from torch.nn import functional
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.confidence import answers_of
 from cauc_ray.policies.baselines.controls import fit_single
-from cauc_ray.policies.baselines.routing import Features, chosen_calls, features_of
+from cauc_ray.policies.baselines.features import QueryVectors, unit_rows
+from cauc_ray.policies.baselines.routing import chosen_calls
 from cauc_ray.policies.baselines.training import Schedule, linear, train, with_noise
-from cauc_ray.policies.baselines.vectors import QueryVectors, unit_rows
 from cauc_ray.policies.method import Fitted, Fitting, Steered
 from cauc_ray.policies.trace import Examples, Trace
 
@@ -94,9 +94,9 @@ def fit_routellm_mf(fitting: Fitting) -> Fitted:
     """
     if len(fitting.calibration.chain.models) == 1:
         return fit_single(fitting, 0)
-    features = features_of(fitting.calibration)
-    network = _trained(fitting, QueryVectors.of(features))
-    return Steered(FirstOrLast(network, features.paid), fitting.validation, note=_note(fitting, features))
+    vectors = QueryVectors.of(fitting.calibration)
+    network = _trained(fitting, vectors)
+    return Steered(FirstOrLast(network, vectors.paid), fitting.validation, note=_note(fitting, vectors))
 
 
 def _trained(fitting: Fitting, vectors: QueryVectors) -> MatrixFactorisation:
@@ -186,13 +186,12 @@ def fit_routellm_sw(fitting: Fitting) -> Fitted:
     """
     if len(fitting.calibration.chain.models) == 1:
         return fit_single(fitting, 0)
-    features = features_of(fitting.calibration)
-    vectors = QueryVectors.of(features)
+    vectors = QueryVectors.of(fitting.calibration)
     right = fitting.calibration.correct().astype(np.float32)
     wins = SimilarityWeighted(vectors, unit_rows(vectors(fitting.calibration)), right[:, -1] - right[:, 0])
-    return Steered(FirstOrLast(wins, features.paid), fitting.validation, note=_note(fitting, features))
+    return Steered(FirstOrLast(wins, vectors.paid), fitting.validation, note=_note(fitting, vectors))
 
 
-def _note(fitting: Fitting, features: Features) -> str:
+def _note(fitting: Fitting, vectors: QueryVectors) -> str:
     between = "first and last model only" if len(fitting.calibration.chain.models) > 2 else ""
-    return "; ".join(filter(None, (between, features.note)))
+    return vectors.note(between)
