@@ -156,7 +156,7 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     hull = upper_hull(costs, quality)
     best = hull[-1]
     area = np.trapezoid(np.append(quality[hull], quality[best]), np.append(costs[hull], largest_cost))
-    return float(area / largest_cost)
+    return round(float(area / largest_cost), 12)  # points of the largest cost leave an area of rounding
 
 
 def upper_hull(costs: Floats, quality: Floats) -> Ints:
