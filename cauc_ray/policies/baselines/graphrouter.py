@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +11,10 @@ import torch
 from torch import nn
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.routing import Scaling, features_of, router
+from cauc_ray.policies.baselines.controls import fit_single
+from cauc_ray.policies.baselines.features import QueryVectors, Scaling
+from cauc_ray.policies.baselines.routing import router
+from cauc_ray.policies.baselines.training import one_thread
 from cauc_ray.policies.method import Fitted, Fitting, Steered
 from cauc_ray.policies.trace import Examples
 
@@ -40,13 +41,14 @@ class GraphRouter:
     weights: float32 (M, d), of scaled features.   offsets: float32 (M,).
     """
 
+    vectors: QueryVectors
     scaling: Scaling
     weights: Floats
     offsets: Floats
 
     def __call__(self, examples: Examples) -> Floats:
         """Return how likely each model's answer is among the best, float64 (N, M)."""
-        vectors = self.scaling(features_of(examples).vectors)
+        vectors = self.scaling(self.vectors(examples))
         # A sum along each row: a matrix product would give rows other last bits in other company.
         logits = np.vecdot(vectors[:, None], self.weights) + np.float64(self.offsets)
         scores: Floats = np.exp(-np.logaddexp(0.0, -logits))
@@ -169,26 +171,18 @@ def fit_graphrouter(fitting: Fitting) -> Fitted:
     well and takes a tenth of the time. Of at most 2,000 epochs that of the lowest validation loss counts; training
     stops when none was lower for 500.
     """
-    features = features_of(fitting.calibration)
-    scaling = Scaling.of(features.vectors)
-    graph = Graph.of(fitting.calibration, scaling(features.vectors))
-    validation = Graph.of(fitting.validation, scaling(features_of(fitting.validation).vectors))
-    with _one_thread():
+    if len(fitting.calibration.chain.models) == 1:
+        return fit_single(fitting, 0)
+    vectors = QueryVectors.of(fitting.calibration)
+    scaling = Scaling.of(vectors(fitting.calibration))
+    graph = Graph.of(fitting.calibration, scaling(vectors(fitting.calibration)))
+    validation = Graph.of(fitting.validation, scaling(vectors(fitting.validation)))
+    with one_thread():
         weights, offsets = _trained(graph, validation, torch.Generator().manual_seed(fitting.seed))
-    values = GraphRouter(scaling, weights.numpy(), offsets.numpy())
-    note = "; ".join(filter(None, ["no descriptions of models; one mask a step, early stopping", features.note]))
-    return Steered(router(values, fitting.validation, features), fitting.validation, given=0.0, note=note)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: the tensors are too small to share, and sums are then the same on any number of cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    values = GraphRouter(vectors, scaling, weights.numpy(), offsets.numpy())
+    cascade = router(values, fitting.validation, paid=vectors.paid)
+    note = vectors.note("no descriptions of models", "one mask a step, early stopping")
+    return Steered(cascade, fitting.validation, given=0.0, note=note)
 
 
 def _trained(graph: Graph, validation: Graph, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
