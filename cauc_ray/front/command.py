@@ -143,7 +143,13 @@ def _parser() -> _Parser:
         "--texts", metavar="FILE", help="Parquet of the queries' texts, for methods that train on them"
     )
     compare.add_argument("--text-column", default="question", metavar="NAME", help="of --texts (default: question)")
-    compare.add_argument("--checkpoint", metavar="MODEL", help="what these methods train: a hub id or a folder")
+    compare.add_argument(
+        "--checkpoints",
+        type=_pairs,
+        default={},
+        metavar="METHOD=MODEL,…",
+        help="what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased",
+    )
     compare.add_argument("--split", default="test", help="where final figures are measured (default: test)")
     compare.add_argument("--seed", type=int, default=0, help="of everything drawn by lot (default: 0)")
     compare.add_argument(
@@ -190,7 +196,7 @@ def _names(text: str) -> list[str]:
 def _pairs(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",")]
     if not all(name.strip() and own.strip() for name, _, own in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=COLUMN separated by commas")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=VALUE separated by commas")
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from json import loads
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def compare(
     embedding: str | None = None,
     texts: str | Path | None = None,
     text_column: str = "question",
-    checkpoint: str | None = None,
+    checkpoints: Mapping[str, str] = MappingProxyType({}),
     costs: Sequence[float] | None = None,
     calibration_split: str = "calibration",
     validation_split: str = "validation",
@@ -111,18 +112,23 @@ def compare(
 
     methods: names of METHODS and "single", or "all".   embedding: an encoder of the table, whose embeddings routers
     look at; without one they look at the first model's outputs, and pay for its call.   texts, text_column: a Parquet
-    file of the queries' texts, and checkpoint: a model; for the methods that train on texts.   budget: mean cost
+    file of the queries' texts, and checkpoints: by a method's name, the hub id or folder of the model that it trains on
+    them; for the methods that train on texts.   budget: mean cost
     per example to match; without one what Base costs on validation at its own threshold.   seed: of all lots.
     on_method: told each method's name, its place and their number before it is fitted.
     Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
     Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
     """
-    chosen, not_run = _chosen(methods, models, has_texts=texts is not None and checkpoint is not None)
+    chosen, not_run = _chosen(methods, models, set(checkpoints) if texts is not None else set())
+    for name in checkpoints:
+        if name not in METHODS or not METHODS[name].needs_texts:
+            takers = [method.name for method in METHODS.values() if method.needs_texts]
+            raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
     table = LogitTable(logits)
     reader = ExampleReader(table, models, costs, embedding, Texts(texts, text_column) if texts is not None else None)
     calibration, validation = reader.read_fitting_splits(calibration_split, validation_split)
     test = reader.read_labelled(split, "a comparison")
-    bench = _Bench(Fitting(calibration, validation, seed, checkpoint), test, budget)
+    bench = _Bench(Fitting(calibration, validation, seed), test, budget, checkpoints)
     measured = []
     for place, entry in enumerate(chosen):
         on_method(entry.method.name, place, len(chosen))
@@ -166,9 +172,12 @@ class _Entry:
 
 
 def _chosen(
-    names: Sequence[str], models: Sequence[str], *, has_texts: bool
+    names: Sequence[str], models: Sequence[str], trainable: set[str]
 ) -> tuple[list[_Entry], list[dict[str, str]]]:
-    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason."""
+    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
+
+    trainable: those for which there are texts and a checkpoint.
+    """
     known = ("all", SINGLE, *METHODS)
     for name in names:
         if name not in known:
@@ -179,8 +188,8 @@ def _chosen(
     for name in METHODS if "all" in names else [name for name in METHODS if name in names]:
         method = METHODS[name]
         why = None
-        if method.needs_texts and not has_texts:
-            why = "trains on the queries' texts: give them, and a checkpoint"
+        if method.needs_texts and name not in trainable:
+            why = "trains a model on the queries' texts: give texts, and its checkpoint"
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
         if why is None:
@@ -199,8 +208,9 @@ def _single(model: str, place: int) -> _Entry:
 class _Bench:
     """What all methods of a comparison have in common: the splits, the budget, Base's setup time."""
 
-    def __init__(self, fitting: Fitting, test: Examples, budget: float | None) -> None:
+    def __init__(self, fitting: Fitting, test: Examples, budget: float | None, checkpoints: Mapping[str, str]) -> None:
         self._fitting = fitting
+        self._checkpoints = checkpoints
         self._test = test
         self._correct = test.correct()
         fit_base = METHODS["base"].load()
@@ -215,7 +225,11 @@ class _Bench:
     def measure(self, entry: _Entry) -> tuple[dict[str, Any], Curve, OperatingPoints]:
         """Fit a method and measure it at the budget, at its own setting, and at every other."""
         method = entry.method
-        fitted, setup_s = (self._base, self._base_s) if method.name == "base" else self._set_up(entry.load())
+        fitted, setup_s = (
+            (self._base, self._base_s)
+            if method.name == "base"
+            else self._set_up(entry.load(), self._checkpoints.get(method.name))
+        )
         at_budget = method.setting(fitted, self.budget)
         setting = fitted.default if at_budget is None else at_budget
         answers = fitted.answers(self._seen(method), setting)
@@ -247,10 +261,10 @@ class _Bench:
             of_two = dict(zip(names, values, strict=True))
         return {**of_two, "aiq": aiq(curve.cost, curve.accuracy, largest_cost)}
 
-    def _set_up(self, fit: Callable[[Fitting], Fitted]) -> tuple[Fitted, float]:
+    def _set_up(self, fit: Callable[[Fitting], Fitted], checkpoint: str | None = None) -> tuple[Fitted, float]:
         """Fit a method and find its operating points. Returns it and the seconds that took."""
         started = time.perf_counter()
-        fitted = fit(self._fitting)
+        fitted = fit(replace(self._fitting, checkpoint=checkpoint))
         _ = fitted.points
         return fitted, time.perf_counter() - started
 

@@ -148,7 +148,7 @@ def compare(options: Namespace) -> dict[str, Any]:
             embedding=options.embedding,
             texts=options.texts,
             text_column=options.text_column,
-            checkpoint=options.checkpoint,
+            checkpoints=options.checkpoints,
             costs=options.costs,
             calibration_split=options.calibration_split,
             validation_split=options.validation_split,

@@ -119,6 +119,8 @@ def test_setup_times_are_ratios_to_base_beside_the_papers(table):
         ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),
         ({"methods": ["rf"], "validation_split": "calibration"}, ConfigError, "two splits"),
         ({"methods": ["rf"], "texts": "nowhere.parquet"}, DataError, "no file nowhere.parquet"),
+        ({"methods": ["routellm-bert"]}, ConfigError, "trains a model on the queries' texts"),
+        ({"methods": ["rf"], "checkpoints": {"rf": "bert"}}, ConfigError, "'rf' takes no checkpoint"),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_line(table, how, error, says):

@@ -61,7 +61,7 @@ class ComparedChain(Chain):
     embedding: str | None = None
     texts: str | None = None
     text_column: str = "question"
-    checkpoint: str | None = None
+    checkpoints: dict[str, str] = Field(default_factory=dict)
 
 
 class GrowingChain(Chain):

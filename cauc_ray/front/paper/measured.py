@@ -34,7 +34,7 @@ def compare_chain(root: Path, chain: ComparedChain, methods: Sequence[str], seed
         embedding=chain.embedding,
         texts=None if chain.texts is None else root / chain.texts,
         text_column=chain.text_column,
-        checkpoint=chain.checkpoint,
+        checkpoints=chain.checkpoints,
         seed=seed,
     )
 
