@@ -75,3 +75,8 @@ def explain(error: _Validation) -> str:
     said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
     got = f", got {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
     return f"{place}: {said}{got}" if place else said
+
+
+def printable(text: str) -> str:
+    """Return a text as any file can hold it: a foreign message may have lone surrogates, which UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode()

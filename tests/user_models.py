@@ -46,6 +46,22 @@ def cannot_load():
     raise OSError("weights.pt is not there")
 
 
+def ends_its_process():
+    """End the process while loading, as a bad extension does."""
+    os._exit(3)
+
+
+def speaks_in_surrogates(example):
+    """Answer, but raise on one example with a message that UTF-8 cannot hold, as names of files may be."""
+
+    def answer(batch):
+        if example in batch["example_id"]:
+            raise ValueError("cannot open caf\udce9.jpg")
+        return by_x()(batch)
+
+    return answer
+
+
 def dies_on(example):
     """Answer, but be killed on any batch that holds one example."""
 

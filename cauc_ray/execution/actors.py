@@ -18,7 +18,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.errors import CaucError, ExecutionError, printable
 from cauc_ray.execution.stage import StageWorker
 from cauc_ray.models.pool import StageSpec
 
@@ -68,7 +68,7 @@ def told(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
             return cause
         if isinstance(cause, CaucError):
             return type(cause)(f"{who}: {cause}") if who.startswith("stage") else cause
-        return ExecutionError(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}")
+        return ExecutionError(printable(f"{who} failed: {type(cause).__name__}: {' '.join(str(cause).split())}"))
     if isinstance(error, RayActorError):
         return ExecutionError(f"{who} died{_last_words(error)}")
     return ExecutionError(f"{who}: {(str(error).splitlines() or [type(error).__name__])[0]}")

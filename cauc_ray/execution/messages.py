@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cauc_ray.errors import printable
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
@@ -108,7 +109,7 @@ class CallResult:
             policy_s=0.0,
             device_s=None,
             node=node,
-            error=error,
+            error=printable(error),
         )
 
     @property

@@ -25,6 +25,8 @@ MOVE_PAUSE_S = 5.0
 # The pause before another replica is started after one died without having answered: it grows to the longest.
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 30.0
+# A stage that has never been live is given up when so many more than its least number have died while they loaded.
+DEATHS_LOADING = 4
 
 
 @dataclass(slots=True)
@@ -129,6 +131,12 @@ class Replicas:
         """Return for how many seconds a stage has had no live replica, and what is known of why."""
         at = self._stages[stage]
         return (0.0 if at.without_since is None else now - at.without_since), at.why
+
+    def dies_loading(self, stage: int) -> str | None:
+        """Return what the replicas of a stage die of that has never had a live one, once that has been often enough."""
+        at = self._stages[stage]
+        often = at.deaths_in_row >= DEATHS_LOADING + self._plan.stages[stage].replicas.min
+        return at.why if often and not at.was_live else None
 
     def rescale(self, logic: Controller, now: float) -> list[int]:
         """Start what is missing or wanted by what the controller knows of the work that waits.

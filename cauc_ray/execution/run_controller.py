@@ -296,6 +296,10 @@ class RunController:
             for number in self._logic.stages[stage].overdue(spec.call_timeout_s, now):
                 why = f"stage {spec.name!r} has not answered a call for {spec.call_timeout_s:g} s"
                 self._replica_lost(self._replicas.by_number[number], why, now)
+            if (dies := self._replicas.dies_loading(stage)) is not None:
+                self._stage_fails(
+                    stage, ExecutionError(f"every replica of stage {spec.name!r} dies as it loads: {dies}")
+                )
             seconds, why = self._replicas.down_for(stage, now)
             if seconds > spec.down_after_s and (stage == 0 or self._logic.stages[stage].in_work):
                 self._stage_fails(stage, no_replica(spec.name, seconds, why))

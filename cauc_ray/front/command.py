@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         if options.debug:
             raise
+        if isinstance(error, OSError) and error.filename is not None:  # too long a name, a disk that is full
+            _say("error", f"{error.filename}: {error.strerror}")
+            sys.exit(2)
         _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
         sys.exit(1)
 
@@ -195,8 +198,9 @@ def _names(text: str) -> list[str]:
 
 def _pairs(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",")]
-    if not all(name.strip() and own.strip() for name, _, own in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=VALUE separated by commas")
+    names = [name.strip() for name, _, _ in pairs]
+    if not all(name.strip() and own.strip() for name, _, own in pairs) or len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=VALUE separated by commas, each name once")
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 

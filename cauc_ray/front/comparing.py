@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -120,6 +121,8 @@ def compare(
     Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
     """
     chosen, not_run = _chosen(methods, models, set(checkpoints) if texts is not None else set())
+    if budget is not None and not math.isfinite(budget):
+        raise ConfigError(f"a budget must be a finite number, got {budget}")
     for name in checkpoints:
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]

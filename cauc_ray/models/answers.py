@@ -76,9 +76,9 @@ def as_answers(output: object, n: int) -> Answers:
     n_options = None
     try:
         if isinstance(output, np.ndarray) and output.dtype != object:
-            logits = output.astype(np.float32, copy=False)
+            logits = _numbers(output)
         else:
-            rows = [np.asarray(row, dtype=np.float32) for row in output]
+            rows = [_numbers(np.asarray(row)) for row in output]
             logits, n_options = padded(rows), np.array([row.size for row in rows], dtype=np.int64)
     except (TypeError, ValueError) as error:
         raise DataError(f"the model's logits are not numbers: {error}") from error
@@ -88,6 +88,13 @@ def as_answers(output: object, n: int) -> Answers:
     if len(bad):
         raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has none")
     return Answers(logits, n_options)
+
+
+def _numbers(values: npt.NDArray[Any]) -> Floats:
+    """Return numbers as float32. Raises TypeError for what only looks like some: numpy would read texts."""
+    if values.dtype.kind in "USOMmc":
+        raise TypeError(f"their type is {values.dtype}")
+    return values.astype(np.float32, copy=False)
 
 
 def padded(rows: Sequence[Floats]) -> Floats:

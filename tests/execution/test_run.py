@@ -156,6 +156,20 @@ def test_a_row_that_kills_its_replica_is_failed_and_the_others_answered(tmp_path
     assert read_all(tmp_path / "out" / "predictions").num_rows == 39
 
 
+def test_a_stage_whose_processes_end_as_they_load_ends_the_run_long_before_its_limit(tmp_path):
+    pool = python_pool(tmp_path, [("by_x", {}), ("ends_its_process", {})])
+    with pytest.raises(ExecutionError, match="every replica of stage 'large' dies as it loads"):
+        run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
+
+
+def test_a_message_that_no_file_can_hold_costs_the_row_and_not_the_run(tmp_path):
+    pool = python_pool(tmp_path, [("speaks_in_surrogates", {"example": "row-7"}), ("by_x", {})])
+    summary = run(tmp_path, pool, two_model_policy(threshold=0.5), numbered_input(tmp_path))
+    failed = by_example(read_all(tmp_path / "out" / "failed"))
+    assert failed["row-7"]["reason"] == "ValueError: cannot open caf?.jpg"
+    assert (summary["n"], summary["n_failed"]) == (40, 1)
+
+
 def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp_path):
     """The rows before the one that ends it are three blocks further on."""
     pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), ("by_x", {})], batch_size=256)

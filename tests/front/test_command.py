@@ -353,6 +353,12 @@ def test_terminals_without_our_letters_and_readers_that_leave_end_nothing(tmp_pa
     assert done.stderr == b""
 
 
+def test_paths_that_the_system_does_not_take_are_bad_input(cauc):
+    code, out, err = cauc("inspect", "x" * 5000)
+    assert (code, out) == (2, "")
+    assert err.endswith(": File name too long\n")
+
+
 def test_debug_shows_the_traceback(cauc):
     with pytest.raises(Exception, match="not a folder"):
         main(["fit", "ABSENT", *CHAIN, "-o", "x.json", "--debug"])

@@ -115,6 +115,7 @@ def test_setup_times_are_ratios_to_base_beside_the_papers(table):
     [
         ({"methods": ["rf", "nope"]}, ConfigError, "unknown method 'nope'"),
         ({"methods": ["rf"], "budget": 0.1}, BudgetError, "below the cheapest"),
+        ({"methods": ["rf"], "budget": float("inf")}, ConfigError, "must be a finite number"),
         ({"methods": ["rf"], "embedding": "enc"}, ConfigError, "encoder 'enc'"),
         ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),
         ({"methods": ["rf"], "validation_split": "calibration"}, ConfigError, "two splits"),
