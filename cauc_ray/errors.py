@@ -77,6 +77,11 @@ def explain(error: _Validation) -> str:
     return f"{place}: {said}{got}" if place else said
 
 
+# Of a foreign message, the letters that are kept.
+MOST_LETTERS = 500
+
+
 def printable(text: str) -> str:
-    """Return a text as any file can hold it: a foreign message may have lone surrogates, which UTF-8 has not."""
-    return text.encode("utf-8", "replace").decode()
+    """Return a foreign message as any file can hold it: short, and without lone surrogates, which UTF-8 has not."""
+    whole = text.encode("utf-8", "replace").decode()
+    return whole if len(whole) <= MOST_LETTERS else f"{whole[:MOST_LETTERS]}…"

@@ -62,6 +62,24 @@ def speaks_in_surrogates(example):
     return answer
 
 
+class WordlessError(BaseException):
+    """No Exception, and without words."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises_wordlessly(example):
+    """Answer, but raise what no handler of Exception catches on one example."""
+
+    def answer(batch):
+        if example in batch["example_id"]:
+            raise WordlessError
+        return by_x()(batch)
+
+    return answer
+
+
 def dies_on(example):
     """Answer, but be killed on any batch that holds one example."""
 

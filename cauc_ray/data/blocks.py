@@ -82,6 +82,8 @@ def read_labels(column: pa.ChunkedArray, source: str) -> Ints:
 def _texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
     if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
         return column_to_numpy(ids)
+    if pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type) or pa.types.is_fixed_size_binary(ids.type):
+        return column_to_numpy(ids.cast(pa.binary()).cast(pa.string()))  # an ArrowException where they are no UTF-8
     return np.array([str(example) for example in ids.to_pylist()], dtype=object)
 
 
@@ -96,9 +98,11 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     if isinstance(kind, pa.FixedShapeTensorType):
         tensors: npt.NDArray[Any] = array.to_numpy_ndarray()
         return tensors
-    if pa.types.is_fixed_size_list(kind):
+    if pa.types.is_fixed_size_list(kind) and not array.null_count:
         values: npt.NDArray[Any] = array.flatten().to_numpy(zero_copy_only=False)
         return values.reshape(len(array), kind.list_size)
+    if pa.types.is_fixed_size_list(kind):
+        return as_column([np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         lengths = np.diff(array.offsets.to_numpy())
         plain_values = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)

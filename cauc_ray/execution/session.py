@@ -17,6 +17,8 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.models.pool import Replicas, StageSpec
 
 REACH_DEADLINE_S = 10.0
+# A session of this machine claims so many logical CPUs for each core at most: every replica is a process.
+MOST_CPUS_PER_CORE = 32
 
 
 @contextmanager
@@ -24,7 +26,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     """Use the Ray session of this process, or connect one for the length of the block.
 
     address: of a cluster; without it the one that RAY_ADDRESS names (as Ray jobs set it), else a session of
-    this machine's own, whose count of logical CPUs is n_cpus if that is more than it has.
+    this machine's own, whose count of logical CPUs is n_cpus if that is more than it has, within reason.
     Raises ExecutionError when the cluster cannot be reached.
     """
     if ray.is_initialized():
@@ -36,7 +38,9 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         keep_store_free()
-        options |= {"num_cpus": max(os.cpu_count() or 1, math.ceil(n_cpus)), "include_dashboard": False}
+        n_cores = os.cpu_count() or 1
+        claimed = min(max(n_cores, math.ceil(n_cpus)), MOST_CPUS_PER_CORE * n_cores)
+        options |= {"num_cpus": claimed, "include_dashboard": False}
     else:
         _require_reachable(address)
     try:

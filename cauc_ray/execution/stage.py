@@ -120,7 +120,9 @@ class StageWorker:
             policy_s = time.perf_counter() - decided
         except (ConfigError, ExecutionError):
             raise  # a wrong key or a server that is down is no fault of the rows
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:  # a model may raise what it likes
             return self._failed(error, clock), Parcel({})
         accepted = _spread(step.accepted, answered, False)
         goes_on = Parcel({})
@@ -156,7 +158,9 @@ class StageWorker:
             answers = clock.asks(self._asked, _batch(parts, parcels))
         except (ConfigError, ExecutionError):
             raise
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             return self._failed(error, clock), None
         compute_s = clock.elapsed_s
         if self._gflops is None and answers.costs is None:
@@ -184,8 +188,11 @@ class StageWorker:
         n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
         return matched(self._model(batch), n_choices)
 
-    def _failed(self, error: Exception, clock: _Clock) -> CallResult:
-        said = " ".join(str(error).split())
+    def _failed(self, error: BaseException, clock: _Clock) -> CallResult:
+        try:
+            said = " ".join(str(error).split())
+        except Exception:
+            said = "its message cannot be shown"
         reason = said if isinstance(error, CaucError) else f"{type(error).__name__}: {said}"
         return replace(CallResult.broken(clock.started_at, self._node, reason), compute_s=clock.elapsed_s)
 

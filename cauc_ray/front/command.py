@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from cauc_ray.errors import CaucError, CaucWarning
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own or a closed pipe."""
+    # A stream that the caller has closed is None; nobody reads what goes there.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     options = _parser().parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -29,9 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             warnings.simplefilter("always", CaucWarning)
             result = VERBS[options.verb](options)
         # Only now: what fails says one thing, why.
-        for warning in told:
-            if issubclass(warning.category, CaucWarning):
-                _say("warning", str(warning.message))
+        ours = [str(warning.message) for warning in told if issubclass(warning.category, CaucWarning)]
+        for message in dict.fromkeys(ours):  # each once: every method that is fitted may give the same
+            _say("warning", message)
         if options.json:
             print(json.dumps(result, allow_nan=False))
         sys.stdout.flush()
@@ -48,11 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _say("stopped", "interrupted")
         sys.exit(130)
+    except SystemExit as ended:
+        if ended.code == signal.SIGTERM:  # as Ray ends a process that is told to end
+            _say("stopped", "terminated")
+            sys.exit(128 + signal.SIGTERM)
+        raise
     except Exception as error:
         if options.debug:
             raise
-        if isinstance(error, OSError) and error.filename is not None:  # too long a name, a disk that is full
-            _say("error", f"{error.filename}: {error.strerror}")
+        if isinstance(error, OSError) and error.strerror:  # too long a name, a disk that is full
+            _say("error", f"{error.filename or 'the output'}: {error.strerror}")
             sys.exit(2)
         _say("error", f"{type(error).__name__}: {error} (a fault of cauc-ray; --debug shows where)")
         sys.exit(1)

@@ -38,6 +38,7 @@ SINGLE = "single"
 # CPT is told for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
 BASE_FITS = 3
+MOST_SEEDS = 2**63
 
 _CONVENTIONS = {
     "accuracy": "Share of the final split's examples answered right, with its 95 % Wilson interval.",
@@ -123,6 +124,8 @@ def compare(
     chosen, not_run = _chosen(methods, models, set(checkpoints) if texts is not None else set())
     if budget is not None and not math.isfinite(budget):
         raise ConfigError(f"a budget must be a finite number, got {budget}")
+    if not 0 <= seed < MOST_SEEDS:
+        raise ConfigError(f"a seed must be a number from 0 to {MOST_SEEDS - 1}, got {seed}")
     for name in checkpoints:
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
@@ -130,8 +133,9 @@ def compare(
     table = LogitTable(logits)
     reader = ExampleReader(table, models, costs, embedding, Texts(texts, text_column) if texts is not None else None)
     calibration, validation = reader.read_fitting_splits(calibration_split, validation_split)
-    test = reader.read_labelled(split, "a comparison")
-    bench = _Bench(Fitting(calibration, validation, seed), test, budget, checkpoints)
+    fitting = Fitting(calibration, validation, seed)
+    test = reader.read_final(split, "a comparison", fitting)
+    bench = _Bench(fitting, test, budget, checkpoints)
     measured = []
     for place, entry in enumerate(chosen):
         on_method(entry.method.name, place, len(chosen))
@@ -161,9 +165,9 @@ def save_comparison(comparison: Comparison, folder: str | Path) -> None:
     """
     path = Path(folder)
     with new_folder(path):
+        write_json(path / "comparison.json", comparison.as_json())
         write_parquet(path / "rows.parquet", comparison.rows_table())
         write_parquet(path / "curves.parquet", comparison.curves)
-        write_json(path / "comparison.json", comparison.as_json())
 
 
 @dataclass(frozen=True, slots=True)

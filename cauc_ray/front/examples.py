@@ -9,6 +9,7 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import Texts, read_embeddings
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.trace import Examples
 
 
@@ -35,13 +36,25 @@ class ExampleReader:
         examples.chain.require_labels(purpose)
         return examples
 
+    def read_final(self, split: str, purpose: str, fitting: Fitting) -> Examples:
+        """Read the split that is measured, which nothing was fitted or chosen on."""
+        final = self.read_labelled(split, purpose)
+        for other in (fitting.calibration, fitting.validation):
+            if final.chain.source == other.chain.source:
+                raise ConfigError(f"split {split!r} is what methods are fitted or chosen on; measure them on another")
+        _require_alike(fitting.calibration, final)
+        return final
+
     def read_fitting_splits(self, calibration: str, validation: str) -> tuple[Examples, Examples]:
         """Read what methods are fitted and thresholds are chosen on."""
         if calibration == validation:
             raise ConfigError(f"calibration and validation must be two splits, both are {calibration!r}")
         if validation not in self.table.splits(self.models[0]):
             raise DataError(f"{self.table.path} has no split {validation!r}, which thresholds are chosen on")
-        return self.read_labelled(calibration, "calibration"), self.read_labelled(validation, "choosing thresholds")
+        first = self.read_labelled(calibration, "calibration")
+        second = self.read_labelled(validation, "choosing thresholds")
+        _require_alike(first, second)
+        return first, second
 
     def _with_queries(self, chain: ChainLogits, split: str) -> Examples:
         ids = chain.example_ids
@@ -50,3 +63,13 @@ class ExampleReader:
             None if self.embedding is None else read_embeddings(self.table.path, self.embedding, split, ids),
             None if self.texts is None else self.texts.of(ids),
         )
+
+
+def _require_alike(first: Examples, other: Examples) -> None:
+    """Raise DataError where the embeddings of two splits differ in length."""
+    if first.embeddings is None or other.embeddings is None:
+        return
+    lengths = first.embeddings.shape[1], other.embeddings.shape[1]
+    if lengths[0] != lengths[1]:
+        at = f"{other.chain.source}: its embeddings"
+        raise DataError(f"{at} have {lengths[1]} numbers, those of {first.chain.source} have {lengths[0]}")

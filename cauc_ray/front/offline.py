@@ -142,9 +142,12 @@ def sweep(
         raise ConfigError(f"a sweep can have 2 to {MOST_POINTS:,} points, got {points}")
     if not methods or len(set(methods)) < len(methods):
         raise ConfigError(f"a sweep needs methods, each once, got {', '.join(methods) or 'none'}")
+    for name in methods:
+        if method_named(name).needs_texts:
+            raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
     reader = ExampleReader(LogitTable(logits), models, costs, embedding)
     fitting = Fitting(*reader.read_fitting_splits(calibration_split, validation_split))
-    final = reader.read_labelled(split, "measuring a sweep")
+    final = reader.read_final(split, "measuring a sweep", fitting)
     of_last = float(final.chain.costs.means[-1])
     parts = []
     for name in methods:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -287,8 +288,14 @@ def _table(title: str, headings: Sequence[str]) -> Table:
 
 
 def _print(table: Table) -> None:
-    # A pipe has no width of its own: its lines are not folded.
-    Console(width=None if Console().is_terminal else _PIPE_WIDTH).print(table)
+    terminal = Console()
+    # A pipe has no width of its own: its lines are not folded. A terminal that is too narrow folds lines by itself,
+    # where rich would leave figures out.
+    least = Measurement.get(terminal, terminal.options.update(width=_PIPE_WIDTH), table).minimum
+    fits = terminal.width >= least + 2 * len(table.columns)
+    wide = terminal.width if fits else least + 3 * len(table.columns)
+    width = wide if terminal.is_terminal else _PIPE_WIDTH
+    Console(width=width).print(table)
 
 
 def _number(value: float | None) -> str:

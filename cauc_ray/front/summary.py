@@ -22,8 +22,9 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     rows that had to be computed again, which each stage counts as repeated. Times are over a stage's replicas, each
     from the start of its first call to the end of its last: compute_s in model and policy (busy_share of it all),
     waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
-    lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, saving is what it
-    did not cost of the last model on every row, and expected_... is what the policy foretold.
+    lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
+    for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
+    what the policy foretold.
     """
     predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
     called = {} if ledger is None else _by_stage(ledger)  # no row may have been readable
@@ -56,7 +57,9 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
             }
         )
         reached -= answered + n_failed_here
-    relative, expected = total / n / of_last if of_last > 0 else None, policy.expected
+    # For each answer: rows that failed saved nothing.
+    cost, expected = total / n_answered if n_answered else None, policy.expected
+    relative = cost / of_last if cost is not None and of_last > 0 else None
     return {
         "policy_id": policy.id,
         "method": policy.method,
@@ -66,7 +69,7 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         "accuracy": _accuracy(predictions),
         "cost_unit": policy.cost_unit,
         "total_cost": total,
-        "cost": total / n,
+        "cost": cost,
         "relative_cost": relative,
         "expected_relative_cost": expected.relative_cost,
         "saving": _rest(relative),

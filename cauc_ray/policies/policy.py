@@ -243,9 +243,9 @@ def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[F
 
 def _read_policy_json(path: Path) -> dict[str, Any]:
     try:
+        if not path.is_file():
+            raise PolicyError(f"there is no policy file {path}")
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise PolicyError(f"there is no policy file {path}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path} is not a readable policy file: {error}") from error
     found = content.get("format") if isinstance(content, dict) else None

@@ -364,3 +364,18 @@ def test_inputs_that_do_not_serve_are_refused(tmp_path):
     assert block.labels.tolist() == [1, -1]
     with pytest.raises(DataError, match="holds no rows"):
         open_input(tmp_path / "c.parquet")
+
+
+def test_a_missing_list_among_lists_of_one_length_is_none():
+    column = column_to_numpy(pa.chunked_array([pa.array([[1.0, 2.0], None, [3.0, 4.0]], pa.list_(pa.float32(), 2))]))
+    assert column.shape == (3,)
+    assert column[0].tolist() == [1.0, 2.0]
+    assert column[1].item() is None
+
+
+def test_ids_of_bytes_are_texts_where_they_are_utf8(tmp_path):
+    pq.write_table(pa.table({"example_id": [b"caf\xc3\xa9", b"b"], "x": [1.0, 2.0]}), tmp_path / "in.parquet")
+    assert ids(read(tmp_path / "in.parquet", 10)) == ["café", "b"]
+    pq.write_table(pa.table({"example_id": [b"\xff0", b"b"], "x": [1.0, 2.0]}), tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match="column 'example_id'"):
+        read(tmp_path / "bad.parquet", 10)

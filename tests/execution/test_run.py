@@ -170,6 +170,16 @@ def test_a_message_that_no_file_can_hold_costs_the_row_and_not_the_run(tmp_path)
     assert (summary["n"], summary["n_failed"]) == (40, 1)
 
 
+def test_whatever_a_model_raises_costs_the_row_and_not_its_replica(tmp_path):
+    pool = python_pool(tmp_path, [("raises_wordlessly", {"example": "row-7"}), ("by_x", {})])
+    summary = run(tmp_path, pool, two_model_policy(threshold=0.5), numbered_input(tmp_path))
+    failed = by_example(read_all(tmp_path / "out" / "failed"))
+    assert failed["row-7"]["reason"] == "WordlessError: its message cannot be shown"
+    spent = sum(row["cost"] for row in read_all(tmp_path / "out" / "predictions").to_pylist())
+    assert (summary["n"], summary["n_failed"]) == (40, 1)
+    assert summary["cost"] == pytest.approx(spent / 39)  # what failed is no saving
+
+
 def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp_path):
     """The rows before the one that ends it are three blocks further on."""
     pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), ("by_x", {})], batch_size=256)

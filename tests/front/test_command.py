@@ -1,6 +1,7 @@
 """The cauc command as scripts and people meet it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import yaml
 from runs import MODELS, by_example, read_all, saved_pool, split_input
 from synthetic import write_table
 
+from cauc_ray.errors import PolicyError
 from cauc_ray.front.command import main
+from cauc_ray.policies.policy import Policy
 
 CHAIN = ["--models", ",".join(MODELS)]
 
@@ -456,3 +459,24 @@ def test_collect_killed_outright_goes_on_and_has_every_row_once(tmp_path):
         row["id"]: [float(len(choice)) for choice in row["choices"]] for row in rows
     }
     assert all((folder / name).read_bytes() == content for name, content in parts.items())
+
+
+def test_closed_streams_and_full_disks_are_not_faults(tmp_path, home):
+    cauc = Path(sys.executable).with_name("cauc")
+    whole = f"{cauc} fit {home / 'LOGITS'} {' '.join(CHAIN)} -o {tmp_path / 'p.json'}"
+
+    def shell(command):
+        return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+
+    assert shell(f"{whole} >&-").returncode == 0
+    assert shell(f"{whole} 2>&-").returncode == 0
+    lost = shell(f"{cauc} fit {tmp_path}/absent {' '.join(CHAIN)} -o x.json 2>&-")
+    assert (lost.returncode, lost.stdout) == (2, "")
+    full = shell(f"{whole} --json > /dev/full")
+    assert (full.returncode, full.stderr) == (2, "cauc: error: the output: No space left on device\n")
+
+
+def test_a_policy_is_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PolicyError, match="there is no policy file"):
+        Policy.load(tmp_path / "pipe")

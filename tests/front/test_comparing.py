@@ -1,17 +1,21 @@
 """All methods side by side, from Python and from the command line."""
 
+import io
 import json
 import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.data.logits import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.front import show
 from cauc_ray.front.comparing import compare, published
 from cauc_ray.policies.methods import METHODS
 
@@ -116,6 +120,9 @@ def test_setup_times_are_ratios_to_base_beside_the_papers(table):
         ({"methods": ["rf", "nope"]}, ConfigError, "unknown method 'nope'"),
         ({"methods": ["rf"], "budget": 0.1}, BudgetError, "below the cheapest"),
         ({"methods": ["rf"], "budget": float("inf")}, ConfigError, "must be a finite number"),
+        ({"methods": ["rf"], "seed": -1}, ConfigError, "a seed must be"),
+        ({"methods": ["rf"], "seed": 2**64}, ConfigError, "a seed must be"),
+        ({"methods": ["rf"], "split": "validation"}, ConfigError, "measure them on another"),
         ({"methods": ["rf"], "embedding": "enc"}, ConfigError, "encoder 'enc'"),
         ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),
         ({"methods": ["rf"], "validation_split": "calibration"}, ConfigError, "two splits"),
@@ -179,3 +186,37 @@ def test_a_chain_of_one_model_has_nothing_to_choose(tmp_path):
     write_table(tmp_path)
     found = compare(tmp_path, models=["m1"], methods=QUICK)
     assert {row["cost"] for row in found.rows} == {found.row("single:m1")["cost"]}
+
+
+def test_saturated_logits_leave_every_method_with_numbers(tmp_path):
+    chains = write_table(tmp_path)
+    for split, data in chains.items():
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        for model, logits in zip(MODELS, data.logits, strict=True):
+            write_logits(tmp_path, model, split, example_ids=ids, labels=data.labels, logits=1e4 * logits)
+    names = [name for name, method in METHODS.items() if not method.needs_texts]
+    found = compare(tmp_path, models=["m1", "m0"], costs=[1.0, 4.0], methods=names)
+    assert np.isfinite(found.curves.column("setting").to_numpy()).all()
+    assert found.row("routellm-mf")["accuracy"] >= 0.9 * found.row("margin")["accuracy"]
+
+
+def test_embeddings_of_two_lengths_are_refused(tmp_path):
+    chains = write_table(tmp_path)
+    for split, data in chains.items():
+        folder = tmp_path / "embedding=enc" / f"split={split}"
+        folder.mkdir(parents=True)
+        vectors = np.ones((len(data), 5 if split == "test" else 8)).tolist()
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), folder / "part-0.parquet")
+    with pytest.raises(DataError, match=r"split 'test': its embeddings have 5 numbers, those of .* have 8"):
+        compare(tmp_path, models=MODELS, methods=["rf"], embedding="enc")
+
+
+def test_no_figure_is_left_out_on_a_narrow_terminal(table, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    told = io.StringIO()
+    monkeypatch.setattr(
+        show, "Console", lambda **how: Console(file=told, force_terminal=True, color_system=None, **how)
+    )
+    show.comparison(compare(table, models=MODELS, methods=QUICK).as_json())
+    assert "…" not in told.getvalue()

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
-from cauc_ray.front.comparing import SINGLE
+from cauc_ray.front.comparing import MOST_SEEDS, SINGLE
 from cauc_ray.front.paper.quoted import columns_of
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.methods import METHODS
@@ -40,7 +40,7 @@ class Chain(_Section):
     objective: the quality that the table shows.   published: the column of the paper's table to stand beside it.
     """
 
-    name: str = Field(min_length=1)
+    name: str = Field(pattern=r"^[^\x00-\x1f]+$")
     set: str = Field(min_length=1)
     models: tuple[str, ...] = Field(min_length=1)
     objective: Objective = "accuracy"
@@ -129,7 +129,7 @@ class ReliabilityFigure(_Section):
     counted: whose high-confidence examples are counted, cheapest first.
     """
 
-    name: str = Field(pattern=r"[\w.-]+")
+    name: str = Field(pattern=r"^\w[\w.-]*$")
     set: str = Field(min_length=1)
     model: str
     models: tuple[str, ...] = Field(min_length=2, max_length=6)
@@ -166,7 +166,7 @@ class PaperConfig(_Section):
 
     logits: Path
     methods: tuple[str, ...] = Field(default=("all",), min_length=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()

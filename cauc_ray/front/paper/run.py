@@ -15,6 +15,7 @@ from cauc_ray.data.files import write_json, write_parquet, write_text
 from cauc_ray.execution.ledger import new_folder
 from cauc_ray.execution.session import ray_session
 from cauc_ray.front.comparing import SINGLE, published
+from cauc_ray.front.offline import require_apart
 from cauc_ray.front.paper.compared import TITLES, compared_table, setup_table
 from cauc_ray.front.paper.config import PaperConfig
 from cauc_ray.front.paper.drawing import require_matplotlib
@@ -74,6 +75,7 @@ def run_paper(
     require_matplotlib()
     plan = plan_of(config)
     folder = Path(output)
+    require_apart(folder, *(path for path in config.logits.iterdir() if any(path.glob("model=*"))))
     outcomes: list[Outcome] = []
     n_tasks = len(plan.tasks) + len(plan.alone)
     with new_folder(folder):

@@ -13,7 +13,7 @@ from cauc_ray.policies.trace import Examples
 # Log probabilities below this say nothing more; it stands for options that a row does not have, too.
 LOWEST_LOG_PROBABILITY = -20.0
 
-# Of a float32 feature, relative to its mean.
+# Of a float32 feature, relative to its mean where that is large.
 _ROUNDING = 1e-6
 
 
@@ -55,7 +55,7 @@ class Scaling:
         mean: Floats = vectors.mean(axis=0, dtype=np.float64)
         deviation: Floats = vectors.std(axis=0, dtype=np.float64)
         # Rounding alone gives what never changes a deviation; divided by it, the least change would be enormous.
-        changes = deviation > _ROUNDING * np.abs(mean)
+        changes = deviation > _ROUNDING * np.maximum(np.abs(mean), 1.0)
         return cls(mean.astype(np.float32), np.where(changes, deviation, 1.0).astype(np.float32))
 
     def __call__(self, vectors: Floats) -> Floats:
@@ -105,6 +105,6 @@ class QueryVectors:
 
 def unit_rows(vectors: Floats) -> Floats:
     """Return vectors scaled to length 1, of their shape and dtype; those of length 0 stay."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: Floats = vectors / np.where(lengths > 0, lengths, 1)
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)  # squares leave float32 early
+    scaled: Floats = (vectors / np.where(lengths > 0, lengths, 1)).astype(vectors.dtype)
     return scaled

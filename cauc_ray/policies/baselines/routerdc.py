@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.extmath import randomized_svd
 from torch.nn import functional
 
@@ -146,9 +148,11 @@ def clusters(vectors: Floats, seed: int) -> Ints:
     if n_clusters < 2:
         return np.zeros(len(vectors), dtype=np.int64)
     left, scales, _ = randomized_svd(vectors - vectors.mean(axis=0), CLUSTER_AXES, random_state=seed)
-    components = np.round(left * scales, 6)  # k-means warns of clusters that only rounding tells apart
-    n_clusters = min(n_clusters, len(np.unique(components, axis=0)))
-    found: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(components).astype(np.int64)
+    n_clusters = min(n_clusters, len(np.unique(left * scales, axis=0)))
+    with warnings.catch_warnings():
+        # Of queries that are all but the same there may be fewer clusters than asked for, which is as well.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(left * scales).astype(np.int64)
     return found
 
 
