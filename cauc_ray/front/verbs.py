@@ -135,11 +135,12 @@ def sweep(options: Namespace) -> dict[str, Any]:
 
 def compare(options: Namespace) -> dict[str, Any]:
     """Fit all methods on one chain and measure them side by side."""
+    from cauc_ray.execution.ledger import require_new
     from cauc_ray.front import comparing
 
     if options.output is not None:
         offline.require_apart(options.output, options.logits)
-        comparing.require_new(Path(options.output))
+        require_new(Path(options.output))
     with live.methods_progress() as on_method:
         comparison = comparing.compare(
             options.logits,

@@ -16,7 +16,8 @@ import cauc_ray
 from cauc_ray.data.logits import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.front import show
-from cauc_ray.front.comparing import compare, published
+from cauc_ray.front.comparing import compare
+from cauc_ray.front.measuring import published
 from cauc_ray.policies.methods import METHODS
 
 MODELS = ["m0", "m1", "m2"]

@@ -15,7 +15,8 @@ from synthetic import chain, softmax, write_table
 
 import cauc_ray
 from cauc_ray.errors import ConfigError
-from cauc_ray.front.comparing import compare, published
+from cauc_ray.front.comparing import compare
+from cauc_ray.front.measuring import published
 from cauc_ray.front.paper import load_config, run_paper
 from cauc_ray.front.paper.grids import Cell, Grid
 from cauc_ray.front.paper.plan import plan_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cauc_ray.front.comparing import SINGLE, Comparison, published
+from cauc_ray.front.comparing import SINGLE, Comparison
+from cauc_ray.front.measuring import published
 from cauc_ray.front.paper.config import ComparedChain
 from cauc_ray.front.paper.grids import Cell, Grid, Mark, PaperTable, cells, number, percent, ratio
 from cauc_ray.front.paper.quoted import columns_of, paper_name, quoted_figures, quoted_table

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cauc_ray.front.comparing import SINGLE, published
+from cauc_ray.front.comparing import SINGLE
+from cauc_ray.front.measuring import published
 
 
 def quoted_table(name: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cauc_ray.front.comparing import published
+from cauc_ray.front.measuring import published
 from cauc_ray.front.paper.figures import Drawn
 from cauc_ray.front.paper.grids import PaperTable
 from cauc_ray.front.paper.plan import NotRun

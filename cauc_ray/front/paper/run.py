@@ -14,7 +14,8 @@ import pyarrow as pa
 from cauc_ray.data.files import write_json, write_parquet, write_text
 from cauc_ray.execution.ledger import new_folder
 from cauc_ray.execution.session import ray_session
-from cauc_ray.front.comparing import SINGLE, published
+from cauc_ray.front.comparing import SINGLE
+from cauc_ray.front.measuring import published
 from cauc_ray.front.offline import require_apart
 from cauc_ray.front.paper.compared import TITLES, compared_table, setup_table
 from cauc_ray.front.paper.config import PaperConfig
