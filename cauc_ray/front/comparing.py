@@ -17,6 +17,8 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import Texts
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.execution.ledger import new_folder
+from cauc_ray.front.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
+from cauc_ray.front.calibrating import calibration_of
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.measuring import CONVENTIONS, Bench
 from cauc_ray.numbers.sweep import OperatingPoints
@@ -115,7 +117,8 @@ def compare(
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
         "embedding": embedding,
         "seed": seed,
-        "conventions": dict(CONVENTIONS),
+        "calibration": calibration_of(fitting, test),
+        "conventions": {**CONVENTIONS, **CALIBRATION_CONVENTIONS},
     }
     curves = [_curve_table(row["method"], curve, points) for row, curve, points in measured]
     return Comparison(about, rows, pa.concat_tables(curves), not_run)

@@ -182,8 +182,25 @@ def comparison(result: Mapping[str, Any]) -> None:
         ratios = _times(row["setup_ratio"]), _times(row["paper_setup_ratio"])
         _add_row(setup, row["method"], _number(row["setup_s"]), *ratios, row["note"])
     _print(setup)
+    _calibration(result["calibration"])
     for absent in result["not_run"]:
         line(f"not run: {absent['method']} {absent['why']}")
+
+
+def _calibration(found: Mapping[str, Any]) -> None:
+    """Show each model's calibration before and after its temperature, and what Base's threshold promised and kept."""
+    names = {"ece": "ECE", "ece_equal_mass": "equal mass", "nll": "NLL", "brier": "Brier", "z": "z"}
+    table = _table("calibration, before → after the temperature", ["model", "T", *names.values()])
+    for model in found["models"]:
+        pairs = (" → ".join(_number(model[at][name]) for at in ("before", "after")) for name in names)
+        _add_row(table, model["model"], _number(model["temperature"]), *pairs)
+    _print(table)
+    for stage in found["base"]["stages"]:
+        risk = _with_interval(stage["risk"], stage["risk_interval"])
+        line(
+            f"base accepted {_percent(stage['coverage'])} of what reached {stage['stage']}; wrong of these: {risk}, "
+            f"promised {_percent(stage['promised'])} at most"
+        )
 
 
 def run_summary(summary: Mapping[str, Any]) -> None:

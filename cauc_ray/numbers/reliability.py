@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.metrics import Share, equal_width_bins, share
+from cauc_ray.numbers.metrics import equal_width_bins, share
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
@@ -34,18 +34,6 @@ class CalibrationTest:
 
     z: float
     p_value: float
-
-
-@dataclass(frozen=True, slots=True)
-class SelectiveRisk:
-    """The error among the rows that a threshold accepts, and what the threshold promises.
-
-    coverage: share of all rows that are accepted.   promised: 1 - threshold, which calibrated confidences keep.
-    """
-
-    risk: Share
-    coverage: Share
-    promised: float
 
 
 def reliability_bins(confidences: Floats, correct: Bools, n_bins: int = 15) -> Reliability:
@@ -91,22 +79,6 @@ def spiegelhalter_z(confidences: Floats, correct: Bools) -> CalibrationTest | No
         return None
     z = float(((correct - p) * slope).sum()) / math.sqrt(variance)
     return CalibrationTest(z, math.erfc(abs(z) / math.sqrt(2)))
-
-
-def selective_risk(confidences: Floats, correct: Bools, threshold: float) -> SelectiveRisk:
-    """Return the error among rows whose confidence reaches the threshold (Geifman and El-Yaniv, NeurIPS 2017).
-
-    Arguments and errors as reliability_bins'. The expected risk is at most 1 - threshold plus the calibration error
-    over the coverage (paper, proposition 1). Its Share is NaN where no row is accepted.
-
-    >>> selective_risk(np.array([0.9, 0.8, 0.3]), np.array([True, False, False]), threshold=0.8).risk.value
-    0.5
-    """
-    _require_rows(confidences, correct)
-    accepted = confidences >= threshold
-    n_accepted = int(accepted.sum())
-    n_errors = int((accepted & ~correct).sum())
-    return SelectiveRisk(share(n_errors, n_accepted), share(n_accepted, len(correct)), 1 - threshold)
 
 
 def _require_rows(confidences: Floats, correct: Bools) -> None:

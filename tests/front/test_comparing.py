@@ -81,6 +81,21 @@ def test_areas_of_two_models_tell_chance_from_the_oracle(table):
     assert longer.row("rf")["aiq"] > 0
 
 
+def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised(table):
+    found = compare(table, models=MODELS, methods=["base"]).about["calibration"]
+    policy = cauc_ray.fit(table, models=MODELS)
+    measures = cauc_ray.evaluate(table, policy).measures
+    assert [model["temperature"] for model in found["models"]] == [stage.temperature for stage in policy.stages]
+    for model in found["models"]:
+        assert model["after"]["aurc"] > 0
+        assert abs(model["after"]["nll"]) <= model["before"]["nll"] + 0.05  # fitted on other examples
+    assert found["base"]["threshold"] == policy.threshold
+    for stage, own in zip(found["base"]["stages"], measures.stages, strict=False):
+        assert stage["risk"] == pytest.approx(1 - own.accepted_accuracy.value)
+        assert stage["promised"] == 1 - policy.threshold
+    assert len(found["base"]["stages"]) == len(MODELS) - 1
+
+
 def test_shuffled_test_labels_change_no_fitted_number(table, tmp_path):
     own = compare(table, models=MODELS, methods=QUICK)
     for split in ("calibration", "validation", "test"):

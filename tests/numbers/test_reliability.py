@@ -6,7 +6,7 @@ from scipy.stats import binomtest, kstest, norm
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.metrics import brier, calibration_error
-from cauc_ray.numbers.reliability import reliability_bins, selective_risk, spiegelhalter_z
+from cauc_ray.numbers.reliability import reliability_bins, spiegelhalter_z
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -81,34 +81,7 @@ def test_confidences_that_leave_nothing_to_chance_are_not_tested():
     assert spiegelhalter_z(np.array([1.0, 0.5, 0.0]), np.array([False, True, True])) is None
 
 
-@given(seeds, st.floats(0, 1))
-def test_selective_risk_counts_the_accepted(seed, threshold):
-    confidences, correct = answers(seed)
-    got = selective_risk(confidences, correct, threshold)
-    accepted = [bool(right) for c, right in zip(confidences, correct, strict=True) if c >= threshold]
-    assert (got.risk.n, got.coverage.value) == (len(accepted), pytest.approx(len(accepted) / len(correct)))
-    assert got.promised == 1 - threshold
-    if accepted:
-        assert got.risk.value == pytest.approx(accepted.count(False) / len(accepted))
-    else:
-        assert np.isnan(got.risk.value)
-
-
-@given(seeds, st.integers(0, 14))
-def test_calibration_error_bounds_what_the_promise_misses(seed, edge):
-    # The paper's proposition 1 for the binned error, which holds where the threshold is an edge of a bin.
-    confidences, correct = answers(seed)
-    got = selective_risk(confidences, correct, edge / 15)
-    if got.risk.n:
-        error = calibration_error(confidences, correct) / got.coverage.value
-        assert got.risk.value <= got.promised + error + 1e-12
-
-
-def test_a_confidence_equal_to_the_threshold_is_accepted():
-    assert selective_risk(np.array([0.7, 0.6]), np.array([True, True]), 0.7).risk.n == 1
-
-
-@pytest.mark.parametrize("measure", [reliability_bins, spiegelhalter_z, lambda *rows: selective_risk(*rows, 0.5)])
+@pytest.mark.parametrize("measure", [reliability_bins, spiegelhalter_z])
 @pytest.mark.parametrize(
     ("confidences", "n", "words"),
     [
