@@ -38,7 +38,8 @@ CONVENTIONS: Mapping[str, str] = {
     "by_lot": "Accuracy that mixing single models by lot has at the same cost: linear between those on the upper hull "
     "of validation cost and accuracy.",
     "setting": "What steers the method (a threshold; for a router less the price of a unit of cost, for FrugalGPT its "
-    "budget), chosen on validation as the best within the budget; controls by lot spend the budget.",
+    "budget), chosen on validation as the best within the budget; controls by lot spend the budget, and Base "
+    "without a given one has its own threshold.",
     "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
     "else the best on validation.",
     "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
@@ -65,6 +66,7 @@ class Bench:
         base, self._base_s = min((self._set_up(fit_base) for _ in range(BASE_FITS)), key=lambda timed: timed[1])
         self._base = base
         own = base.curve(fitting.validation, np.array([base.default]))
+        self._given = budget is not None
         self.budget = float(own.cost[0]) if budget is None else budget
         base.points.index_of_best(self.budget)  # raises where no cascade is so cheap
         self._published_s = published()["setup_s"]
@@ -77,7 +79,9 @@ class Bench:
             fitted, setup_s = self._base, self._base_s
         else:
             fitted, setup_s = self._set_up(fit, self._checkpoints.get(method.name))
-        at_budget = method.setting(fitted, self.budget)
+        # Base's own threshold is what gives the budget its size, where nobody gave one.
+        own_budget = method.name == "base" and not self._given
+        at_budget = fitted.default if own_budget else method.setting(fitted, self.budget)
         setting = fitted.default if at_budget is None else at_budget
         answers = fitted.answers(self._seen(method), setting)
         own = fitted.answers(self._seen(method), fitted.default)

@@ -48,8 +48,12 @@ def test_every_row_is_what_the_method_alone_gives(table):
     own = found.row("base")["default"]
     assert (own["accuracy"], own["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
     assert own["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
+    assert {key: found.row("base")[key] for key in own} == own  # its own threshold gives the budget
     budget = found.about["budget"]
     assert policy.expected.cost == pytest.approx(budget)
+    given = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, budget=5.0)).measures
+    row = compare(table, models=MODELS, methods=["base"], budget=5.0).row("base")
+    assert (row["accuracy"], row["cost"]) == (given.accuracy.value, pytest.approx(given.cost))
     rf = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, method="rf", budget=budget)).measures
     row = found.row("rf")
     assert (row["accuracy"], row["macro_f1"]) == (rf.accuracy.value, pytest.approx(rf.macro_f1))
