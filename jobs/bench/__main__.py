@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
@@ -67,4 +68,7 @@ def load(name: str) -> Part:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    # At once: with torch and Ray both loaded, the interpreter has crashed while it took itself apart.
+    os._exit(code)

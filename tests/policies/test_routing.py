@@ -64,7 +64,7 @@ def test_a_frontier_of_routes_is_what_answers_at_its_thresholds_cost(seed, m, pe
 
 
 @pytest.mark.parametrize("method", FROM_OUTPUTS)
-@pytest.mark.parametrize("how", [{}, {"ragged": True}, {"per_call": True}, {"strengths": (1.0,)}])
+@pytest.mark.parametrize("how", [{}, {"ragged": True, "per_call": True}, {"strengths": (1.0,)}])
 def test_every_method_answers_every_example_with_one_of_its_options(method, how):
     own, test = fitted(method, **how)
     for setting in (own.default, float(own.points.settings[0]), float(own.points.settings[-1])):
