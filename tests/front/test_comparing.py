@@ -240,3 +240,16 @@ def test_no_figure_is_left_out_on_a_narrow_terminal(table, monkeypatch):
     )
     show.comparison(compare(table, models=MODELS, methods=QUICK).as_json())
     assert "…" not in told.getvalue()
+
+
+def test_methods_whose_packages_are_missing_are_told_and_not_replaced(table, monkeypatch):
+    found = {"torch": None}
+    monkeypatch.setattr("cauc_ray.policies.method.find_spec", lambda name: found.get(name, name))
+    whole = compare(table, models=MODELS)
+    missing = {each["method"]: each["why"] for each in whole.not_run}
+    of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}
+    assert set(missing) == of_torch
+    assert {row["method"] for row in whole.rows}.isdisjoint(of_torch)
+    assert missing["embedllm"] == "needs torch: pip install 'cauc-ray[baselines]'"
+    with pytest.raises(ConfigError, match=r"method 'embedllm' needs torch: pip install 'cauc-ray\[baselines\]'"):
+        compare(table, models=MODELS, methods=["embedllm"])
