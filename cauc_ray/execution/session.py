@@ -18,7 +18,7 @@ from cauc_ray.models.pool import Replicas, StageSpec
 
 REACH_DEADLINE_S = 10.0
 # A session of this machine claims so many logical CPUs for each core at most: every replica is a process.
-MOST_CPUS_PER_CORE = 32
+MOST_CPUS_PER_CORE = 128
 
 
 @contextmanager

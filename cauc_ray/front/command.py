@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -52,11 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _say("stopped", "interrupted")
         sys.exit(130)
-    except SystemExit as ended:
-        if ended.code == signal.SIGTERM:  # as Ray ends a process that is told to end
-            _say("stopped", "terminated")
-            sys.exit(128 + signal.SIGTERM)
-        raise
     except Exception as error:
         if options.debug:
             raise

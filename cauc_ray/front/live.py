@@ -47,16 +47,20 @@ def busy(doing: str) -> Iterator[None]:
             progress.stop()
 
 
-@contextmanager
-def steps(n: int) -> Iterator[Callable[[str], None]]:
-    """Show n steps as they begin; yields what to call at the start of each."""
-    columns = (
+def _counted() -> tuple[ProgressColumn, ...]:
+    """Return the columns of things that are done one after the other."""
+    return (
         MofNCompleteColumn(),
         BarColumn(bar_width=20),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    with _progress(*columns) as progress:
+
+
+@contextmanager
+def steps(n: int) -> Iterator[Callable[[str], None]]:
+    """Show n steps as they begin; yields what to call at the start of each."""
+    with _progress(*_counted()) as progress:
         task = progress.add_task("", total=n, completed=-1)
 
         def step(description: str) -> None:
@@ -68,13 +72,7 @@ def steps(n: int) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def methods_progress() -> Iterator[Callable[[str, int, int], None]]:
     """Show which of several methods is being fitted; yields what to call with its name, its place and their number."""
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with _progress(*columns) as progress:
+    with _progress(*_counted()) as progress:
         task = progress.add_task("reading", total=None)
 
         def on_method(name: str, place: int, of: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import threadpool_limits
 
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
