@@ -92,7 +92,7 @@ def sleepers(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for place, name in enumerate(batch)
     ]
     pool = write_pool(folder / "pool.yaml", stages)
-    sampler = Sampler(every_s=2.0)
+    sampler = Sampler(every_s=0.5)
     with ray_session(None, 4), sampler.sampling():
         summary = cauc_ray.run(pool, policy, inputs, folder / "out")
     shares = {calls.name: calls.replica_busy_shares() for calls in read_calls(folder / "out", list(batch))}

@@ -33,7 +33,7 @@ def test_numbers_and_runs_print_ratios_of_their_own_figures():
     results, said = bench(
         "numbers", "--rows", 300, "--options", 20, "--repeats", 1,
         "bound", "--rows", 400, "--seconds", 1.5,
-        "controller", "--rows", 6000, "--controllers", 1, "--sleepers", 1, 3, "--calls", 4, "--call-seconds", 0.1,
+        "controller", "--rows", 6000, "--controllers", 1, "--sleepers", 1, 3, "--calls", 20, "--call-seconds", 0.1,
     )  # fmt: skip
     assert list(results) == ["numbers", "bound", "controller"]
 
