@@ -39,12 +39,14 @@ class ModelFacts:
 
     source: what it is, in one phrase.   logit_kind: what its logits are.   gflops: of one example, as whoever
     published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
+    labels: names of its options in their order, where they are the same in every row and the model knows them.
     """
 
     source: str
     logit_kind: str = "raw"
     gflops: float | None = None
     params_b: float | None = None
+    labels: tuple[str, ...] | None = None
 
 
 class Model(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.models.answers import Model
@@ -25,7 +25,8 @@ class RegisteredSpec(KindSpec):
     """`{kind: NAME, …}`: a kind that another package registers; what stands beside kind goes to its factory."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    kind: str
+    # Without this a built-in kind would fit two of the schema's alternatives, of which one is allowed.
+    kind: str = Field(json_schema_extra={"not": {"enum": [*BUILT_IN]}})
 
     def load(self) -> Model:
         """Call the registered factory. Raises ConfigError when it cannot be imported or gives no callable."""

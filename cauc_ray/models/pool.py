@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, ValidationError, field_validator, model_validator
+from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.models.kinds import ModelSpec, known_kinds
+from cauc_ray.models.labels import Labels, read_labels
 from cauc_ray.models.resources import Resources
+from cauc_ray.models.service import InputSpec, PoolServing, Replicas, Section, StageServing
 
 LONGEST_NAME = 200  # a folder's name has 255 at most
 COST_UNITS = {
@@ -22,11 +24,7 @@ COST_UNITS = {
 }
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class CostSpec(_Section):
+class CostSpec(Section):
     """What one call on one example costs: exactly one number, whose key is its unit.
 
     gflops and params_b may be "auto": as published with the model, else as measured.
@@ -67,27 +65,7 @@ class CostSpec(_Section):
         return None if value == "auto" else float(value)
 
 
-class Replicas(_Section):
-    """How many copies of a stage may run."""
-
-    min: int = Field(default=1, ge=1)
-    max: int = Field(default=1, ge=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _max_follows_min(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "max" not in value and "min" in value:
-            return {**value, "max": value["min"]}
-        return value
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Replicas:
-        if self.max < self.min:
-            raise ValueError(f"max {self.max} is below min {self.min}")
-        return self
-
-
-class StageSpec(_Section):
+class StageSpec(Section):
     """One model of a pool as a stage.
 
     batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch to fill, in seconds.
@@ -104,6 +82,7 @@ class StageSpec(_Section):
     down_after_s: float = Field(default=600.0, gt=0)
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
+    serving: StageServing = StageServing()
 
     @field_validator("name")
     @classmethod
@@ -116,17 +95,28 @@ class StageSpec(_Section):
         return name
 
 
-class Pool(_Section):
+class Pool(Section):
     """A set of models for one task.
 
+    inputs: the tensors of a request by name, where the models do not tell themselves.
+    labels: names of the classes in their order, or in the file the path of a text that has one on each line.
     on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
     "degrade" answers them as the stages before would have, and says so in the rows.
     """
 
     name: str
     task: Literal["image-classification", "multiple-choice"]
+    labels: Labels = None
     on_failure: Literal["fail", "degrade"] = "fail"
+    inputs: dict[str, InputSpec] = Field(default_factory=dict)
+    serving: PoolServing = PoolServing()
     stages: tuple[StageSpec, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _choices_name_themselves(self) -> Pool:
+        if self.labels is not None and self.task != "image-classification":
+            raise ValueError(f"labels are for image-classification; in {self.task}, choices name themselves")
+        return self
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Pool:
@@ -149,7 +139,7 @@ class Pool(_Section):
 
 
 def load_pool(path: str | Path) -> Pool:
-    """Read a pool file. Relative paths of tables and weights are taken from the file's own folder.
+    """Read a pool file. Relative paths of tables, weights and labels are taken from the file's own folder.
 
     Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
     """
@@ -165,22 +155,32 @@ def load_pool(path: str | Path) -> Pool:
         raise ConfigError(f"{path}{line} is not YAML: {error.problem}") from error
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return pool_of(content, path.parent, str(path))
+
+
+def pool_of(content: object, folder: Path, source: str = "the pool") -> Pool:
+    """Read the content of a pool file. Relative paths are taken from folder; source names it in messages.
+
+    Raises ConfigError in one line.
+    """
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no pool: a mapping with name, task and stages was expected")
-    _refuse_unknown_kinds(path, content)
+        raise ConfigError(f"{source} holds no pool: a mapping with name, task and stages was expected")
+    _refuse_unknown_kinds(source, content)
+    if isinstance(content.get("labels"), str):
+        content = {**content, "labels": read_labels(folder / content["labels"], source)}
     try:
         pool = Pool.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
-    located = [s.model_copy(update={"model": s.model.located(path.parent)}) for s in pool.stages]
+        raise ConfigError(f"{source}: {explain(error)}") from error
+    located = [s.model_copy(update={"model": s.model.located(folder)}) for s in pool.stages]
     return pool.model_copy(update={"stages": tuple(located)})
 
 
-def _refuse_unknown_kinds(path: Path, content: dict[str, Any]) -> None:
+def _refuse_unknown_kinds(source: str, content: dict[str, Any]) -> None:
     """Name the kinds there are: the schema's own message would not say which is near."""
     stages = content.get("stages")
     for place, stage in enumerate(stages if isinstance(stages, list) else []):
         model = stage.get("model") if isinstance(stage, dict) else None
         kind = model.get("kind") if isinstance(model, dict) else None
         if isinstance(kind, str) and kind not in known_kinds():
-            raise ConfigError(f"{path}: stages.{place}.model: {unknown_name('kind', kind, known_kinds())}")
+            raise ConfigError(f"{source}: stages.{place}.model: {unknown_name('kind', kind, known_kinds())}")

@@ -56,19 +56,21 @@ class SavedModel:
         self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
 
     def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch that has a column example_id. Raises DataError for an example that was not saved."""
+        """Answer a batch that has a column example_id; examples that were not saved are failures."""
         started = time.perf_counter()
+        if "example_id" not in batch:
+            raise DataError(f"the input has no column 'example_id'; it has {', '.join(sorted(batch))}")
         ids = batch["example_id"]
-        try:
-            rows = np.array([self._rows[example] for example in ids], dtype=np.intp)
-        except KeyError as error:
-            raise DataError(
-                f"example {error.args[0]!r} is not in {self._spec.logits}, model {self._spec.model!r}, "
-                f"split {self._spec.split!r}"
-            ) from error
+        failures = {
+            place: f"example {example!r:.100} is not in {self._spec.logits}, model {self._spec.model!r}, "
+            f"split {self._spec.split!r}"
+            for place, example in enumerate(ids)
+            if example not in self._rows
+        }
+        rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)
         costs = self._table.costs
         own = None if costs is None else costs[rows]
-        answers = Answers(self._table.logits[rows], self._table.n_options[rows], own)
+        answers = Answers(self._table.logits[rows], self._table.n_options[rows], own, failures)
         takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
         remaining = takes - (time.perf_counter() - started)
         if remaining > 0:

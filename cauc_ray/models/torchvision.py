@@ -53,7 +53,7 @@ class TorchvisionSpec(KindSpec):
         require("torchvision", "torch", "torchvision", "PIL")
         from torchvision import models
 
-        from cauc_ray.models.vision import ImageModel
+        from cauc_ray.models.vision import ImageModel, classifier_size
 
         if self.arch not in models.list_models(models):
             raise ConfigError(unknown_name("arch", self.arch, models.list_models(models)))
@@ -66,10 +66,14 @@ class TorchvisionSpec(KindSpec):
                 raise ConfigError(f"{self.arch}: {unknown_name('weights', self.weights, published.__members__)}")
             weights = published[self.weights]
             network = self._fetched(models, weights)
+        labels = tuple(weights.meta.get("categories") or ())
+        n_classes = classifier_size(network, network.state_dict())
         facts = ModelFacts(
             source=f"torchvision {self.arch}, weights {self.weights}",
             gflops=weights.meta.get("_ops"),
             params_b=sum(p.numel() for p in network.parameters()) / 1e9,
+            # A file of other weights may be of other classes.
+            labels=labels if len(labels) == n_classes else None,
         )
         return ImageModel(network, weights.transforms(), facts, self.device, self.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -110,12 +110,24 @@ def load_image_network(
         network = wrapped(network, missing)
     elif missing:
         raise ConfigError(f"model {model!r} is no image classifier: it has no weights {', '.join(sorted(missing)[:3])}")
-    facts = ModelFacts(source=f"transformers {model}", params_b=sum(p.numel() for p in network.parameters()) / 1e9)
+    facts = ModelFacts(
+        source=f"transformers {model}",
+        params_b=sum(p.numel() for p in network.parameters()) / 1e9,
+        labels=None if wrapped is not None else option_names(network.config.id2label),
+    )
 
     def preprocess(image: Any) -> Any:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
     return ImageModel(network, preprocess, facts, device, dtype)
+
+
+def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
+    """Return the names of a classifier's options in order; None where its config names none or not all of them."""
+    names = tuple(str(by_index[index]) for index in range(len(by_index)) if index in by_index)
+    # What transformers writes where nobody gave any names.
+    made_up = tuple(f"LABEL_{index}" for index in range(len(by_index)))
+    return names if len(names) == len(by_index) and names != made_up else None
 
 
 def fetched(factory: Any, name: str, **options: Any) -> Any:

@@ -40,6 +40,25 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
     >>> top_option(np.array([[0.0, np.log(3.0)]]))
     (array([1], dtype=int32), array([0.75]))
     """
+    option, terms = _terms(scores)
+    return option.astype(np.int32), 1.0 / row_sums(terms)
+
+
+def softmax(scores: Floats) -> Floats:
+    """Return each row's probabilities, float64 (N, K), 0 where there is no such option.
+
+    scores: as top_option takes them, which gives the largest probability to the bit. Raises DataError as it does.
+
+    >>> softmax(np.array([[0.0, np.log(3.0), -np.inf]]))
+    array([[0.25, 0.75, 0.  ]])
+    """
+    _, terms = _terms(scores)
+    probabilities: Floats = terms / row_sums(terms.copy())[:, None]
+    return probabilities
+
+
+def _terms(scores: Floats) -> tuple[Ints, Floats]:
+    """Return each row's best option, int (N,), and exp(scores - its score), float64 (N, K)."""
     scores = np.ascontiguousarray(scores, dtype=np.float64)
     option = scores.argmax(axis=1)
     top = scores[np.arange(len(scores)), option]
@@ -47,8 +66,7 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
         row = int(np.flatnonzero(~np.isfinite(top))[0])
         raise DataError(f"row {row}: its scores have no finite largest one ({top[row]}), so no option can be chosen")
     # exp of a contiguous array: strided input may take another code path, with another last bit.
-    terms = np.exp(scores - top[:, None])
-    return option.astype(np.int32), 1.0 / row_sums(terms)
+    return option, np.exp(scores - top[:, None])
 
 
 def log_softmax(scores: Floats) -> Floats:

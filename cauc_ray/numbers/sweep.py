@@ -61,6 +61,22 @@ class OperatingPoints:
         """Return which point costs most within the budget. Raises BudgetError as index_of_best does."""
         return int(np.where(self._within(budget), self.cost, -np.inf).argmax())
 
+    def pareto(self, most: int) -> OperatingPoints:
+        """Return the points that none as cheap equals in quality, by rising cost, and at most so many (2 or more).
+
+        index_of_best chooses among them what it chooses among all. Where there are more, those are kept that are
+        best within budgets spaced evenly from the cheapest point's cost to the best one's, both ends among them:
+        at such a budget nothing is lost, and at any other no more than by rounding it down to the next of them.
+        """
+        order = np.lexsort((-self.quality, self.cost))
+        quality = self.quality[order]
+        kept = order[np.append(True, quality[1:] > np.maximum.accumulate(quality)[:-1])]
+        if len(kept) > most:
+            cost = self.cost[kept]
+            within = np.searchsorted(cost, np.linspace(cost[0], cost[-1], most), side="right")
+            kept = kept[np.unique(within) - 1]
+        return OperatingPoints(self.settings[kept], self.cost[kept], self.quality[kept], self.unit)
+
     def _within(self, budget: float | None) -> Bools:
         if budget is None:
             return np.full(len(self.cost), True)

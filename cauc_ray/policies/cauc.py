@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.method import Fitted, Fitting, Steered
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import PolicyCascade
 
 

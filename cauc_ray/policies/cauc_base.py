@@ -65,11 +65,12 @@ class BasePolicy(Policy):
             weight, total = weight + p, total + p * standardised
         if stage < len(self.stages) - 1:
             accepted = own_confidences >= self.threshold
-            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1))
+            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1), scores)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
-        confidences = np.where(alone, own_confidences, top_option(on_last_scale)[1])
+        scores = np.where(alone[:, None], scores, on_last_scale)
+        confidences = top_option(scores)[1]
         # Standardising may round two logits of a row that stands alone into a tie.
         predictions = np.where(alone, own, fused.argmax(axis=1)).astype(np.int32)
-        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)))
+        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)), scores)

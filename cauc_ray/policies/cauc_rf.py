@@ -52,7 +52,7 @@ class RFPolicy(Policy):
         predictions, confidences = top_option(r)
         last = stage == len(self.stages) - 1
         accepted = np.full(len(r), True) if last else confidences >= self.threshold
-        return Step(predictions, confidences, accepted, r)
+        return Step(predictions, confidences, accepted, state=r, scores=r)
 
     def fold(self, stage: int, logits: Floats, state: Floats | None) -> Floats:
         """Return r after a stage, float64 (n, K) (paper, eq. 8)."""

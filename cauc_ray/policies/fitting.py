@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,63 +18,34 @@ from cauc_ray.errors import CaucWarning, ConfigError, PolicyError
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.softmax import top_option
-from cauc_ray.numbers.sweep import STOP_NONE, Objective
+from cauc_ray.numbers.sweep import STOP_NONE
 from cauc_ray.numbers.temperature import FitStatus, fit_pair, fit_temperature
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import PairDiagnostics, RFPolicy, RFStage, fold
 from cauc_ray.policies.policy import (
-    Expectation,
     FittedOn,
-    MeasuredShare,
     Policy,
     Stage,
-    StageExpectation,
     TemperatureDiagnostics,
     ThresholdChoice,
     scaled,
 )
-from cauc_ray.policies.replay import measure_replay
-from cauc_ray.policies.trace import Examples, PolicyCascade
-
-AnyPolicy = TypeVar("AnyPolicy", BasePolicy, RFPolicy)
-
-
-@dataclass(frozen=True, slots=True)
-class ThresholdRule:
-    """What decides the threshold: a given one, a budget (mean cost per example), or neither.
-
-    With neither, Base stops at the last model's calibration accuracy and RF at its best on validation.
-    """
-
-    threshold: float | None = None
-    budget: float | None = None
-    objective: Objective = "accuracy"
-
-    def __post_init__(self) -> None:
-        if self.threshold is not None and self.budget is not None:
-            raise ConfigError("give a budget or a threshold, not both: a budget chooses the threshold")
-        if self.threshold is not None and not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ConfigError(f"a threshold must be a number of at least 0, got {self.threshold}")
-        if self.budget is not None and not math.isfinite(self.budget):
-            raise ConfigError(f"a budget must be a finite number, got {self.budget}")
-        if self.objective not in ("accuracy", "macro-f1"):
-            raise ConfigError(f"objective {self.objective!r} is none of accuracy, macro-f1")
-        if self.threshold is not None and self.objective != "accuracy":
-            raise ConfigError("an objective chooses a threshold: give it with a budget, not with a threshold")
+from cauc_ray.policies.threshold import BY_DEFAULT, AnyPolicy, ThresholdRule, choose_threshold, set_threshold
 
 
 def fit_base(
     calibration: ChainLogits,
     validation: ChainLogits | None = None,
-    rule: ThresholdRule = ThresholdRule(),
+    rule: ThresholdRule = BY_DEFAULT,
     *,
     names: tuple[str, str] = ("calibration", "validation"),
     previous: BasePolicy | None = None,
 ) -> BasePolicy:
     """Fit CAUC Base on a chain of any length (paper, algorithm 1).
 
-    validation is needed where the rule has a budget; else it only tells what to expect. names: of the splits.
+    validation is needed where the rule has a budget; else it only tells what to expect, and what another
+    budget would give, if all of its examples have labels. names: of the splits.
     previous: a policy whose still valid numbers are taken over. Raises DataError where labels are missing,
     BudgetError where no operating point is as cheap as the budget, ConfigError on a rule that cannot be met.
     """
@@ -121,20 +91,15 @@ def fit_base(
         )
     policy = _draft(BasePolicy, calibration, validation, names, rule, tuple(stages[j] for j in range(last + 1)))
     if rule.threshold is None and rule.budget is None:
-        return _finish(
-            policy,
-            calibration,
-            validation,
-            threshold=stages[last].diagnostics.accuracy,
-            choice=ThresholdChoice(rule="reference-accuracy", objective=None, split=names[0]),
-        )
-    return _choose(policy, calibration, validation, rule)
+        choice = ThresholdChoice(rule="reference-accuracy", objective=None, split=names[0])
+        return set_threshold(policy, calibration, validation, stages[last].diagnostics.accuracy, choice)
+    return choose_threshold(policy, calibration, validation, rule)
 
 
 def fit_rf(
     calibration: ChainLogits,
     validation: ChainLogits | None = None,
-    rule: ThresholdRule = ThresholdRule(),
+    rule: ThresholdRule = BY_DEFAULT,
     *,
     names: tuple[str, str] = ("calibration", "validation"),
     previous: RFPolicy | None = None,
@@ -175,7 +140,7 @@ def fit_rf(
         stages.append(stage)
         state = fold(scores, stage.alpha, stage.beta, state)
     policy = _draft(RFPolicy, calibration, validation, names, rule, tuple(stages))
-    return _choose(policy, calibration, validation, rule)
+    return choose_threshold(policy, calibration, validation, rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,65 +235,6 @@ def _draft(
     )
 
 
-def _choose(
-    policy: AnyPolicy, calibration: ChainLogits, validation: ChainLogits | None, rule: ThresholdRule
-) -> AnyPolicy:
-    """Set the threshold that the rule gives or that is best on validation (paper, eq. 11)."""
-    if rule.threshold is not None:
-        choice = ThresholdChoice(rule="given", objective=None, split=None)
-        return _finish(policy, calibration, validation, threshold=rule.threshold, choice=choice)
-    if validation is None or policy.validation is None:
-        raise ConfigError("choosing a threshold needs a validation split; give one, or give the threshold")
-    validation.require_labels("choosing a threshold")
-    frontier = PolicyCascade(policy).trace(Examples(validation)).frontier(validation, rule.objective)
-    choice = ThresholdChoice(
-        rule="best" if rule.budget is None else "budget",
-        objective=rule.objective,
-        split=policy.validation.split,
-    )
-    best = frontier.best(rule.budget)
-    return _finish(policy, calibration, validation, threshold=best.threshold, choice=choice)
-
-
-def _finish(
-    policy: AnyPolicy,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
-    *,
-    threshold: float,
-    choice: ThresholdChoice,
-) -> AnyPolicy:
-    """Set the threshold, measure what to expect of it, and check the whole as a file would be."""
-    measured_on = validation if validation is not None and validation.labelled.any() else calibration
-    split = (
-        policy.calibration.split if measured_on is calibration or policy.validation is None else policy.validation.split
-    )
-    decided = policy.model_copy(update={"threshold": threshold, "threshold_choice": choice})
-    _, measures = measure_replay(decided, measured_on)
-    assert measures.accuracy is not None
-    accuracy = MeasuredShare.of(measures.accuracy)
-    assert accuracy is not None
-    expected = Expectation(
-        split=split,
-        n=measures.n,
-        accuracy=accuracy,
-        cost=measures.cost,
-        relative_cost=measures.relative_cost,
-        stages=tuple(
-            StageExpectation(
-                name=stage.name,
-                reached=stage.reached,
-                answered=stage.answered,
-                coverage=MeasuredShare.of(stage.coverage),
-                accepted_accuracy=MeasuredShare.of(stage.accepted_accuracy),
-            )
-            for stage in measures.stages
-        ),
-    )
-    complete = decided.model_copy(update={"expected": expected})
-    return type(policy).model_validate(complete.model_dump())
-
-
 def _fitted_on(chain: ChainLogits, split: str) -> FittedOn:
     return FittedOn(split=split, n=len(chain), examples_fingerprint=chain.examples_fingerprint())
 
@@ -349,11 +255,10 @@ def refit(policy: Policy, calibration: ChainLogits, validation: ChainLogits | No
             f"{calibration.source} holds other calibration examples than the policy was fitted on; fit a new policy"
         )
     choice = policy.threshold_choice
-    rule = ThresholdRule(
-        threshold=policy.threshold if choice.rule == "given" else None,
-        budget=policy.budget,
-        objective=choice.objective or "accuracy",
-    )
+    if choice.rule == "given":
+        rule = ThresholdRule(threshold=policy.threshold)
+    else:
+        rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
     if isinstance(policy, BasePolicy):
         return fit_base(calibration, validation, rule, names=names, previous=policy)

@@ -7,9 +7,10 @@ from typing import Any
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import POLICY_CLASSES, Policy
+from cauc_ray.policies.threshold import ThresholdRule
 
 _OURS = "cauc_ray.policies.cauc"
 _OTHERS = "cauc_ray.policies.baselines"

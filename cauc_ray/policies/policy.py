@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cauc_ray.errors import CaucWarning, DataError, PolicyError, explain
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError, explain
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.metrics import Share
+from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
+MOST_CURVE_POINTS = 100
 
 
 class FrozenModel(BaseModel):
@@ -69,7 +74,10 @@ class Stage(FrozenModel):
 
 
 class ThresholdChoice(FrozenModel):
-    """How the threshold was chosen, and on which split (null where it was given)."""
+    """How the threshold was chosen, and on which split (null where it was given).
+
+    objective: what it maximises. Beside a given threshold it says what the curve's quality is, null for accuracy.
+    """
 
     rule: Literal["reference-accuracy", "best", "budget", "given"]
     objective: Literal["accuracy", "macro-f1"] | None
@@ -105,19 +113,29 @@ class Expectation(FrozenModel):
     stages: tuple[StageExpectation, ...]
 
 
+class CurvePoint(FrozenModel):
+    """A threshold with the mean cost per example and the quality that it had on the validation split."""
+
+    threshold: float = Field(ge=0)
+    cost: float = Field(ge=0)
+    quality: float = Field(ge=0, le=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a policy decides after a stage, for n rows.
 
     predictions: int32 (n,), the answer if the row stops here.   confidences: float64 (n,), in that answer.
-    accepted: bool (n,), which rows stop.   state: float64 (n, S), what a row that goes on takes along;
-    -inf pads rows with fewer options.
+    accepted: bool (n,), which rows stop.   state: float64 (n, S), what a row that goes on takes along.
+    scores: float64 (n, K), calibrated logits of that answer: their softmax is each option's probability, its
+    largest the confidence. They may be the state's own array. In both, -inf pads rows with fewer options.
     """
 
     predictions: Ints
     confidences: Floats
     accepted: Bools
     state: Floats
+    scores: Floats
 
 
 # By method; the classes enter themselves.
@@ -125,7 +143,12 @@ POLICY_CLASSES: dict[str, type[Policy]] = {}
 
 
 class Policy(FrozenModel):
-    """What to do with a chain of models: numbers from a file, and the step that uses them."""
+    """What to do with a chain of models: numbers from a file, and the step that uses them.
+
+    expected: null where it was not measured at this threshold.   curve: what other thresholds had on validation, the
+    best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is of the objective, else
+    accuracy; empty where validation had no labels.
+    """
 
     format: Literal["cauc-policy/1"] = FORMAT
     method: str
@@ -137,14 +160,25 @@ class Policy(FrozenModel):
     logit_kind: str
     calibration: FittedOn
     validation: FittedOn | None
-    expected: Expectation
+    expected: Expectation | None
     stages: tuple[Stage, ...]
+    # Last, so that whoever reads the file has read all else before.
+    curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
+
+    @field_validator("curve")
+    @classmethod
+    def _curve_rises(cls, curve: tuple[CurvePoint, ...]) -> tuple[CurvePoint, ...]:
+        if any(one.cost >= other.cost or one.quality >= other.quality for one, other in pairwise(curve)):
+            raise ValueError("each point must cost more and be better than the one before it")
+        return curve
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
         for model in self.models:
             if self.models.count(model) > 1:
                 raise ValueError(f"two stages are named {model!r}")
+        if self.expected is None:
+            return self
         expected = tuple(stage.name for stage in self.expected.stages)
         if expected != self.models:
             raise ValueError(f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}")
@@ -158,7 +192,7 @@ class Policy(FrozenModel):
     @property
     def id(self) -> str:
         """Return a short digest of everything that decides an answer: two policies that differ have two ids."""
-        what_was_measured = {"expected", "calibration", "validation"}
+        what_was_measured = {"expected", "calibration", "validation", "curve"}
         numbers = self.model_dump(mode="json", exclude=what_was_measured)
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -191,6 +225,41 @@ class Policy(FrozenModel):
                 stacklevel=2,
             )
 
+    def with_threshold(self, threshold: float) -> Self:
+        """Return the policy at another threshold, given as it is. Raises ConfigError unless it is at least 0."""
+        check_threshold(threshold)
+        objective = self.threshold_choice.objective
+        still_said = None if objective == "accuracy" else objective
+        choice = ThresholdChoice(rule="given", objective=still_said, split=None)
+        return self._at(threshold, budget=None, choice=choice)
+
+    def with_budget(self, budget: float) -> Self:
+        """Return the policy at the best threshold of its curve within a budget, the mean cost per example.
+
+        Raises BudgetError where no point is so cheap, PolicyError where the policy has no curve.
+        """
+        check_budget(budget)
+        if not self.curve or self.validation is None:
+            raise PolicyError(
+                "the policy has no accuracy-cost curve to choose a threshold from; "
+                "fit it again with a labelled validation split, or give a threshold"
+            )
+        thresholds, costs, quality = np.array([(at.threshold, at.cost, at.quality) for at in self.curve]).T
+        best = OperatingPoints(thresholds, costs, quality, self.cost_unit).index_of_best(budget)
+        objective = self.threshold_choice.objective or "accuracy"
+        choice = ThresholdChoice(rule="budget", objective=objective, split=self.validation.split)
+        return self._at(self.curve[best].threshold, budget=budget, choice=choice)
+
+    def _at(self, threshold: float, budget: float | None, choice: ThresholdChoice) -> Self:
+        """Return the policy at a threshold; what was measured at another one is no longer expected."""
+        changes = {
+            "threshold": float(threshold),
+            "budget": None if budget is None else float(budget),
+            "threshold_choice": choice,
+            "expected": self.expected if threshold == self.threshold else None,
+        }
+        return self.model_copy(update=changes)
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a policy file.
@@ -198,22 +267,42 @@ class Policy(FrozenModel):
         Called on Policy it returns a policy of the file's method. Raises PolicyError when the file is missing,
         no JSON, of another format or version, or holds a number or key that the format does not allow.
         """
-        content = _read_policy_json(Path(path))
+        return cls.of(_read_policy_json(Path(path)), str(path))
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], source: str = "the policy") -> Self:
+        """Return the policy that a file's content is; source names it in messages. Raises PolicyError as load does."""
+        if content.get("format") != FORMAT:
+            raise PolicyError(
+                f"{source}: its format is {content.get('format')!r}; this version of cauc-ray reads {FORMAT!r}"
+            )
         method = content.get("method")
         if not isinstance(method, str) or method not in POLICY_CLASSES:
-            raise PolicyError(f"{path}: method {method!r} is none of {', '.join(POLICY_CLASSES)}")
+            raise PolicyError(f"{source}: method {method!r} is none of {', '.join(POLICY_CLASSES)}")
         try:
             # As JSON text, for strictness: a number in quotes is no number, yet a list may fill a tuple.
             policy = POLICY_CLASSES[method].model_validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
-            raise PolicyError(f"{path}: {explain(error)}") from error
+            raise PolicyError(f"{source}: {explain(error)}") from error
         if not isinstance(policy, cls):
-            raise PolicyError(f"{path} holds a policy of method {method!r}, not of {cls.__name__}")
+            raise PolicyError(f"{source} holds a policy of method {method!r}, not of {cls.__name__}")
         return policy
 
     def to_json(self) -> str:
         """Return the policy as the text of its file."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+def check_threshold(threshold: float) -> None:
+    """Raise ConfigError unless a threshold is a number that a confidence can be compared with."""
+    if not (math.isfinite(threshold) and threshold >= 0):
+        raise ConfigError(f"a threshold must be a number of at least 0, got {threshold}")
+
+
+def check_budget(budget: float) -> None:
+    """Raise ConfigError unless a budget is a number."""
+    if not math.isfinite(budget):
+        raise ConfigError(f"a budget must be a finite number, got {budget}")
 
 
 def scaled(logits: Floats, temperature: float) -> Floats:
@@ -248,8 +337,6 @@ def _read_policy_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise PolicyError(f"{path} is not a readable policy file: {error}") from error
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise PolicyError(f"{path}: its format is {found!r}; this version of cauc-ray reads {FORMAT!r}")
-    assert isinstance(content, dict)
+    if not isinstance(content, dict):
+        raise PolicyError(f"{path}: its format is None; this version of cauc-ray reads {FORMAT!r}")
     return content

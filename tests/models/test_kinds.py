@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import jsonschema
 import numpy as np
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
+from cauc_ray.schemas import schema_path
 
 KINDS = {
     "constant": "other_package.kinds:constant",
@@ -82,6 +84,15 @@ def refused(act):
         act()
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_the_published_schema_takes_built_in_and_registered_kinds(tmp_path):
+    schema = json.loads(schema_path("pool").read_text())
+    saved = {"kind": "saved", "logits": "L", "model": "m", "split": "test"}
+    for model in (saved, {"kind": "constant", "value": 3}):
+        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **model).read_text()), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(pool_file(tmp_path, **saved, splot="x").read_text()), schema)
 
 
 @pytest.mark.usefixtures("other_package")

@@ -1,5 +1,7 @@
+import json
 import time
 
+import jsonschema
 import numpy as np
 import pytest
 import yaml
@@ -10,6 +12,7 @@ from cauc_ray.models.answers import as_answers
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.saved import SavedSpec
+from cauc_ray.schemas import schema_path
 
 BATCH = {"example_id": np.array(["a", "b"], dtype=object), "x": np.array([1.0, 2.0])}
 
@@ -63,8 +66,13 @@ def test_a_saved_model_answers_from_its_table_in_the_time_that_it_is_told(tmp_pa
     assert time.perf_counter() - started >= 0.07
     assert (answers.logits == chain.logits[1][[7, 2]]).all()
     assert answers.costs == pytest.approx(chain.costs.per_call[[7, 2], 1], rel=1e-6)
-    with pytest.raises(DataError, match="example 'nobody' is not in"):
-        model({"example_id": np.array(["nobody"], dtype=object)})
+    known = f"test-{chain.example_ids[2]}"
+    answers = model({"example_id": np.array(["nobody", known], dtype=object)})
+    assert list(answers.failures) == [0]
+    assert "example 'nobody' is not in" in answers.failures[0]
+    assert (answers.logits[1] == chain.logits[1][2]).all()
+    with pytest.raises(DataError, match="no column 'example_id'"):
+        model({"x": np.zeros(1)})
 
 
 GOOD = {
@@ -134,6 +142,82 @@ def test_a_pool_file_with_a_fault_is_refused_in_one_line(tmp_path, changes, says
     assert says in str(error.value)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+IMAGES = {"task": "image-classification"}
+
+
+@pytest.mark.parametrize("name", ["classes.txt", "names/classes.txt"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat\ndog\ngreat white shark",
+        "cat\ndog\ngreat white shark\n\n",
+        "\ufeffcat\r\n dog\t\r\ngreat white shark\r\n",
+    ],
+)
+def test_names_of_classes_come_from_a_list_or_a_file_beside_the_pool(tmp_path, monkeypatch, name, text):
+    expected = ("cat", "dog", "great white shark")
+    assert load_pool(pool_file(tmp_path)).labels is None
+    listed = load_pool(pool_file(tmp_path, **IMAGES, labels=list(expected)))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(text.encode())
+    path = pool_file(tmp_path, **IMAGES, labels=name)
+    monkeypatch.chdir("/")
+    assert load_pool(path).labels == listed.labels == expected
+    assert load_pool(pool_file(tmp_path, **IMAGES, labels=str(tmp_path / name))).labels == expected
+
+
+def test_a_name_is_any_text_as_it_is_written(tmp_path):
+    names = ["naïve 鳥 🐦", "a, b", "\u2028", "0", "null"]
+    (tmp_path / "classes.txt").write_text("\n".join(names[:2] + names[3:]), encoding="utf-8")
+    assert load_pool(pool_file(tmp_path, **IMAGES, labels="classes.txt")).labels == (*names[:2], *names[3:])
+    assert load_pool(pool_file(tmp_path, **IMAGES, labels=["naïve 鳥 🐦", " b "])).labels == ("naïve 鳥 🐦", " b ")
+
+
+@pytest.mark.parametrize(
+    ("labels", "says"),
+    [
+        ([], "labels: there is no name"),
+        (["cat", ""], "labels: class 1 has an empty name"),
+        ([0, 1], "labels.0: input should be a valid string, got 0"),
+        ({"cat": 0}, "labels: "),
+        ("absent.txt", "labels: there is no file"),
+        (".", "labels: there is no file"),
+        ("a" * 300, "cannot be read: File name too long"),
+        ("empty.txt", "empty.txt is empty"),
+        ("blank.txt", "labels: class 1 has an empty name"),
+        ("latin.txt", "latin.txt is not UTF-8 text"),
+    ],
+)
+def test_names_of_classes_with_a_fault_are_refused_in_one_line(tmp_path, labels, says):
+    for name, content in {
+        "empty.txt": b" \n\n",
+        "blank.txt": b"cat\n\ndog\n",
+        "latin.txt": "naïve".encode("latin-1"),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    path = pool_file(tmp_path, **IMAGES, labels=labels)
+    with pytest.raises(ConfigError) as error:
+        load_pool(path)
+    assert says in str(error.value)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_choices_of_questions_have_no_other_names(tmp_path):
+    with pytest.raises(ConfigError, match="labels are for image-classification; in multiple-choice, choices name"):
+        load_pool(pool_file(tmp_path, labels=["cat", "dog"]))
+
+
+@pytest.mark.parametrize("labels", [None, ["cat", "dog"], "classes.txt"])
+def test_pools_with_and_without_names_fit_the_published_schema(tmp_path, labels):
+    schema = json.loads(schema_path("pool").read_text())
+    content = yaml.safe_load(pool_file(tmp_path, **IMAGES, labels=labels).read_text())
+    jsonschema.validate(content, schema)
+    for wrong in ([], [1], "", 3):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**content, "labels": wrong}, schema)
 
 
 @pytest.mark.parametrize("text", ["a: [", "- a\n- b", "", "name: \x00"])

@@ -27,7 +27,7 @@ from torchvision import models
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import ModelFacts, as_answers
-from cauc_ray.models.encoders import FeaturesSpec
+from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersImageSpec
@@ -145,6 +145,7 @@ def test_a_file_of_weights_answers_as_torch_does(tmp_path, images, arch, n_class
     assert_same(answers.logits, direct(network, published.transforms(), images))
     assert model.facts.gflops == published.meta["_ops"]
     assert model.facts.params_b == pytest.approx(sum(p.numel() for p in network.parameters()) / 1e9)
+    assert model.facts.labels == (tuple(published.meta["categories"]) if n_classes == 1000 else None)
     if n_classes == 1000:
         assert model.facts.params_b == pytest.approx(published.meta["num_params"] / 1e9)
     assert capfd.readouterr() == ("", "")
@@ -192,6 +193,8 @@ def test_a_file_of_published_weights_answers_as_the_published_weights(published,
     by_name, by_file = spec(arch, "DEFAULT").load(), spec(arch, path).load()
     assert_same(by_file(column(images)).logits, by_name(column(images)).logits, 1e-6)
     assert by_file.facts.gflops == by_name.facts.gflops
+    assert by_file.facts.labels == by_name.facts.labels
+    assert by_name.facts.labels[7] == "cock"
 
 
 def test_googlenets_heads_for_training_do_not_count(published):
@@ -681,6 +684,29 @@ def copied(folder, target, **config):
     settings = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**settings, **config}))
     return target
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels"),
+    [
+        (None, None),
+        ({str(n): f"LABEL_{n}" for n in range(5)}, None),
+        ({"4": "e", "3": "d", "0": "a", "1": "b", "2": "c"}, ("a", "b", "c", "d", "e")),
+        ({"0": 0, "1": 1, "2": 2, "3": 3, "4": 4}, ("0", "1", "2", "3", "4")),
+        ({"0": "a", "1": "b", "2": "c", "3": "d", "5": "e"}, None),
+    ],
+)
+def test_a_transformers_classifier_names_its_options_if_its_config_does(vit, tmp_path, id2label, labels):
+    folder = vit[0] if id2label is None else copied(vit[0], tmp_path / "named", id2label=id2label, label2id={})
+    model = transformers_spec(folder).load()
+    assert model.facts.labels == labels
+    assert model(column(synthetic_photographs(1))).logits.shape == (1, 5)
+
+
+def test_an_encoder_has_no_options_to_name(vit, tmp_path):
+    folder = copied(vit[0], tmp_path / "named", id2label={str(n): f"class {n}" for n in range(5)}, label2id={})
+    assert transformers_spec(folder).load().facts.labels is not None
+    assert ImageEncoderSpec(model=str(folder)).load().facts.labels is None
 
 
 def test_a_model_that_is_not_to_be_had_is_refused_in_one_line(vit, tmp_path):

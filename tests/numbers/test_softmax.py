@@ -7,7 +7,7 @@ from scipy.special import log_softmax as scipy_log_softmax
 from scipy.special import softmax as scipy_softmax
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.softmax import log_softmax, row_sums, top_option
+from cauc_ray.numbers.softmax import log_softmax, row_sums, softmax, top_option
 
 matrices = hnp.arrays(
     np.float64, st.tuples(st.integers(1, 40), st.integers(1, 70)), elements=st.floats(-50, 50, width=32)
@@ -33,6 +33,17 @@ def test_agrees_with_scipy(scores):
     np.testing.assert_allclose(log_softmax(scores), scipy_log_softmax(scores, axis=1), rtol=1e-9, atol=1e-9)
 
 
+@given(matrices, st.integers(0, 9))
+def test_probabilities_are_scipys_and_the_largest_is_the_confidence(scores, padding):
+    padded = np.pad(scores, ((0, 0), (0, padding)), constant_values=-np.inf)
+    before = padded.copy()
+    found = softmax(padded)
+    assert (padded == before).all()
+    assert (found[:, scores.shape[1] :] == 0).all()
+    np.testing.assert_allclose(found, scipy_softmax(padded, axis=1), rtol=1e-12)
+    assert (found.max(axis=1) == top_option(scores)[1]).all()  # to the bit
+
+
 @given(matrices, st.randoms(use_true_random=False))
 def test_permuting_a_rows_options_changes_no_bit_of_its_confidence(scores, random):
     columns = list(range(scores.shape[1]))
@@ -53,6 +64,8 @@ def test_ties_go_to_the_lowest_index():
 def test_a_row_without_an_option_to_choose_is_refused(row):
     with pytest.raises(DataError, match="row 1: its scores have no finite largest one"):
         top_option(np.array([[0.0, 1.0], row]))
+    with pytest.raises(DataError, match="row 1: its scores have no finite largest one"):
+        softmax(np.array([[0.0, 1.0], row]))
 
 
 def test_memory_layout_changes_nothing():

@@ -6,7 +6,7 @@ from sklearn.metrics import f1_score
 
 from cauc_ray.errors import BudgetError, DataError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, reached_shares, sweep
+from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, OperatingPoints, reached_shares, sweep
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
@@ -92,6 +92,38 @@ def test_a_budget_equal_to_a_points_cost_affords_it(seed, size):
     for cost in frontier.cost:
         assert frontier.best(float(np.float32(cost) if np.float32(cost) >= cost else cost)).cost <= cost + 1e-5
         assert frontier.best(float(cost)).quality == frontier.quality[frontier.cost <= cost + 1e-12].max()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=30))
+def test_the_pareto_points_are_those_that_no_other_beats(pairs):
+    """In any order and with many ties, of which the first counts."""
+    every = [(setting, float(cost), float(quality)) for setting, (cost, quality) in enumerate(pairs)]
+    beaten = [
+        any(c <= cost and q >= quality and (c, -q, s) < (cost, -quality, setting) for s, c, q in every)
+        for setting, cost, quality in every
+    ]
+    points = OperatingPoints(*np.array(every).T, "GFLOPs")
+    found = points.pareto(len(every) + 1)
+    expected = [point for point, is_beaten in zip(every, beaten, strict=True) if not is_beaten]
+    assert list(zip(found.settings, found.cost, found.quality, strict=True)) == sorted(expected, key=lambda at: at[1])
+    for budget in range(int(points.cost.min()), 6):
+        assert found.settings[found.index_of_best(budget)] == points.settings[points.index_of_best(budget)]
+
+
+@given(seeds, sizes, st.integers(2, 9), st.floats(0, 1))
+def test_thinned_points_are_some_of_all_and_lose_nothing_at_evenly_spaced_budgets(seed, size, most, between):
+    points = sweep(*traces(seed, size)).points()
+    whole, thin = points.pareto(10**6), points.pareto(most)
+    assert len(thin.cost) <= most
+    assert set(thin.settings) <= set(whole.settings)
+    assert (thin.settings[0], thin.settings[-1]) == (whole.settings[0], whole.settings[-1])
+    if len(whole.cost) <= most:
+        assert (thin.settings == whole.settings).all()
+    grid = np.linspace(whole.cost[0], whole.cost[-1], most)
+    for budget in grid:
+        assert thin.quality[thin.index_of_best(budget)] == points.quality[points.index_of_best(budget)]
+    budget = whole.cost[0] + between * (whole.cost[-1] - whole.cost[0])
+    assert thin.cost[thin.index_of_best(budget)] <= budget * (1 + 1e-9)
 
 
 @given(seeds, sizes)

@@ -8,8 +8,9 @@ from synthetic import chain
 
 from cauc_ray.errors import CaucWarning, PolicyError
 from cauc_ray.policies.baselines.confidence import MarginSampling
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.replay import measure_replay, replay
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade
 
 seeds = st.integers(0, 2**32 - 1)

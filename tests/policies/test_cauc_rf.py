@@ -6,8 +6,9 @@ from scipy.optimize import minimize
 from synthetic import chain, nll, softmax
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.replay import replay
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade
 
 seeds = st.integers(0, 2**32 - 1)

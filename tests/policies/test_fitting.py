@@ -7,7 +7,8 @@ from synthetic import chain
 import cauc_ray.policies.fitting as fitting
 from cauc_ray.errors import CaucWarning, DataError, PolicyError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf, refit
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.threshold import ThresholdRule
 
 FOUR = (0.8, 1.3, 1.8, 2.4)
 

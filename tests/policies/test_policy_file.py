@@ -10,7 +10,8 @@ import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import RFPolicy
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.schemas import SCHEMAS, schema_path
 
 

@@ -1,6 +1,7 @@
 """Routers' choices, the controls and the Duo: what every comparison rests on."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,16 +13,19 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines.confidence import answers_of
 from cauc_ray.policies.baselines.controls import hull, lots
 from cauc_ray.policies.baselines.routing import routed
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade
 
 seeds = st.integers(0, 2**32 - 1)
 FROM_OUTPUTS = sorted(name for name, method in METHODS.items() if not method.needs_texts)
 
 
+@cache
 def fitted(name, **how):
+    """Return a fitted method and the test split; both are frozen, so that tests may share them."""
     splits = [Examples(chain(3, 300, shift=shift, **how)) for shift in (0, 1)]
     return METHODS[name].load()(Fitting(*splits)), Examples(chain(3, 400, shift=2, **how))
 

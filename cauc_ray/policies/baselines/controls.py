@@ -10,8 +10,9 @@ import numpy as np
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.confidence import answers_of
 from cauc_ray.policies.baselines.routing import chosen_calls, routed
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import Fitted, Fitting, Steered
+from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Cascade, Examples, PolicyCascade, Trace
 
 

@@ -1,0 +1,94 @@
+"""How a pool is served: what its stages and its router are given, and which tensors a request holds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from cauc_ray.models.resources import Resources
+
+# Of tensors, in the Open Inference Protocol.
+Datatype: TypeAlias = Literal[
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
+]
+
+
+class Section(BaseModel):
+    """A part of a pool file that refuses keys it does not know and numbers that JSON does not have."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Replicas(Section):
+    """How many copies of a stage may run."""
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _max_follows_min(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "max" not in value and "min" in value:
+            return {**value, "max": value["min"]}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Replicas:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class StageServing(Section):
+    """How a stage is served.
+
+    batch_size: most rows in a call, the stage's own without one.   batch_wait_s: how long a request's rows wait for
+    others to share a call, less where no others are to be expected.   timeout_s: what takes longer to be answered,
+    waiting included, is given up; a replica whose call takes twice as long is replaced.   target_ongoing_requests:
+    calls at a replica, computed or waiting, beyond which another is started; upscale_delay_s and downscale_delay_s:
+    how long that, or its contrary, must last.
+    """
+
+    batch_size: int | None = Field(default=None, ge=1)
+    batch_wait_s: float = Field(default=0.005, ge=0)
+    timeout_s: float = Field(default=10.0, gt=0)
+    target_ongoing_requests: float = Field(default=1.5, gt=0)
+    upscale_delay_s: float = Field(default=5.0, ge=0)
+    downscale_delay_s: float = Field(default=120.0, ge=0)
+
+
+class InputSpec(Section):
+    """A tensor of a request: its type in the Open Inference Protocol, its shape without the rows (-1: any size)."""
+
+    datatype: Datatype
+    shape: tuple[int, ...] = ()
+
+    @field_validator("shape")
+    @classmethod
+    def _sizes(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if any(size < 1 and size != -1 for size in shape):
+            raise ValueError(f"sizes are at least 1, or -1 for any, not {list(shape)}")
+        return shape
+
+
+class RouterSpec(Section):
+    """The deployment that takes requests and holds the policy: how many, and what each occupies."""
+
+    replicas: Replicas = Replicas()
+    resources: Resources = Resources()
+
+
+class PoolServing(Section):
+    """How a pool is served.
+
+    max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
+    may wait for a stage in one router.   tracing: "module:function", called once in each router, that configures
+    OpenTelemetry.
+    """
+
+    max_request_rows: int = Field(default=4096, ge=1)
+    max_body_mb: float = Field(default=64.0, gt=0)
+    max_queued_rows: int = Field(default=8192, ge=1)
+    router: RouterSpec = RouterSpec()
+    tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
