@@ -13,7 +13,19 @@ from cauc_ray.errors import CaucError, unknown_name
 from jobs.bench.part import Part, parser_of
 
 # In the order in which they run; each is the module of that name beside this one.
-PARTS = ("numbers", "collect", "bound", "ray_data", "saving", "controller", "memory", "gpu", "faults")
+PARTS = (
+    "numbers",
+    "collect",
+    "bound",
+    "ray_data",
+    "saving",
+    "controller",
+    "memory",
+    "serving",
+    "serving_faults",
+    "gpu",
+    "faults",
+)
 # Runs only where it is named: two hours.
 LONG = ("faults",)
 

@@ -75,9 +75,10 @@ def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[floa
     return cauc_ray.fit(path, models=list(models), method="rf", threshold=THRESHOLD)
 
 
-def write_pool(path: Path, stages: Sequence[Mapping[str, Any]], task: str = "multiple-choice") -> Path:
-    """Write a pool file."""
-    write_text(path, yaml.safe_dump({"name": "bench", "task": task, "stages": [dict(stage) for stage in stages]}))
+def write_pool(path: Path, stages: Sequence[Mapping[str, Any]], task: str = "multiple-choice", **settings: Any) -> Path:
+    """Write a pool file.   settings: what it says beside its stages."""
+    content = {"name": "bench", "task": task, "stages": [dict(stage) for stage in stages], **settings}
+    write_text(path, yaml.safe_dump(content))
     return path
 
 

@@ -68,6 +68,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         seconds[model] = seconds_per_image(folder / f"timed-{model}", pool, one_stage(table, model), folder / "timed")
         print(f"{model}: {seconds[model] * 1e3:.2f} ms per image", flush=True)
     policy = cauc_ray.fit(table, models=models, method="rf", costs=list(seconds.values()))
+    assert policy.expected is not None
     expected = policy.expected.relative_cost
     assert expected is not None  # the largest model's cost was measured, so it is not 0
     sides = {"cascade": policy, "largest": one_stage(table, models[-1], seconds[models[-1]])}

@@ -9,20 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cauc_ray.errors import ExecutionError
 from cauc_ray.policies.replay import replay
-from jobs.bench.__main__ import LONG, PARTS, load, options_by_part
+from jobs.bench.__main__ import LONG, PARTS, load, main, options_by_part
 from jobs.bench.cascades import planted_rows, write_table
 from jobs.bench.ledgers import StageCalls
 from jobs.bench.part import parser_of
+from jobs.bench.serving_cases import CASES, plant_requests, write_cascade
+from jobs.bench.serving_ratios import compare
 
 ROOT = Path(__file__).parents[2]
 
 
-def bench(*words):
-    """Run the job and return its JSON object by part, and what else it printed."""
+def bench(*words, address=""):
+    """Run the job and return its JSON object by part, and what else it printed.
+
+    address: of the Ray session that the parts use, instead of one of each part's own.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "jobs.bench", *map(str, words)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "RAY_ADDRESS": ""},
+        cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "RAY_ADDRESS": address},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     *said, last = done.stdout.splitlines()
@@ -86,13 +92,23 @@ def test_memory_looks_at_the_processes_of_its_own_session():
     assert "object store: at most" in said
 
 
-def test_networks_on_the_cpu():
-    pytest.importorskip("torchvision")
-    results, said = bench(
+@pytest.fixture(scope="module")
+def networks(ray_session):
+    """Run the parts that load torch, in one process; those whose needs are not met are left out."""
+    import ray
+
+    return bench(
         "collect", "--arch", "mnasnet0_5", "--images", 32, "--batch", 16, "--repeats", 1,
         "gpu", "--device", "cpu", "--archs", "squeezenet1_1", "mnasnet0_5", "--rows", 24,
         "--calibration-rows", 16, "--batch", 8, "--cpus", 1,
+        "saving", "--rows", 96, "--copies", 1, "--timed-rows", 64, "--batch", 16, "--repeats", 1,
+        address=ray.get_runtime_context().gcs_address,
     )  # fmt: skip
+
+
+def test_networks_on_the_cpu(networks):
+    pytest.importorskip("torchvision")
+    results, said = networks
     collect, gpu = results["collect"], results["gpu"]
     assert collect["collect_to_bare"] == pytest.approx(collect["collect_rows_per_s"] / collect["bare_rows_per_s"])
     assert collect["largest_difference"] < 1e-4  # both sides have answered the same images with the same network
@@ -104,9 +120,86 @@ def test_networks_on_the_cpu():
     assert "time on the device not measured" in said
 
 
-def test_saving_predicts_from_measured_seconds(shared_logits):
+def test_serving_compares_turns_whose_answers_were_right():
+    results, said = bench(
+        "serving", "--few", 2, "--many", 4, "--seconds", 0.6, "--warm-up", 0.2, "--turns", 1, "--rows", 60,
+        "--cases", "sleeping", "--ingress", "proxy",
+    )  # fmt: skip
+    sleeping = results["serving"]["proxy"]["sleeping"]
+    assert set(sleeping["few"]) == {"cauc-ray", "batched"}
+    assert set(sleeping["many"]) == {"cauc-ray", "batched", "per-sample"}
+    for side in sleeping["many"].values():
+        assert set(side["counts"]) == {"small", "large"}  # nothing was wrong, nothing refused
+        assert side["p50_s"]["median"] <= side["p99_s"]["median"]
+        assert side["p50_s"]["median"] >= 0.005  # what the small model takes
+    ours, theirs = (sleeping["few"][side]["p99_s"]["median"] for side in ("cauc-ray", "batched"))
+    assert sleeping["p99_to_batched"]["median"] == pytest.approx(ours / theirs)
+    ours, theirs = (sleeping["many"][side]["per_s"]["median"] for side in ("cauc-ray", "per-sample"))
+    assert sleeping["throughput_to_per_sample"]["median"] == pytest.approx(ours / theirs)
+    assert "against a call of each stage per request" in said
+
+
+def test_faults_put_into_a_service_make_no_answer_wrong_and_lose_none():
+    results, said = bench(
+        "serving_faults", "--kinds", "replica-killed", "nan-last", "--seconds", 5, "--clients", 4, "--rows", 100
+    )
+    faults = results["serving_faults"]
+    assert list(faults["kinds"]) == ["replica-killed", "nan-last"]
+    parts = ("right", "degraded", "status_429", "status_503", "serves_own_500", "wrong", "refused", "reset", "hung")
+    for found in faults["kinds"].values():
+        assert sum(found[key] for key in parts) + sum(found["other_status"].values()) == found["sent"]
+        assert (found["wrong"], found["hung"], found["other_status"]) == (0, 0, {}), found["why"]
+        assert found["right"] > 20
+        assert f"{found['where']} " in said
+    assert faults["kinds"]["nan-last"]["degraded"] > 0
+    assert (faults["wrong"], faults["hung"], faults["sound"]) == (0, 0, True)
+
+
+def turn(per_s, n_small, n_large, **others):
+    return {"per_s": per_s, "p50_s": 0.1, "p99_s": 0.2, "counts": {"small": n_small, "large": n_large, **others}}
+
+
+def test_speed_ups_of_served_turns_laid_out_by_hand():
+    # Calls of 4 rows take the large model 90 ms, the small one 5 ms: a quarter deferred makes 4 times the throughput.
+    sides = {
+        "cauc-ray": [turn(160.0, 300, 100), turn(120.0, 150, 50)],
+        "largest": [turn(40.0, 0, 160), turn(40.0, 0, 160)],
+        "cauc-ray-largest": [turn(80.0, 0, 160), turn(40.0, 0, 160)],
+    }
+    slow = compare({("slow", "some"): sides})["slow"]
+    assert (slow["deferral"], slow["predicted_speedup"]) == (0.25, pytest.approx(4.0))
+    assert slow["speedup_over_largest"] == {"median": 3.5, "least": 3.0, "most": 4.0}
+    assert slow["speedup_over_own_largest"] == {"median": 2.5, "least": 2.0, "most": 3.0}
+    assert slow["speedup_over_largest_to_predicted"] == pytest.approx({"median": 0.875, "least": 0.75, "most": 1.0})
+    with pytest.raises(ExecutionError, match="largest: 1 of 321 answers were wrong"):
+        compare({("slow", "some"): {**sides, "largest": [turn(40.0, 0, 160), turn(40.0, 0, 160, wrong=1)]}})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_requests_defer_the_planted_share_and_each_side_is_judged_by_its_own_answers(case, tmp_path):
+    requests = plant_requests(130, 0.3)
+    assert [int(part.sum()) for part in np.split(requests.deferred_mask, [50, 100])] == [15, 15, 9]
+    write_cascade(tmp_path, CASES[case], requests, 0.3)  # it raises where the policy decides otherwise
+    for side, deferred in (("cauc-ray", requests.deferred_mask), ("largest", np.full(130, True))):
+        judge = requests.judge(side)
+        for place, (small, large) in enumerate(requests.gaps):
+            prediction = int((large if deferred[place] else small) < 0)
+            stage = int(deferred[place]) if side == "cauc-ray" else 0
+            expected = "large" if deferred[place] else "small"
+            assert judge(place, 200, answer(prediction, stage)) == expected
+            assert judge(place, 200, answer(1 - prediction, stage)) == "wrong"
+            assert judge(place, 200, answer(prediction, 1 - stage)) == "wrong"
+    assert judge(0, 503, b"{}") == "status 503"
+
+
+def answer(prediction, stage):
+    outputs = [{"name": "prediction", "data": [prediction]}, {"name": "stage", "data": [stage]}]
+    return json.dumps({"outputs": outputs}).encode()
+
+
+def test_saving_predicts_from_measured_seconds(shared_logits, networks):
     pytest.importorskip("torch")
-    results, said = bench("saving", "--rows", 96, "--copies", 1, "--timed-rows", 64, "--batch", 16, "--repeats", 1)
+    results, said = networks
     saving = results["saving"]
     assert saving["rows"] == 96
     assert saving["seconds_per_image"]["resnet20"] < saving["seconds_per_image"]["resnet56"]
@@ -117,10 +210,11 @@ def test_saving_predicts_from_measured_seconds(shared_logits):
     assert "the policy predicts" in said
 
 
-def test_a_part_whose_needs_are_not_met_says_so(tmp_path):
-    results, said = bench("saving", "--data", tmp_path)
-    assert "are not in" in results["saving"]["left_out"]
-    assert "left out: the CIFAR-10 images" in said
+def test_a_part_whose_needs_are_not_met_says_so(tmp_path, capsys):
+    assert main(["saving", "--data", str(tmp_path)]) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    assert "are not in" in json.loads(last)["saving"]["left_out"]
+    assert any(line.startswith("left out: the CIFAR-10 images") for line in said)
 
 
 def test_options_belong_to_the_part_before_them():

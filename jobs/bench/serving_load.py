@@ -1,0 +1,184 @@
+"""A light load on an HTTP service: clients that post prepared bodies, each waiting for its answer before the next."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+from cauc_ray.errors import ExecutionError
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+OK = 200
+# The status of a request that got no answer, and what such a request met.
+NO_ANSWER = 0
+REFUSED, RESET, TIMEOUT = "refused", "reset", "timeout"
+# How long a client waits after it: a port that nobody listens on would be asked thousands of times a second.
+PAUSE_S = 0.02
+
+# Takes the place of the body that was posted, the status and the answer's body; returns what kind of answer that is.
+Judge: TypeAlias = Callable[[int, int, bytes], str]
+
+
+def by_status(place: int, status: int, body: bytes) -> str:
+    """Tell answers from errors."""
+    return "answered" if status == OK else "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is posted, by how many clients, for how long.
+
+    bodies: taken in turn by all clients together, again from the first after the last.   timeout_s: of a request.
+    seconds: how long after the warm-up is measured; requests that are under way at its end are waited for.
+    per_s: so many are posted each second, whatever becomes of them; None where clients wait for their answers.
+    """
+
+    url: str
+    bodies: Sequence[bytes]
+    n_clients: int
+    seconds: float
+    warm_up_s: float = 1.0
+    timeout_s: float = 30.0
+    per_s: float | None = None
+    judge: Judge = by_status
+    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What became of every request, those of the warm-up included; arrays (n,), in the order of the ends.
+
+    began_at: seconds since the epoch.   started_s: since began_at.   latency_s: until the whole answer was read, or
+    until it was given up.   statuses: 0 without an answer.   kinds: as judged, without an answer what was met.
+    retry_after_mask: which answers say in a header when to ask again.
+    """
+
+    began_at: float
+    warm_up_s: float
+    seconds: float
+    started_s: Floats
+    latency_s: Floats
+    statuses: Ints
+    kinds: npt.NDArray[np.str_]
+    retry_after_mask: Bools
+
+    def __len__(self) -> int:
+        return len(self.statuses)
+
+    @property
+    def ended_s(self) -> Floats:
+        """Return when each request ended, in seconds since the load began."""
+        return self.started_s + self.latency_s
+
+    @property
+    def measured_mask(self) -> Bools:
+        """Return which requests were answered with 200 between the warm-up's end and the measurement's."""
+        within = (self.ended_s >= self.warm_up_s) & (self.ended_s < self.warm_up_s + self.seconds)
+        mask: Bools = within & (self.statuses == OK)
+        return mask
+
+    @property
+    def per_s(self) -> float:
+        """Return the measured answers per second."""
+        return float(self.measured_mask.sum()) / self.seconds
+
+    def latency_quantile(self, share: float) -> float:
+        """Return a quantile of the measured answers' seconds. Raises ExecutionError when there were none."""
+        measured = self.latency_s[self.measured_mask]
+        if not len(measured):
+            raise ExecutionError(f"no request was answered in {self.seconds:g} s: {self.counts()}")
+        return float(np.quantile(measured, share))
+
+    def counts(self) -> dict[tuple[int, str], int]:
+        """Return how many requests ended with each status and kind, the warm-up's included."""
+        return dict(Counter(zip(self.statuses.tolist(), self.kinds.tolist(), strict=True)))
+
+
+def run_load(load: Load) -> LoadResult:
+    """Make the load from this thread, and return when all its requests have ended."""
+    return asyncio.run(drive(load))
+
+
+async def drive(load: Load) -> LoadResult:
+    """Make the load from this event loop."""
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=load.timeout_s),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        headers=load.headers,
+        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+    ) as session:
+        clients = _Clients(load, session)
+        await clients.run()
+    started, ended, statuses, kinds, tells_when = zip(*clients.records, strict=True)
+    return LoadResult(
+        began_at=clients.began_at,
+        warm_up_s=load.warm_up_s,
+        seconds=load.seconds,
+        started_s=np.array(started) - clients.began,
+        latency_s=np.array(ended) - np.array(started),
+        statuses=np.array(statuses),
+        kinds=np.array(kinds),
+        retry_after_mask=np.array(tells_when),
+    )
+
+
+class _Clients:
+    """What makes a load, and its records: start, end, status, kind and whether it was told when to ask again."""
+
+    def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
+        self.records: list[tuple[float, float, int, str, bool]] = []
+        self.began_at, self.began = time.time(), time.perf_counter()
+        self._until = self.began + load.warm_up_s + load.seconds
+        self._load, self._session = load, session
+        self._places = itertools.count()
+
+    async def run(self) -> None:
+        """Make the load, and wait for the last answer."""
+        async with asyncio.TaskGroup() as clients:
+            if self._load.per_s is None:
+                for _ in range(self._load.n_clients):
+                    clients.create_task(self._ask_in_turn())
+                return
+            for number in itertools.count():
+                due = self.began + number / self._load.per_s
+                if due >= self._until:
+                    return
+                await asyncio.sleep(due - time.perf_counter())
+                clients.create_task(self._ask())
+
+    async def _ask_in_turn(self) -> None:
+        while time.perf_counter() < self._until:
+            if await self._ask() == NO_ANSWER:
+                await asyncio.sleep(PAUSE_S)
+
+    async def _ask(self) -> int:
+        """Post the next body, record what came of it and return the status."""
+        place = next(self._places) % len(self._load.bodies)
+        started = time.perf_counter()
+        status, met, tells_when = await self._post(self._load.bodies[place])
+        ended = time.perf_counter()
+        kind = met if isinstance(met, str) else self._load.judge(place, status, met)
+        self.records.append((started, ended, status, kind, tells_when))
+        return status
+
+    async def _post(self, body: bytes) -> tuple[int, bytes | str, bool]:
+        """Return the status, the answer's body and whether it says when to ask again; 0 and what was met instead."""
+        try:
+            async with self._session.post(self._load.url, data=body) as response:
+                return response.status, await response.read(), "Retry-After" in response.headers
+        except TimeoutError:
+            return NO_ANSWER, TIMEOUT, False
+        except aiohttp.ClientConnectorError as error:
+            return NO_ANSWER, REFUSED if isinstance(error.os_error, ConnectionRefusedError) else RESET, False
+        except aiohttp.ClientError:  # the connection ended before the answer did
+            return NO_ANSWER, RESET, False

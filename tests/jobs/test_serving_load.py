@@ -1,0 +1,152 @@
+"""The load client against a real server that answers, errs, hangs and hangs up as it is told."""
+
+import asyncio
+import socket
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from cauc_ray.errors import ExecutionError
+from jobs.bench.serving import free_ports
+from jobs.bench.serving_load import NO_ANSWER, PAUSE_S, REFUSED, RESET, TIMEOUT, Load, LoadResult, run_load
+
+
+class Server:
+    """Does what each body says: `hang`, `hang up`, `503`, or echoes it after 10 ms; counts bodies and connections."""
+
+    def __init__(self):
+        self.bodies = Counter()
+        self.peers = set()
+        self.n_open = self.most_open = 0
+
+    async def answer(self, request):
+        body = await request.read()
+        self.bodies[body] += 1
+        self.peers.add(request.transport.get_extra_info("peername"))
+        self.n_open += 1
+        self.most_open = max(self.most_open, self.n_open)
+        try:
+            if body == b"hang":
+                await asyncio.sleep(60)
+            if body == b"hang up":
+                request.transport.abort()
+            await asyncio.sleep(0.01)
+            if body == b"503":
+                return web.Response(status=503, body=body, headers={"Retry-After": "1"})
+            return web.Response(body=body)
+        finally:
+            self.n_open -= 1
+
+
+@contextmanager
+def serving():
+    """Run a server on a thread of its own. Yields it and its address."""
+    server, loop, [port] = Server(), asyncio.new_event_loop(), free_ports(1)
+    app = web.Application()
+    app.router.add_post("/infer", server.answer)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+
+    async def start():
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+
+    loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield server, f"http://127.0.0.1:{port}/infer"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+def test_clients_keep_their_connections_and_take_the_bodies_in_turn():
+    bodies = [f"row {n}".encode() for n in range(7)]
+    with serving() as (server, url):
+        result = run_load(Load(url, bodies, n_clients=5, seconds=0.5, warm_up_s=0.1))
+    assert result.counts() == {(200, "answered"): len(result)}
+    assert server.most_open == len(server.peers) == 5
+    times = [server.bodies[body] for body in bodies]
+    assert sum(times) == len(result)
+    assert max(times) - min(times) <= 1
+
+
+def test_answers_are_judged_by_the_body_that_was_sent():
+    bodies = [b"0", b"1", b"2", b"503"]
+
+    def judge(place, status, body):
+        return "other" if body != bodies[place] else f"{status // 100}xx of {place % 2}"
+
+    with serving() as (server, url):
+        result = run_load(Load(url, bodies, n_clients=3, seconds=0.4, warm_up_s=0.0, judge=judge))
+    expected = {
+        (200, "2xx of 0"): server.bodies[b"0"] + server.bodies[b"2"],
+        (200, "2xx of 1"): server.bodies[b"1"],
+        (503, "5xx of 1"): server.bodies[b"503"],
+    }
+    assert result.counts() == expected
+    assert (result.retry_after_mask == (result.statuses == 503)).all()
+
+
+def test_a_load_of_so_many_a_second_waits_for_no_answer():
+    with serving() as (server, url):
+        load = Load(url, [b"hang"], n_clients=0, seconds=0.5, warm_up_s=0.0, timeout_s=1.0, per_s=40)
+        result = run_load(load)
+    assert result.counts() == {(NO_ANSWER, TIMEOUT): 20}
+    assert server.most_open == 20
+    assert (result.started_s >= np.arange(20) / 40 - 1e-3).all()
+
+
+def test_what_gets_no_answer_is_told_apart():
+    with serving() as (_, url):
+        load = Load(url, [b"row", b"hang", b"hang up"], n_clients=6, seconds=1.0, warm_up_s=0.0, timeout_s=0.3)
+        result = run_load(load)
+    assert set(result.counts()) == {(200, "answered"), (NO_ANSWER, TIMEOUT), (NO_ANSWER, RESET)}
+    assert (result.latency_s[result.kinds == TIMEOUT] >= 0.3).all()
+
+
+def test_a_port_that_nobody_listens_on_is_not_hammered():
+    [port] = free_ports(1)
+    result = run_load(Load(f"http://127.0.0.1:{port}/infer", [b"row"], n_clients=2, seconds=0.4, warm_up_s=0.0))
+    assert set(result.counts()) == {(NO_ANSWER, REFUSED)}
+    assert len(result) <= 2 * (0.4 / PAUSE_S + 2)
+    assert result.per_s == 0.0
+    with pytest.raises(ExecutionError, match="no request was answered"):
+        result.latency_quantile(0.5)
+
+
+def test_requests_under_way_at_the_end_are_waited_for():
+    # It listens, so that connections come to be, and never answers.
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/infer"
+        result = run_load(Load(url, [b"row"], n_clients=2, seconds=0.5, warm_up_s=0.0, timeout_s=0.2))
+    assert set(result.counts()) == {(NO_ANSWER, TIMEOUT)}
+    assert (np.diff(result.ended_s) >= 0).all()
+    assert result.started_s.max() < 0.5 <= result.ended_s.max()
+
+
+def test_only_answers_within_the_window_are_measured():
+    # Ends at 0.5, 1.0, 1.5, 2.5, 3.0 and 3.5 s; measured from 1 s up to 3 s, without the refused one.
+    result = LoadResult(
+        began_at=0.0,
+        warm_up_s=1.0,
+        seconds=2.0,
+        started_s=np.array([0.0, 0.6, 1.0, 2.3, 2.5, 3.0]),
+        latency_s=np.array([0.5, 0.4, 0.5, 0.2, 0.5, 0.5]),
+        statuses=np.array([200, 200, 503, 200, 200, 200]),
+        kinds=np.array(["a", "a", "b", "a", "a", "a"]),
+        retry_after_mask=np.full(6, False),
+    )
+    assert result.measured_mask.tolist() == [False, True, False, True, False, False]
+    assert result.per_s == 1.0
+    assert result.latency_quantile(0.0) == pytest.approx(0.2)
+    assert result.latency_quantile(1.0) == pytest.approx(0.4)
+    assert result.counts() == {(200, "a"): 5, (503, "b"): 1}
