@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cauc_ray.front.comparing import compare
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
+    from cauc_ray.front.serving import serve, set_policy
     from cauc_ray.policies.policy import Policy
 
 # Loaded at first use, so that importing the package costs nothing.
@@ -28,6 +29,8 @@ _PUBLIC = {
     "fit": "cauc_ray.front.offline",
     "replace_model": "cauc_ray.front.offline",
     "run": "cauc_ray.front.online",
+    "serve": "cauc_ray.front.serving",
+    "set_policy": "cauc_ray.front.serving",
     "sweep": "cauc_ray.front.offline",
 }
 
@@ -41,6 +44,8 @@ __all__ = [
     "fit",
     "replace_model",
     "run",
+    "serve",
+    "set_policy",
     "sweep",
 ]
 __version__ = "0.1.0"

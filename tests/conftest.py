@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 # No test asserts speed, hypothesis' own neither. In CI the same examples are drawn every time.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
+# pytest --hypothesis-profile=thorough: hours, for who has changed what strangers send.
+settings.register_profile("thorough", parent=settings.get_profile("local"), max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")

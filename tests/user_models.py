@@ -16,6 +16,30 @@ def by_x(factor=1.0):
     return lambda batch: np.stack([factor * batch["x"], np.zeros(len(batch["x"]))], axis=1)
 
 
+def slow_by_x(seconds, log):
+    """Answer as by_x does, after some seconds, and note each call as it begins."""
+
+    def answer(batch):
+        with open(log, "a") as file:
+            file.write(f"{len(batch['x'])}\n")
+        time.sleep(seconds)
+        return by_x()(batch)
+
+    return answer
+
+
+def sign_of_x():
+    """Answer 0 where the column x is above 0, else 1, whatever it holds; it takes only pixels and texts beside it."""
+
+    def answer(batch):
+        assert all(np.asarray(one).dtype == np.uint8 for one in batch["pixels"])
+        assert all(isinstance(one, str) for one in batch["note"])
+        x = np.clip(np.nan_to_num(batch["x"]), -30, 30)
+        return np.stack([x, np.zeros_like(x)], axis=1)
+
+    return answer
+
+
 def ragged():
     """Answer with as many options as the row's number."""
     return lambda batch: [np.full(place + 1, x) for place, x in enumerate(batch["x"])]
@@ -189,11 +213,12 @@ def brightness_below(limit):
     return answer
 
 
-def slow_longest(seconds):
-    """Answer as longest does, after some seconds."""
+def longest_slow_until(path, seconds):
+    """Answer as longest does, after some seconds while there is no file at a path."""
 
     def answer(batch):
-        time.sleep(seconds)
+        if not os.path.exists(path):
+            time.sleep(seconds)
         return longest()(batch)
 
     return answer

@@ -15,7 +15,8 @@ from cauc_ray.execution.live import POLL_S, LiveRun
 from cauc_ray.execution.plan import RunPlan, import_paths
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import replicas_that_fit, require_fit
-from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.service import Replicas
 
 # Blocks that one reader reads one after the other.
 GROUP_BLOCKS = 16

@@ -9,7 +9,8 @@ from cauc_ray.data.inputs import BlockSource
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.committing import Sink
 from cauc_ray.execution.stage_queue import StageLimits
-from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 
 # What may wait before a stage: so many batches for each replica that it may have, so many blocks before the first.

@@ -14,7 +14,8 @@ from typing import Any
 import ray
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.models.pool import Replicas, StageSpec
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.service import Replicas
 
 REACH_DEADLINE_S = 10.0
 # A session of this machine claims so many logical CPUs for each core at most: every replica is a process.

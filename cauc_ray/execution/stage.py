@@ -111,7 +111,7 @@ class StageWorker:
         assert self._policy is not None
         clock = _Clock()
         try:
-            answers = clock.asks(self._asked, _batch(parts, parcels))
+            answers = clock.asks(self._asked, gathered(parts, parcels))
             answered = _answered(answers)
             state = _state(parts, parcels)
             state = state if state is None else state[answered]
@@ -155,7 +155,7 @@ class StageWorker:
         """
         clock = _Clock()
         try:
-            answers = clock.asks(self._asked, _batch(parts, parcels))
+            answers = clock.asks(self._asked, gathered(parts, parcels))
         except (ConfigError, ExecutionError):
             raise
         except SystemExit:
@@ -165,7 +165,7 @@ class StageWorker:
         compute_s = clock.elapsed_s
         if self._gflops is None and answers.costs is None:
             assert self._model is not None
-            self._gflops = measured_gflops(self._model, _batch(parts, parcels)) or 0.0
+            self._gflops = measured_gflops(self._model, gathered(parts, parcels)) or 0.0
         answered = _answered(answers)
         n = len(answered)
         result = CallResult(
@@ -205,7 +205,7 @@ class StageWorker:
 
 
 # A policy has nothing to decide where a model has answered no row: there is not even an option.
-_NOBODY = Step(np.zeros(0, np.int32), np.zeros(0), np.zeros(0, bool), np.zeros((0, 0)))
+_NOBODY = Step(np.zeros(0, np.int32), np.zeros(0), np.zeros(0, bool), np.zeros((0, 0)), np.zeros((0, 0)))
 
 
 class _Clock:
@@ -255,7 +255,7 @@ def _spread(values: npt.NDArray[Any], answered: Bools, otherwise: float) -> npt.
     return spread
 
 
-def _batch(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
+def gathered(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
     """Gather the parts' rows, column by column, into arrays that the model may write to."""
     return {
         name: concat_column([_plain(_take(parcels[part.parcel].columns[name], part.places)) for part in parts])

@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", CaucWarning)
-            result = VERBS[options.verb](options)
+            result = VERBS[options.verb](options)  # None where all is said
         # Only now: what fails says one thing, why.
         ours = [str(warning.message) for warning in told if issubclass(warning.category, CaucWarning)]
         for message in dict.fromkeys(ours):  # each once: every method that is fitted may give the same
             _say("warning", message)
-        if options.json:
+        if options.json and result is not None:
             print(json.dumps(result, allow_nan=False))
         sys.stdout.flush()
         sys.exit(0)
@@ -172,6 +172,24 @@ def _parser() -> _Parser:
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
     run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
     run.add_argument("--controllers", type=int, default=1, metavar="N", help="share input and replicas among so many")
+
+    serve = _verb(verbs, "serve", "serve a policy's cascade over HTTP, on Ray Serve, until interrupted")
+    serve.add_argument("pool", metavar="POOL")
+    serve.add_argument("--policy", metavar="FILE", required=True)
+    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
+    serve.add_argument("--port", type=int, default=8000, help="where to listen (default: 8000; 0 takes a free one)")
+    serve.add_argument("--name", help="of the model in URLs (default: the pool's)")
+    serve.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
+
+    policy = verbs.add_parser("policy", help="change the policy of a running service", allow_abbrev=False)
+    changes = policy.add_subparsers(dest="change", required=True, metavar="COMMAND", parser_class=_Parser)
+    change = _verb(changes, "set", "change the policy of a running service, without restarting anything")
+    change.add_argument("policy", metavar="POLICY", nargs="?", help="a policy file (default: the one in force)")
+    number = change.add_mutually_exclusive_group()
+    number.add_argument("--budget", type=float, metavar="B", help="mean cost per example, from the policy's own curve")
+    number.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
+    change.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
+    change.add_argument("--name", help="of the model (default: the only one)")
 
     inspect = _verb(verbs, "inspect", "say what a file or folder of cauc-ray holds")
     inspect.add_argument("file", metavar="FILE")

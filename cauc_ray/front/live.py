@@ -47,6 +47,18 @@ def busy(doing: str) -> Iterator[None]:
             progress.stop()
 
 
+@contextmanager
+def waiting(for_what: str) -> Iterator[Callable[[str], None]]:
+    """Show what is waited for; yields what to call when that changes."""
+    with _progress(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task(for_what, total=None)
+
+        def on_wait(says: str) -> None:
+            progress.update(task, description=says)
+
+        yield on_wait
+
+
 def _counted() -> tuple[ProgressColumn, ...]:
     """Return the columns of things that are done one after the other."""
     return (

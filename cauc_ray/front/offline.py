@@ -19,11 +19,12 @@ from cauc_ray.front.examples import ExampleReader
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.fitting import ThresholdRule, refit
+from cauc_ray.policies.fitting import refit
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.replay import Measures, Replay, measure_replay
+from cauc_ray.policies.threshold import ThresholdRule
 
 MOST_POINTS = 100_000
 

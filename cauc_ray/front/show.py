@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -15,12 +15,21 @@ from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.policy import MeasuredShare, Policy
 
+if TYPE_CHECKING:
+    from cauc_ray.front.serving import Service
+
 _PIPE_WIDTH = 200
 
 
 def line(text: str) -> None:
     """Print a line as it is."""
     Console(soft_wrap=True).print(text, markup=False, highlight=False)
+
+
+def service(running: Service) -> None:
+    """Print where a service is and how it is ended."""
+    line(f"{running.model} with policy {running.policy_id} is served at {running.url}/v2/models/{running.model}")
+    line(f"its addresses are described at {running.url}/docs; Ctrl-C ends it")
 
 
 def amount(value: float) -> str:
@@ -57,7 +66,9 @@ def policy(policy: Policy) -> None:
     own_headings = ["CR", "fused"] if is_base else ["alpha", "beta"]
     title = f"CAUC {'Base' if is_base else 'RF'}, policy {policy.id}, costs in {policy.cost_unit}"
     table = _table(title, ["stage", "cost", "T", "ECE", *own_headings, "answered", "accuracy"])
-    for stage, expected in zip(policy.stages, policy.expected.stages, strict=True):
+    whole = policy.expected
+    by_stage = [None] * len(policy.stages) if whole is None else whole.stages
+    for stage, expected in zip(policy.stages, by_stage, strict=True):
         at = stage.diagnostics
         error = "" if at.standard_error is None else f" ± {at.standard_error:.2g}"
         clamped = "" if at.status == "converged" else f" ({at.status})"
@@ -65,7 +76,6 @@ def policy(policy: Policy) -> None:
             own = [_percent(stage.complementarity_rate, sign=True), "yes" if stage.fused else "no"]
         elif isinstance(stage, RFStage):
             own = [_number(stage.alpha), _number(stage.beta)]
-        share = expected.answered / policy.expected.n
         _add_row(
             table,
             stage.name,
@@ -73,8 +83,8 @@ def policy(policy: Policy) -> None:
             f"{stage.temperature:.4g}{error}{clamped}",
             f"{at.calibration_error_before:.3f} → {at.calibration_error_after:.3f}",
             *own,
-            _percent(share),
-            _share(expected.accepted_accuracy),
+            _percent(None if whole is None or expected is None else expected.answered / whole.n),
+            _share(None if expected is None else expected.accepted_accuracy),
         )
     _print(table)
     how = {
@@ -86,11 +96,19 @@ def policy(policy: Policy) -> None:
     choice = policy.threshold_choice
     how = how.format(split=choice.split, objective=choice.objective, budget=policy.budget or 0, unit=policy.cost_unit)
     line(f"threshold {policy.threshold:.6g}: {how}")
-    at_all = policy.expected
-    line(
-        f"on {at_all.split} ({at_all.n:,} examples): accuracy {_share(at_all.accuracy)}, "
-        f"cost {_number(at_all.cost)} {policy.cost_unit}{_relative(at_all.relative_cost)}"
-    )
+    if whole is None:
+        line("what to expect at this threshold was not measured")
+    else:
+        line(
+            f"on {whole.split} ({whole.n:,} examples): accuracy {_share(whole.accuracy)}, "
+            f"cost {_number(whole.cost)} {policy.cost_unit}{_relative(whole.relative_cost)}"
+        )
+    if policy.curve:
+        first, last = policy.curve[0], policy.curve[-1]
+        line(
+            f"curve of {len(policy.curve)} points: {choice.objective or 'accuracy'} {_percent(first.quality)} at "
+            f"{_number(first.cost)} {policy.cost_unit} to {_percent(last.quality)} at {_number(last.cost)}"
+        )
 
 
 def evaluation(result: Mapping[str, Any]) -> None:

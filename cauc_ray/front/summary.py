@@ -24,7 +24,7 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
     lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
     for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
-    what the policy foretold.
+    what the policy foretold, None where it foretold nothing.
     """
     predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
     called = {} if ledger is None else _by_stage(ledger)  # no row may have been readable
@@ -58,8 +58,11 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         )
         reached -= answered + n_failed_here
     # For each answer: rows that failed saved nothing.
-    cost, expected = total / n_answered if n_answered else None, policy.expected
+    cost = total / n_answered if n_answered else None
     relative = cost / of_last if cost is not None and of_last > 0 else None
+    expected_relative = expected_reach = None
+    if (expected := policy.expected) is not None:
+        expected_relative, expected_reach = expected.relative_cost, expected.stages[-1].reached / expected.n
     return {
         "policy_id": policy.id,
         "method": policy.method,
@@ -71,11 +74,11 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         "total_cost": total,
         "cost": cost,
         "relative_cost": relative,
-        "expected_relative_cost": expected.relative_cost,
+        "expected_relative_cost": expected_relative,
         "saving": _rest(relative),
-        "expected_saving": _rest(expected.relative_cost),
+        "expected_saving": _rest(expected_relative),
         "last_stage_avoided": 1 - stages[-1]["reached"] / n,
-        "expected_last_stage_avoided": 1 - expected.stages[-1].reached / expected.n,
+        "expected_last_stage_avoided": _rest(expected_reach),
         "stages": stages,
     }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,53 @@ def run(options: Namespace) -> dict[str, Any]:
     return summary
 
 
+def serve(options: Namespace) -> None:
+    """Serve a cascade until interrupted; what it is called and where is said as soon as it answers."""
+    import json
+    import signal
+    import threading
+
+    from cauc_ray.front import serving
+
+    out = sys.stdout
+    with ExitStack() as stack:
+        # Ray writes there, when it starts and when it ends, what nobody has asked.
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        with live.waiting("starting") as on_wait:
+            service = stack.enter_context(
+                serving.serve(
+                    options.pool,
+                    options.policy,
+                    host=options.host,
+                    port=options.port,
+                    name=options.name,
+                    address=options.address,
+                    on_wait=on_wait,
+                )
+            )
+        with redirect_stdout(out):
+            if options.json:
+                print(json.dumps(asdict(service)), flush=True)
+            else:
+                show.service(service)
+        stopped = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken SIGTERM for itself meanwhile
+            signal.signal(number, lambda *_: stopped.set())
+        stopped.wait()
+
+
+def policy(options: Namespace) -> dict[str, Any]:
+    """Change the policy of a running service."""
+    from cauc_ray.front import serving
+
+    changed = serving.set_policy(
+        options.policy, url=options.url, name=options.name, threshold=options.threshold, budget=options.budget
+    )
+    if not options.json:
+        show.line(f"policy {changed['policy_id']} is in force after {changed['previous']}")
+    return changed
+
+
 def inspect(options: Namespace) -> dict[str, Any]:
     """Say what a file holds."""
     found = inspect_path(options.file)
@@ -213,13 +262,15 @@ def demo(options: Namespace) -> dict[str, Any]:
     return result
 
 
-VERBS: Mapping[str, Callable[[Namespace], dict[str, Any]]] = {
+VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
     "collect": collect,
     "compare": compare,
     "demo": demo,
     "evaluate": evaluate,
     "fit": fit,
     "inspect": inspect,
+    "policy": policy,
     "run": run,
+    "serve": serve,
     "sweep": sweep,
 }

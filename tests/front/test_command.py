@@ -13,9 +13,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from runs import MODELS, by_example, read_all, saved_pool, split_input
+from runs import (
+    MODELS,
+    by_example,
+    numbered_input,
+    python_pool,
+    read_all,
+    saved_pool,
+    split_input,
+    two_model_policy,
+)
 from synthetic import write_table
 
+import cauc_ray
 from cauc_ray.errors import PolicyError
 from cauc_ray.front.command import main
 from cauc_ray.policies.policy import Policy
@@ -28,6 +38,12 @@ def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("home")
     write_table(folder / "LOGITS", n=400)
     return folder
+
+
+@pytest.fixture(scope="module")
+def policy(home):
+    """Return a policy file's content."""
+    return cauc_ray.fit(home / "LOGITS", models=MODELS).to_json()
 
 
 @pytest.fixture
@@ -277,13 +293,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", sorted(set(BAD) - {"no such cluster"}))
-def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, fault):
-    cauc("fit", "LOGITS", *CHAIN, "-o", "policy.json")
+def test_bad_input_gets_one_line_exit_code_2_and_leaves_nothing(cauc, tmp_path, policy, fault):
+    (tmp_path / "policy.json").write_text(policy)
     (tmp_path / "text.json").write_text("policy")
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    policy = json.loads((tmp_path / "policy.json").read_text())
-    (tmp_path / "tomorrow.json").write_text(json.dumps(policy | {"format": "cauc-policy/2"}))
+    (tmp_path / "tomorrow.json").write_text(json.dumps(json.loads(policy) | {"format": "cauc-policy/2"}))
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stgaes": []}))
     pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "in.parquet")
     pq.write_table(pa.table({"image": [b"x"] * 9, "label": [0] * 9}), tmp_path / "images.parquet")
@@ -410,39 +425,39 @@ def test_a_cluster_that_is_not_there_is_told(tmp_path, home):
 
 
 def test_an_interrupted_run_stops_at_once_and_says_so(tmp_path):
-    chain = write_table(tmp_path / "LOGITS", n=200)["test"]
-    cauc = Path(sys.executable).with_name("cauc")
-    fit = [cauc, "fit", "LOGITS", *CHAIN, "--threshold", "2.0", "-o", "policy.json"]
-    subprocess.run(fit, cwd=tmp_path, check=True, capture_output=True)
-    pool = saved_pool(tmp_path)
-    content = yaml.safe_load(pool.read_text())
-    for stage in content["stages"]:
-        stage["model"]["seconds_per_call"] = 3.0
-    pool.write_text(yaml.safe_dump(content))
-    run = [cauc, "run", pool, "--policy", "policy.json", "--input", split_input(tmp_path, chain), "-o", "out"]
-    process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "out").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(4.0)
-    process.send_signal(signal.SIGINT)
+    log = tmp_path / "calls"
+    pool = python_pool(tmp_path, [("slow_by_x", {"seconds": 3.0, "log": str(log)}), ("by_x", {})])
+    (tmp_path / "policy.json").write_text(two_model_policy().to_json())
+    run = ["run", pool, "--policy", "policy.json", "--input", numbered_input(tmp_path), "-o", "out"]
+    executable = Path(sys.executable).with_name("cauc")
+    process = subprocess.Popen(
+        [executable, *run], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # in the first of five calls
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.splitlines()[-1] == "cauc: stopped: interrupted"
     assert "Traceback" not in err
     assert not (tmp_path / "out" / "summary.json").exists()
+    assert len(log.read_text().split()) < 5
 
 
-def test_collect_killed_outright_goes_on_and_has_every_row_once(tmp_path):
-    cauc = Path(sys.executable).parent / "cauc"
+@pytest.mark.usefixtures("ray_session")
+def test_collect_killed_outright_goes_on_and_has_every_row_once(cauc, tmp_path):
     pool = question_pool()
     pool["stages"][0] |= {"batch_size": 16}
-    pool["stages"][0]["model"] = {"kind": "python", "factory": "user_models:slow_longest", "kwargs": {"seconds": 0.05}}
+    # Slow for as long as it is to be killed: what is left at that moment takes longer than killing.
+    told = {"path": str(tmp_path / "killed"), "seconds": 0.08}
+    pool["stages"][0]["model"] = {"kind": "python", "factory": "user_models:longest_slow_until", "kwargs": told}
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
     rows = [{"id": f"q{n}", "question": f"{n}?", "choices": ["a", "b" * (n % 7 + 1)], "label": 1} for n in range(2000)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
-    collect = [cauc, "collect", "pool.yaml", "--dataset", "q.parquet", "--split", "all", "-o", "L", "--json"]
-    first = subprocess.Popen(collect, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    collect = ["collect", "pool.yaml", "--dataset", "q.parquet", "--split", "all", "-o", "L", "--json"]
+    executable = Path(sys.executable).with_name("cauc")
+    first = subprocess.Popen([executable, *collect], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     folder = tmp_path / "L" / "model=longest" / "split=all"
     deadline = time.monotonic() + 90
     while len(list(folder.glob("part-*.parquet"))) < 2 and time.monotonic() < deadline:
@@ -450,10 +465,11 @@ def test_collect_killed_outright_goes_on_and_has_every_row_once(tmp_path):
     first.kill()
     first.communicate(timeout=60)
     time.sleep(2.0)  # the controller ends with its driver
+    (tmp_path / "killed").touch()
     parts = {path.name: path.read_bytes() for path in folder.glob("part-*.parquet")}
     assert 2 <= len(parts) < 8
-    again = subprocess.run(collect, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
-    assert json.loads(again.stdout)["models"][0]["splits"]["all"]["rows"] == 2000
+    code, out, _ = cauc(*collect)
+    assert (code, json.loads(out)["models"][0]["splits"]["all"]["rows"]) == (0, 2000)
     table = by_example(read_all(folder))
     assert {example: row["logits"] for example, row in table.items()} == {
         row["id"]: [float(len(choice)) for choice in row["choices"]] for row in rows

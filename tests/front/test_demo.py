@@ -3,18 +3,36 @@
 import json
 import subprocess
 import sys
+import urllib.request
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from runs import by_example, read_all
 
 import cauc_ray
+from cauc_ray.front.command import main
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of gevent, which it brings along
+    from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
 pytest.importorskip("torch", reason="the demo trains torch models")
 pytest.importorskip("sklearn", reason="the demo's images come with scikit-learn")
 
-FILES = ["accuracy-cost.png", "inputs", "logits", "policies", "pool.yaml", "run", "sweep.parquet", "weights"]
+FILES = [
+    "accuracy-cost.png",
+    "inputs",
+    "logits",
+    "policies",
+    "pool.yaml",
+    "request.json",
+    "run",
+    "sweep.parquet",
+    "weights",
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +93,16 @@ def test_its_folder_holds_all_that_it_names(demo):
     assert len(set.union(*ids.values())) == sum(map(len, ids.values())) == 1078
 
 
-def test_its_parts_run_again_by_hand(demo, tmp_path):
+@pytest.mark.usefixtures("ray_session")
+def test_its_parts_run_again_by_hand(demo, tmp_path, capsys):
     folder, _ = demo
-    cauc = Path(sys.executable).with_name("cauc")
     policy, inputs = folder / "policies" / "base.json", folder / "inputs" / "test.parquet"
-    run = [cauc, "run", folder / "pool.yaml", "--policy", policy, "--input", inputs, "-o", tmp_path / "out", "--json"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["n"] == 539
+    run = ["run", folder / "pool.yaml", "--policy", policy, "--input", inputs, "-o", tmp_path / "out", "--json"]
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in run])
+    said = capsys.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert json.loads(said.out)["n"] == 539
 
 
 def test_a_folder_that_exists_is_refused(tmp_path):
@@ -93,3 +113,32 @@ def test_a_folder_that_exists_is_refused(tmp_path):
     assert done.returncode == 2
     assert "not an empty folder" in done.stderr
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["x"]
+
+
+def test_it_is_served_as_it_is_replayed(demo, ray_session):
+    folder, _ = demo
+    policy = cauc_ray.Policy.load(folder / "policies" / "rf-20.json")
+    replayed = by_example(cauc_ray.evaluate(folder / "logits", policy).predictions())
+    test = pq.read_table(folder / "inputs" / "test.parquet")
+    pixels = np.array(test["image"].to_pylist(), dtype=np.float32)
+    with cauc_ray.serve(folder / "pool.yaml", policy, port=0) as service:
+        with InferenceServerClient(service.url.removeprefix("http://"), network_timeout=120) as client:
+            images = InferInput("image", pixels.shape, "FP32")
+            images.set_data_from_numpy(pixels)
+            names = ("prediction", "stage", "confidence", "cost", "label")
+            outputs = [InferRequestedOutput(name) for name in names]
+            result = client.infer("digits", [images], outputs=outputs)
+        request = urllib.request.Request(
+            f"{service.url}/v2/models/digits/infer", (folder / "request.json").read_bytes()
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            first = {output["name"]: output["data"] for output in json.load(response)["outputs"]}
+    found = {name: result.as_numpy(name).tolist() for name in names}
+    for row, example in enumerate(test["example_id"].to_pylist()):
+        expected = replayed[example]
+        for name in ("prediction", "stage", "cost"):
+            assert found[name][row] == expected[name]
+        assert found["confidence"][row] == pytest.approx(expected["confidence"], abs=1e-5)
+        assert int(found["label"][row]) == expected["prediction"]
+    assert first["prediction"] == found["prediction"][:8]
+    assert first["stage"] == found["stage"][:8]

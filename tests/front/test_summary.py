@@ -91,6 +91,17 @@ def test_a_run_of_a_few_calls(tmp_path):
     assert (found["degraded"], found["n_failed"]) == (0, 0)
 
 
+def test_a_policy_that_foretells_nothing_leaves_only_that_open(tmp_path, capsys):
+    calls = [call("small", 0, 0.0, 1.0, accepted=2)]
+    known = summary_of(tmp_path, calls, [0, 0])
+    found = summarise(tmp_path, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
+    open_keys = {key for key in known if known[key] != found[key]}
+    assert open_keys == {"expected_relative_cost", "expected_saving", "expected_last_stage_avoided"}
+    assert all(found[key] is None for key in open_keys)
+    show.run_summary({"run_id": "r", **found, "run_s": 1.0, "elapsed_s": 2.0})
+    assert "(– expected)" in capsys.readouterr().out
+
+
 def test_a_stage_that_nothing_reached_has_zeros_and_no_shares(tmp_path):
     found = summary_of(tmp_path, [call("small", 0, 0.0, 0.0, accepted=2), call("small", 0, 0.0, 0.0)], [0, 0])
     small, large = found["stages"]

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from cauc_ray.data.files import parquet_files, read_parquet, write_parquet, write_text
+from cauc_ray.data.files import parquet_files, read_parquet, write_json, write_parquet, write_text
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.ledger import new_folder, require_new
@@ -29,6 +29,8 @@ SEED = 0
 # Of the largest model's cost: what RF may spend per image on average.
 BUDGETS = (0.1, 0.2, 0.4)
 LIVE_BUDGET = 0.2
+# Test images in request.json, for a first try of `cauc serve`.
+REQUEST_ROWS = 8
 
 
 def run_demo(output: str | None) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def _demo(folder: Path) -> dict[str, Any]:
             "run/predictions",
             "run/ledger",
             "accuracy-cost.png",
+            "request.json",
         ],
     }
 
@@ -121,7 +124,15 @@ def _write_inputs(folder: Path) -> dict[str, tuple[Any, Any]]:
             }
         )
         write_parquet(folder / "inputs" / f"{name}.parquet", table)
+    write_json(folder / "request.json", _request(images[parts["test"][:REQUEST_ROWS]]))
     return {name: (images[rows], labels[rows]) for name, rows in parts.items()}
+
+
+def _request(images: Any) -> dict[str, Any]:
+    """Return what `cauc serve` is asked with for some images, float32 (n, 64)."""
+    tensor = {"name": "image", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    outputs = ("prediction", "confidence", "stage", "cost")
+    return {"inputs": [tensor], "outputs": [{"name": name} for name in outputs]}
 
 
 def _train(folder: Path, images: Any, labels: Any) -> Pool:
@@ -144,7 +155,8 @@ def _train(folder: Path, images: Any, labels: Any) -> Pool:
                 "resources": {"num_cpus": 0.5},
             }
         )
-    content = {"name": "digits", "task": "image-classification", "stages": stages}
+    pixels = {"image": {"datatype": "FP32", "shape": [images.shape[1]]}}
+    content = {"name": "digits", "task": "image-classification", "inputs": pixels, "stages": stages}
     write_text(folder / "pool.yaml", yaml.safe_dump(content, sort_keys=False))
     return load_pool(folder / "pool.yaml")
 

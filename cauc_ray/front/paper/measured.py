@@ -59,6 +59,7 @@ def measure_pair(root: Path, pair: Chain) -> PairMeasures:
     """Measure what fusing does for a pair, and CAUC-RF at the same validation cost."""
     table = root / pair.set
     base = _fit_base(table, pair.models)
+    assert base.expected is not None
     rf = fit(table, models=pair.models, method="rf", budget=base.expected.cost, objective=pair.objective)
     return _pair(table, base, _measures(table, rf))
 
@@ -123,6 +124,7 @@ def _grown(table: Path, models: tuple[str, ...], objective: Objective) -> GrownC
     base = _fit_base(table, models)
     # The paper's two policies share a routing schedule: one threshold for both.
     shared = fit(table, models=models, method="rf", threshold=base.threshold)
+    assert base.expected is not None
     best = fit(table, models=models, method="rf", budget=base.expected.cost, objective=objective)
     of_base, of_shared, of_best = (_measures(table, policy) for policy in (base, shared, best))
     added = models[-2] if len(models) > 1 else models[-1]

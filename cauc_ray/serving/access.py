@@ -1,0 +1,42 @@
+"""Who may ask, and the log of who asked what."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from cauc_ray.serving.faults import RequestError
+
+
+def token_of(variable: str) -> bytes | None:
+    """Return the token in a variable of the environment, None where there is none.
+
+    White space around it, such as the line break of the file it came from, is no part of it: no header could carry
+    it. One of nothing else is a token that nobody has.
+    """
+    value = os.environ.get(variable)
+    return os.fsencode(value).strip() if value else None
+
+
+def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
+    """Raise RequestError (401) unless a request bears one of the tokens; None asks for none."""
+    wanted = [token for token in tokens if token is not None]
+    if not wanted:
+        return
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
+    given = text.encode("latin-1").strip()
+    # All are compared, in constant time each: how long it takes tells nothing.
+    same = [hmac.compare_digest(given, token) for token in wanted]
+    if scheme.lower() != "bearer" or not given or not any(same):
+        raise RequestError("this needs the header 'Authorization: Bearer TOKEN' with a token that is valid here", 401)
+
+
+def log_request(logger: logging.Logger, fields: Mapping[str, Any]) -> None:
+    """Write one JSON line about a request, as Serve's own access log: where that is off, so is this."""
+    line = json.dumps({"event": "infer", **{name: value for name, value in fields.items() if value is not None}})
+    logger.info(line, extra={"serve_access_log": True, "log_to_stderr": False})

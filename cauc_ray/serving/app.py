@@ -1,0 +1,114 @@
+"""The application that Ray Serve runs: a router, and a deployment for each stage.
+
+The annotation of build_app must be the class itself, not a text: Serve reads it.
+"""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from ray import serve
+from ray.serve import Application
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.execution.plan import import_paths
+from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
+from cauc_ray.models.resources import Resources
+from cauc_ray.models.service import Replicas
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.policies_live import policy_of
+from cauc_ray.serving.router import ROUTER, Router, stage_deployment
+from cauc_ray.serving.stages import StageServer
+
+# The router refuses early by itself; these only keep Serve from refusing before it.
+ROUTER_REQUESTS = 10_000
+
+
+class ServingArgs(BaseModel):
+    """What build_app needs.
+
+    pool, policy: the paths of the files, or their content.   name: of the model in URLs, the pool's without one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    pool: str | dict[str, Any]
+    policy: str | dict[str, Any]
+    name: str | None = None
+
+
+def build_app(args: ServingArgs) -> Application:
+    """Return a pool's cascade as a Serve application: import path `cauc_ray.serving:build_app`.
+
+    Paths are of the node where Serve builds the application, relative ones from its working directory.
+    Raises ConfigError or PolicyError in one line where pool, policy and chain do not fit together.
+    """
+    pool = load_pool(args.pool) if isinstance(args.pool, str) else pool_of(args.pool, Path.cwd())
+    policy = policy_of(args.policy)
+    return application(pool, policy, args.name)
+
+
+def application(pool: Pool, policy: Policy, name: str | None = None) -> Application:
+    """Return a pool's cascade with a policy as a Serve application."""
+    model = pool.name if name is None else name
+    if not model or set(model) & set("/?#%") or not model.isprintable():
+        raise ConfigError(
+            f"a model's name is part of URLs: some printable text without '/', '?', '#' and '%', not {model!r}"
+        )
+    stages = pool.chain(policy.models)
+    deployments = [_stage(spec).bind(spec, import_paths()) for spec in stages]
+    key = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
+    return _router(pool).bind(model, pool, policy, deployments, key, import_paths())
+
+
+def _stage(spec: StageSpec) -> Any:
+    serving = spec.serving
+    return serve.deployment(
+        StageServer,
+        name=stage_deployment(spec.name),
+        ray_actor_options=_actor_options(spec.resources),
+        # One call computes and one waits; the router holds the others back, where they can still be gathered.
+        max_ongoing_requests=4,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=5.0,
+        **_scale(
+            spec.replicas,
+            target_ongoing_requests=serving.target_ongoing_requests,
+            upscale_delay_s=serving.upscale_delay_s,
+            downscale_delay_s=serving.downscale_delay_s,
+        ),
+    )
+
+
+def _router(pool: Pool) -> Any:
+    router = pool.serving.router
+    return serve.deployment(
+        serve.ingress()(Router),
+        name=ROUTER,
+        ray_actor_options=_actor_options(router.resources),
+        max_ongoing_requests=ROUTER_REQUESTS,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_timeout_s=10.0,
+        **_scale(router.replicas, target_ongoing_requests=100, upscale_delay_s=10.0, downscale_delay_s=300.0),
+    )
+
+
+def _scale(replicas: Replicas, **autoscaling: float) -> dict[str, Any]:
+    if replicas.min == replicas.max:
+        return {"num_replicas": replicas.min}
+    window_s = min(10.0, max(2.0, autoscaling["upscale_delay_s"]))
+    bounds = {"min_replicas": replicas.min, "max_replicas": replicas.max, "look_back_period_s": window_s}
+    return {"autoscaling_config": {**bounds, **autoscaling}}
+
+
+def _actor_options(resources: Resources) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus}
+    if resources.custom:
+        options["resources"] = resources.custom
+    if resources.labels:
+        options["label_selector"] = resources.labels
+    if resources.fallback:
+        options["fallback_strategy"] = [{"label_selector": labels} for labels in resources.fallback]
+    return options

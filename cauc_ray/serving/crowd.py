@@ -1,0 +1,49 @@
+"""How many requests are open, and whether more are likely to come soon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# The most requests that were open at once are remembered for one to two of these.
+WINDOW_S = 0.5
+
+
+class Crowd:
+    """Counts open requests.
+
+    Clients that send their next request when they have their answer come back in a crowd: it is worth waiting for
+    as long as fewer are open than there have lately been, and not at all for a client that is alone.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n_open = 0
+        self._most = self._most_before = 0
+        self._window_ends = 0.0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count a request for the length of the block."""
+        self._turn_window()
+        self._n_open += 1
+        self._most = max(self._most, self._n_open)
+        try:
+            yield
+        finally:
+            self._n_open -= 1
+
+    def expects_more(self) -> bool:
+        """Return whether fewer requests are open than there were at once a moment ago."""
+        self._turn_window()
+        return self._n_open < max(self._most, self._most_before)
+
+    def _turn_window(self) -> None:
+        now = self._clock()
+        if now < self._window_ends:
+            return
+        # A window that nobody looked into was as empty as it is now.
+        lately = now < self._window_ends + WINDOW_S
+        self._most_before = self._most if lately else self._n_open
+        self._most = self._n_open
+        self._window_ends = now + WINDOW_S

@@ -1,0 +1,51 @@
+"""What can go wrong with a request: of its own making, or a stage's."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Literal, TypeAlias
+
+_MOST_LETTERS = 120
+# Looks at so much of a value and no more: it may be as large as a body.
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _MOST_LETTERS
+_SHORT.maxlist = 16
+
+# Why rows get no answer from a stage: it takes too long, has no replica, has too much to do, or failed.
+Trouble: TypeAlias = Literal["timeout", "down", "overloaded", "error", "refused"]
+
+
+class RequestError(Exception):
+    """A request that cannot be answered, as its client is told.
+
+    status: of HTTP.   retry_after_s: when it may be worth trying again, None where it is not.
+    """
+
+    def __init__(self, message: str, status: int = 400, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class StageError(Exception):
+    """A call of a stage that came to nothing.
+
+    kind: "died" (its replica ended, so another may do it), "down" (no replica takes calls), "overloaded", or
+    "failed" (the model or the code around it raised).
+    """
+
+    def __init__(self, kind: Literal["died", "down", "overloaded", "failed"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+def shown(value: object) -> str:
+    r"""Return what a client sent as a message can hold it: short, and on one line.
+
+    >>> shown("a\nb")
+    "'a\\nb'"
+    """
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"

@@ -1,0 +1,164 @@
+"""A request on its way through the cascade: its rows, and what is known of their answers so far."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.policy import Policy, Step
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request of n rows. Its policy is the one that was in force when it came, to the end.
+
+    columns: the input, each (n, ...).   kind_of_columns: rows of requests where it is the same may share a batch.
+    last_stage: none of its rows goes beyond.   predictions: int32 (n,),
+    confidences: float64 (n,), stages: int8 (n,), the best answers so far and the stages that gave them.
+    costs: float64 (n,), of all calls so far.   degraded: bool (n,), rows that a stage should have had but could
+    not.   scores: float64 (n, K), of the best answers, kept only where they are wanted.   called: bool (M,).
+    reason: why rows are degraded, as of the first one.   spans_ns: by stage, when rows were first ready for it and
+    when they were last answered, since the epoch.
+    """
+
+    policy: Policy
+    columns: Batch
+    n: int
+    last_stage: int
+    wants_scores: bool = False
+    kind_of_columns: frozenset[tuple[str, str]] = field(init=False)
+    predictions: Ints = field(init=False)
+    confidences: Floats = field(init=False)
+    stages: Ints = field(init=False)
+    costs: Floats = field(init=False)
+    degraded: Bools = field(init=False)
+    called: Bools = field(init=False)
+    scores: Floats | None = None
+    reason: str | None = None
+    spans_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    n_open: int = field(init=False)
+    groups: set[Group] = field(default_factory=set)
+    done: asyncio.Future[None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Joined arrays of two types would become one type, and a model may read them otherwise.
+        self.kind_of_columns = frozenset((name, column.dtype.str) for name, column in self.columns.items())
+        self.predictions = np.full(self.n, -1, dtype=np.int32)
+        self.confidences = np.full(self.n, np.nan)
+        self.stages = np.full(self.n, -1, dtype=np.int8)
+        self.costs = np.zeros(self.n)
+        self.degraded = np.zeros(self.n, dtype=bool)
+        self.called = np.zeros(len(self.policy.stages), dtype=bool)
+        self.n_open = self.n
+        self.done = asyncio.get_running_loop().create_future()
+
+    def note(self, stage: int, rows: Ints, step: Step, taken: slice, costs: Floats, waited_s: float) -> None:
+        """Take a step's answers for some rows as the best so far.
+
+        rows: int (m,), places in the request.   taken: the m rows of the step that are theirs.   costs: float64
+        (m,), of the call.   waited_s: since they were ready for the stage.
+        """
+        now = time.time_ns()
+        first, _ = self.spans_ns.get(stage, (now - int(waited_s * 1e9), now))
+        self.spans_ns[stage] = first, now
+        self.called[stage] = True
+        self.costs[rows] += costs
+        self.predictions[rows] = step.predictions[taken]
+        self.confidences[rows] = step.confidences[taken]
+        self.stages[rows] = stage
+        if self.wants_scores:
+            self._keep_scores(rows, step.scores[taken])
+
+    def _keep_scores(self, rows: Ints, scores: Floats) -> None:
+        k = scores.shape[1]
+        if self.scores is None:
+            self.scores = np.full((self.n, k), -np.inf)
+        elif self.scores.shape[1] < k:
+            self.scores = np.pad(self.scores, ((0, 0), (0, k - self.scores.shape[1])), constant_values=-np.inf)
+        self.scores[rows] = -np.inf
+        self.scores[rows, :k] = scores
+
+    def finish(self, n_rows: int) -> None:
+        """Count rows that need nothing more; the last ones end the request."""
+        self.n_open -= n_rows
+        if self.n_open == 0 and not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """End the request without an answer."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Payload:
+    """Columns of rows where they lie: in this process, or in the object store for every stage to read.
+
+    columns: each (n, ...), None where they are shared.   ref: what a stage reads them by, None where they are not.
+    """
+
+    columns: Batch | None
+    ref: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Rows of one request that wait for a stage together, or are at one.
+
+    stage: which one.   rows: int (m,), places in the request.   payload, places: what holds their columns, and
+    where in it, int (m,).   state: float64 (m, S), None before the first stage.   ready_at, expires_at: seconds
+    on the loop's clock.   attempt: 1, or more after a replica died.   live: False once nobody waits for them here.
+    """
+
+    flight: Flight
+    stage: int
+    rows: Ints
+    payload: Payload
+    places: Ints
+    state: Floats | None
+    ready_at: float
+    expires_at: float
+    attempt: int = 1
+    live: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def split(self, n: int) -> tuple[Group, Group]:
+        """Return the first n rows and the others as groups of their own; this one ends."""
+        parts = self.part(slice(None, n)), self.part(slice(n, None))
+        self.end()
+        self.flight.groups.update(parts)
+        return parts
+
+    def part(self, chosen: slice | Ints) -> Group:
+        """Return some of the rows as a group that the request does not know of."""
+        return replace(
+            self,
+            rows=self.rows[chosen],
+            places=self.places[chosen],
+            state=None if self.state is None else self.state[chosen],
+        )
+
+    def end(self) -> None:
+        """Leave the stage."""
+        self.live = False
+        self.flight.groups.discard(self)
+
+
+def joined_states(groups: Sequence[Group]) -> Floats | None:
+    """Return the groups' states in one array, padded with -inf to the widest; None before the first stage."""
+    states = [group.state for group in groups if group.state is not None]
+    if not states:
+        return None
+    width = max(state.shape[1] for state in states)
+    if any(state.shape[1] < width for state in states):
+        states = [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
+    return np.concatenate(states)

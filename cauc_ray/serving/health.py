@@ -1,0 +1,67 @@
+"""Whether a stage takes rows: it has replicas, and its last calls have not all failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+# A stage that has failed in so many calls in a row is left alone, but for one call each so many seconds.
+FAILURES_TO_PAUSE = 8
+PAUSE_S = 1.0
+# Rows wait so long for a replica where there is none; then the stage is down.
+DOWN_AFTER_S = 3.0
+
+
+class StageHealth:
+    """What is known of a stage's replicas and of its last calls.   clock: seconds."""
+
+    def __init__(self, n_replicas: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._without_since: float | None = None
+        self._n_failures = 0
+        self._paused_until = 0.0
+        self._succeeded_at = -math.inf
+        self.n_replicas = n_replicas
+
+    @property
+    def n_replicas(self) -> int:
+        """How many replicas take calls, as far as is known."""
+        return self._n_replicas
+
+    @n_replicas.setter
+    def n_replicas(self, n: int) -> None:
+        if n > 0:
+            self._without_since = None
+        elif self._without_since is None:
+            self._without_since = self._clock()
+        self._n_replicas = n
+
+    @property
+    def paused(self) -> bool:
+        """Return whether the stage is to be left alone, but for a call that finds out whether it is well again."""
+        return self._n_failures >= FAILURES_TO_PAUSE
+
+    def why_not(self, calling: bool) -> str | None:
+        """Return why the stage takes no rows now, None where it does.   calling: whether a call is under way."""
+        now = self._clock()
+        if self._without_since is not None and now - self._without_since > DOWN_AFTER_S:
+            return "it has no replica"
+        if self.paused and (calling or now < self._paused_until):
+            return "its last calls have failed"
+        return None
+
+    def succeeded(self) -> None:
+        """Note a call that was answered."""
+        self._n_failures = 0
+        self._succeeded_at = self._clock()
+
+    @property
+    def silent_s(self) -> float:
+        """Return how many seconds ago a call was answered last."""
+        return self._clock() - self._succeeded_at
+
+    def failed(self, *, for_good: bool = False) -> None:
+        """Note a call that came to nothing; for_good: it alone is reason enough to leave the stage alone."""
+        self._n_failures += FAILURES_TO_PAUSE if for_good else 1
+        if self.paused:
+            self._paused_until = self._clock() + PAUSE_S

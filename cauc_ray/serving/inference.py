@@ -1,0 +1,191 @@
+"""From the body of a request for inference to that of its response."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.softmax import softmax
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.inputs import Inputs
+from cauc_ray.serving.messages import InferRequest, read_infer_request, write_infer_response
+from cauc_ray.serving.tensors import Tensor
+from cauc_ray.serving.tracing import Spans
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.router import Router
+
+# What a response holds unless the request names outputs, and what it may name beside these.
+DEFAULT_OUTPUTS = ("prediction", "label", "confidence")
+OUTPUTS: Mapping[str, str] = {
+    "prediction": "INT32",
+    "label": "BYTES",
+    "confidence": "FP32",
+    "probabilities": "FP32",
+    "stage": "INT8",
+    "cost": "FP32",
+    "degraded": "BOOL",
+}
+PARAMETERS = ("max_cost", "max_stage", "binary_data_output")
+# A longer body is read in a thread, so that other requests do not wait for it.
+LONG_BODY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """body and json_length: of the response (None: it is JSON alone).   told: what the access log says of it."""
+
+    body: bytes
+    json_length: int | None
+    told: Mapping[str, Any]
+
+
+class Inference:
+    """Answers requests for inference of one router."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.inputs = Inputs(router.pool, router.specs)
+        self._spans = Spans.configured(router.pool.serving.tracing)
+
+    async def answer(self, body: bytes, json_length: int | None, version: str, headers: Mapping[str, str]) -> Reply:
+        """Answer one request. Raises RequestError."""
+        started_ns = time.time_ns()
+        in_force = self._router.in_force  # once: a request has one policy to the end
+        if len(body) > LONG_BODY:
+            request, columns, n = await asyncio.to_thread(self._read, body, json_length)
+        else:
+            request, columns, n = self._read(body, json_length)
+        flight = await self._router.cascade.answer(
+            in_force.policy,
+            columns,
+            n,
+            last_stage=last_stage(request.parameters, in_force.policy),
+            wants_scores=any(output.name == "probabilities" for output in request.outputs or ()),
+        )
+        parameters = self._parameters(flight, in_force.id)
+        names = DEFAULT_OUTPUTS if request.outputs is None else tuple(output.name for output in request.outputs)
+        outputs = [Tensor(name, OUTPUTS[name], self._values(name, flight)) for name in names]
+        binary = names if request.outputs is None and request.binary_by_default else ()
+        if request.outputs is not None:
+            binary = tuple(output.name for output in request.outputs if output.binary)
+        written, length = write_infer_response(
+            model=self._router.model,
+            version=version,
+            id=request.id,
+            outputs=outputs,
+            binary=binary,
+            parameters=parameters,
+        )
+        told = {"rows": n, **parameters}
+        self._spans.tell(headers, started_ns, flight, told)
+        return Reply(written, length, told)
+
+    def metadata(self, version: str) -> dict[str, Any]:
+        """Return the model's metadata as the protocol has it."""
+        return {
+            "name": self._router.model,
+            "versions": [version],
+            "platform": "cauc-ray",
+            "inputs": [
+                {"name": name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+                for name, spec in self.inputs.declared.items()
+            ],
+            "outputs": [
+                {"name": name, "datatype": datatype, "shape": [-1, -1] if name == "probabilities" else [-1]}
+                for name, datatype in OUTPUTS.items()
+            ],
+            "parameters": {
+                "policy_id": self._router.in_force.id,
+                "method": self._router.in_force.policy.method,
+                "stages": ",".join(self._router.in_force.policy.models),
+                "cost_unit": self._router.in_force.policy.cost_unit,
+            },
+        }
+
+    def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
+        request = read_infer_request(body, json_length)
+        for output in request.outputs or ():
+            if output.name not in OUTPUTS:
+                raise RequestError(f"there is no output {output.name!r:.80}; there are {', '.join(OUTPUTS)}")
+        unknown = next((name for name in request.parameters if name not in PARAMETERS), None)
+        if unknown is not None:
+            raise RequestError(f"unknown parameter {unknown!r:.80}; there are {', '.join(PARAMETERS)}")
+        return request, *self.inputs.columns(request.inputs)
+
+    def _parameters(self, flight: Flight, policy_id: str) -> dict[str, Any]:
+        called = [name for name, was in zip(flight.policy.models, flight.called, strict=True) if was]
+        degraded = bool(flight.degraded.any())
+        told = {
+            "policy_id": policy_id,
+            "stage": int(flight.stages.max()),
+            "stages_called": ",".join(called),
+            "cost": float(flight.costs.sum()),
+            "cost_unit": flight.policy.cost_unit,
+            "degraded": degraded,
+        }
+        return {**told, "reason": flight.reason} if degraded else told
+
+    def _values(self, name: str, flight: Flight) -> npt.NDArray[Any]:
+        if name == "prediction":
+            return flight.predictions
+        if name == "label":
+            return self._labels(flight)
+        if name == "probabilities":
+            assert flight.scores is not None
+            return softmax(flight.scores).astype(np.float32)
+        if name == "stage":
+            return flight.stages
+        if name == "degraded":
+            return flight.degraded
+        return (flight.confidences if name == "confidence" else flight.costs).astype(np.float32)
+
+    def _labels(self, flight: Flight) -> npt.NDArray[Any]:
+        """Return what the options are called: the chosen text of a question, a class's name, else its number."""
+        texts = np.empty(flight.n, dtype=object)
+        choices = flight.columns.get("choices")
+        names = self._router.labels
+        for row, option in enumerate(flight.predictions.tolist()):
+            known = choices[row] if choices is not None else names
+            text = known[option] if known is not None and option < len(known) else str(option)
+            texts[row] = text.encode()
+        return texts
+
+
+def last_stage(parameters: Mapping[str, Any], policy: Policy) -> int | None:
+    """Return the deepest stage that a request allows, None for the last.
+
+    max_stage: its number from 0, or its name.   max_cost: what the calls for one row may cost, in the policy's unit.
+    Raises RequestError.
+    """
+    deepest = len(policy.stages) - 1
+    allowed = deepest
+    if "max_stage" in parameters:
+        wanted = parameters["max_stage"]
+        if isinstance(wanted, str) and wanted in policy.models:
+            allowed = policy.models.index(wanted)
+        elif isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted <= deepest:
+            allowed = wanted
+        else:
+            raise RequestError(f"max_stage is 0 to {deepest}, or one of {', '.join(policy.models)}, not {wanted!r:.80}")
+    if "max_cost" in parameters:
+        cap = parameters["max_cost"]
+        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:
+            raise RequestError(f"max_cost is a number of at least 0, in {policy.cost_unit}, not {cap!r:.80}")
+        # A cap that equals a sum of costs shall not miss it by rounding.
+        affordable = np.cumsum([stage.cost for stage in policy.stages]) <= cap * (1 + 1e-9)
+        if not affordable[0]:
+            raise RequestError(
+                f"max_cost {cap:g} is below the cost of the first stage, {policy.stages[0].cost:g} {policy.cost_unit}"
+            )
+        allowed = min(allowed, int(affordable.sum()) - 1)
+    return allowed

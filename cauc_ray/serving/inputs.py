@@ -1,0 +1,195 @@
+"""From the tensors of a request to the columns that models read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic_core import from_json
+
+from cauc_ray.models.answers import Batch
+from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.models.service import InputSpec
+from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.tensors import Tensor
+
+_BYTES = InputSpec(datatype="BYTES")
+_IMAGE_KINDS = ("torchvision", "transformers-image")
+_CHOICE_KINDS = ("transformers-choice", "openai")
+_OPTIONAL = ("context", "subject", "task")
+
+
+class Inputs:
+    """The tensors that a pool's models read, and how they become columns.
+
+    A column `image` takes encoded images (BYTES) or pixels; questions are JSON texts {question, choices, …}, or
+    come apart as texts `question` and JSON lists `choices`. Where the models are a user's own and the pool does not
+    declare its inputs, all tensors are taken as they come.
+
+    declared: the inputs that a request must have.   names: of these, and of those that it may have.   takes_any:
+    whether it may have others.   any_pixels: whether `image` may be pixels.
+    """
+
+    def __init__(self, pool: Pool, stages: tuple[StageSpec, ...]) -> None:
+        kinds = {stage.model.model_dump()["kind"] for stage in stages}
+        self.any_pixels = bool(kinds & set(_IMAGE_KINDS)) and not pool.inputs
+        self._questions = bool(kinds & set(_CHOICE_KINDS)) and not pool.inputs
+        declared = dict(pool.inputs)
+        if not declared:
+            known = {"image": _BYTES} if self.any_pixels else {"question": _BYTES} if self._questions else {}
+            declared = {**known, **({"example_id": _BYTES} if "saved" in kinds else {})}
+        self.declared: Mapping[str, InputSpec] = declared
+        self.names = tuple(dict.fromkeys([*declared, *(("choices", *_OPTIONAL) if self._questions else ())]))
+        self.takes_any = bool(kinds - {*_IMAGE_KINDS, *_CHOICE_KINDS, "saved"}) and not pool.inputs
+        # What no queue can ever hold would be told to come again for ever.
+        self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)
+
+    def columns(self, tensors: Mapping[str, Tensor]) -> tuple[Batch, int]:
+        """Return a request's columns, each (n, ...), and n.
+
+        Raises RequestError naming the tensor that is missing, unknown, or has another type or shape.
+        """
+        self._check_names(tensors)
+        n = self._n_rows(tensors)
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for name, tensor in tensors.items():
+            self._check(tensor)
+            columns[name] = self._column(tensor)
+        if self._questions:
+            columns = _questions(columns)
+        return columns, n
+
+    def _check_names(self, tensors: Mapping[str, Tensor]) -> None:
+        missing = next((name for name in self.declared if name not in tensors), None)
+        if missing is not None:
+            raise RequestError(f"there is no input {missing!r}; the model reads {', '.join(self.declared)}")
+        unknown = next((name for name in tensors if name not in self.names), None)
+        if unknown is not None and not self.takes_any:
+            raise RequestError(f"unknown input {unknown!r:.80}; the model reads {', '.join(self.names)}")
+
+    def _n_rows(self, tensors: Mapping[str, Tensor]) -> int:
+        counts: dict[str, int | None] = {
+            name: tensor.values.shape[0] if tensor.values.ndim else None for name, tensor in tensors.items()
+        }
+        first, n = next(iter(counts.items()))
+        for name, count in counts.items():
+            if count is None:
+                raise RequestError(f"input {name!r} has no first dimension, which counts the rows")
+            if count != n:
+                raise RequestError(f"input {name!r} has {count} rows, input {first!r} has {n}")
+        assert n is not None
+        if not 1 <= n <= self._most_rows:
+            raise RequestError(f"a request has 1 to {self._most_rows} rows, not {n}", 413 if n else 400)
+        return n
+
+    def _check(self, tensor: Tensor) -> None:
+        """Refuse another type or shape than the pool declares."""
+        optional = self._questions and tensor.name in _OPTIONAL
+        declared = _BYTES if optional else self.declared.get(tensor.name)
+        shape = tensor.values.shape[1:]
+        # Whatever the pool says: how many choices a row has is checked against the model's answers.
+        if tensor.name == "choices" and (tensor.datatype != "BYTES" or len(shape) > 1 or shape == (0,)):
+            raise RequestError(
+                f"input 'choices' is BYTES of shape [rows] (JSON lists of texts) or [rows, choices], not "
+                f"{tensor.datatype} of shape {list(tensor.values.shape)}"
+            )
+        if self.any_pixels and tensor.name == "image" and tensor.datatype != "BYTES":
+            if tensor.datatype != "UINT8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
+                raise RequestError(
+                    f"input 'image' is BYTES (encoded images) or UINT8 of shape [rows, height, width, 3], not "
+                    f"{tensor.datatype} of shape {list(tensor.values.shape)}"
+                )
+            return
+        if declared is None:
+            return
+        if tensor.datatype != declared.datatype:
+            raise RequestError(f"input {tensor.name!r} is {declared.datatype}, not {tensor.datatype}")
+        if tensor.datatype == "BYTES" and not declared.shape and shape in ((), (1,)):
+            return
+        fits = len(shape) == len(declared.shape) and all(
+            wanted in (-1, size) for wanted, size in zip(declared.shape, shape, strict=True)
+        )
+        if not fits:
+            raise RequestError(
+                f"input {tensor.name!r} has shape [rows, {', '.join(map(str, declared.shape))}], not "
+                f"{list(tensor.values.shape)}"
+                if declared.shape
+                else f"input {tensor.name!r} has shape [rows], not {list(tensor.values.shape)}"
+            )
+
+    def _column(self, tensor: Tensor) -> npt.NDArray[Any]:
+        """Return a tensor as a column: numbers as they are, images as bytes, other BYTES as texts."""
+        if tensor.datatype != "BYTES":
+            return tensor.values
+        values = tensor.values.reshape(-1) if tensor.values.shape[1:] == (1,) else tensor.values
+        if tensor.name == "image":
+            return values
+        texts = _texts(values.reshape(-1), tensor.name).reshape(values.shape)
+        if tensor.name != "choices":
+            return texts
+        return _lists(texts) if texts.ndim == 1 else _rows_of(texts)
+
+
+def _texts(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    texts = np.empty(len(values), dtype=object)
+    for row, value in enumerate(values):
+        try:
+            texts[row] = value.decode()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"input {name!r}: element {row} is not UTF-8 text") from error
+    return texts
+
+
+def _lists(texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Read each row's choices from a JSON list of texts."""
+    lists = np.empty(len(texts), dtype=object)
+    for row, text in enumerate(texts):
+        lists[row] = _choices(_json(text, f"input 'choices': row {row}"), f"input 'choices': row {row}")
+    return lists
+
+
+def _rows_of(texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    lists = np.empty(len(texts), dtype=object)
+    for row, own in enumerate(texts):
+        lists[row] = [str(text) for text in own.ravel()]
+    return lists
+
+
+def _questions(columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    """Take apart questions that come as JSON texts; leave those whose choices are a tensor of their own."""
+    if "choices" in columns:
+        return columns
+    texts = columns["question"]
+    names = ("question", "choices", *_OPTIONAL)
+    apart: dict[str, npt.NDArray[Any]] = {name: np.empty(len(texts), dtype=object) for name in names}
+    for row, text in enumerate(texts):
+        where = f"input 'question': row {row}"
+        question = _json(text, where)
+        if not isinstance(question, dict):
+            raise RequestError(f"{where} is no JSON object with question and choices; or give choices as an input")
+        unknown = next((key for key in question if key not in names), None)
+        if unknown is not None:
+            raise RequestError(f"{where} has an unknown key {unknown!r:.60}; it takes {', '.join(names)}")
+        if not isinstance(question.get("question"), str):
+            raise RequestError(f"{where} has no text 'question'")
+        for name in _OPTIONAL:
+            if not isinstance(question.get(name), str | None):
+                raise RequestError(f"{where}: {name!r} is no text")
+        for name in names:
+            apart[name][row] = _choices(question.get(name), where) if name == "choices" else question.get(name)
+    return {**apart, **{name: column for name, column in columns.items() if name != "question"}}
+
+
+def _choices(value: Any, where: str) -> list[str]:
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(choice, str) for choice in value):
+        raise RequestError(f"{where} has no list 'choices' of at least two texts")
+    return value
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"{where} is not JSON") from error

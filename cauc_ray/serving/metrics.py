@@ -1,0 +1,101 @@
+"""What a service counts, as Ray metrics for Prometheus; Ray puts `ray_` before their names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from cauc_ray.numbers.types import Floats
+from cauc_ray.serving.faults import Trouble
+
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+
+# By name: what it is, its tags, what it says. Ray adds `_total` to the names of counters.
+METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
+    "cauc_serve_requests": ("counter", ("model", "status"), "Requests for inference, by HTTP status"),
+    "cauc_serve_rows": ("counter", ("model", "stage", "outcome"), "Rows that left a stage, by outcome"),
+    "cauc_serve_request_seconds": ("histogram", ("model",), "Seconds from a request's arrival to its answer"),
+    "cauc_serve_stage_seconds": (
+        "histogram",
+        ("model", "stage"),
+        "Seconds that rows took at a stage, waiting included",
+    ),
+    "cauc_serve_call_seconds": ("histogram", ("model", "stage"), "Seconds of a call, seen from the router"),
+    "cauc_serve_batch_rows": ("histogram", ("model", "stage"), "Rows in one call of a stage"),
+    "cauc_serve_confidence": ("histogram", ("model", "stage"), "Confidence of rows after a stage"),
+    "cauc_serve_cost": ("counter", ("model", "stage", "unit"), "What a stage's answers cost, in the policy's unit"),
+    "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
+    "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
+    "cauc_serve_policy": ("gauge", ("model", "policy"), "1 for the policy in force, 0 for earlier ones"),
+    "cauc_serve_policy_changes": ("counter", ("model", "outcome"), "Changes of the policy, by outcome"),
+}
+_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
+_BOUNDARIES = {
+    "cauc_serve_batch_rows": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0],
+    "cauc_serve_confidence": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0],
+}
+
+
+class ServingMetrics:
+    """Tells Ray what one router does for the model of one name."""
+
+    def __init__(self, model: str, stages: Sequence[str], unit: str) -> None:
+        self._model, self._stages, self._unit = model, tuple(stages), unit
+        self._metrics: dict[str, Any] = {
+            name: _made(name, kind, tags, says) for name, (kind, tags, says) in METRICS.items()
+        }
+
+    def request(self, status: int, seconds: float) -> None:
+        """Count a request for inference that has been answered."""
+        self._inc("cauc_serve_requests", 1, status=str(status))
+        self._metrics["cauc_serve_request_seconds"].observe(seconds, tags={"model": self._model})
+
+    def rows(self, stage: int, outcome: str, n: int) -> None:
+        """Count rows that left a stage."""
+        self._inc("cauc_serve_rows", n, stage=self._stages[stage], outcome=outcome)
+
+    def answered(self, stage: int, confidences: Floats, costs: Floats, waits_s: Sequence[float]) -> None:
+        """Note a step's confidences and costs by row, and how long each group of rows took, in seconds."""
+        tags = {"model": self._model, "stage": self._stages[stage]}
+        for confidence in confidences.tolist():
+            self._metrics["cauc_serve_confidence"].observe(confidence, tags=tags)
+        for seconds in waits_s:
+            self._metrics["cauc_serve_stage_seconds"].observe(seconds, tags=tags)
+        self._inc("cauc_serve_cost", float(costs.sum()), stage=self._stages[stage], unit=self._unit)
+
+    def called(self, stage: int, n_rows: int, call_s: float) -> None:
+        """Note a call of a stage."""
+        tags = {"model": self._model, "stage": self._stages[stage]}
+        self._metrics["cauc_serve_call_seconds"].observe(call_s, tags=tags)
+        self._metrics["cauc_serve_batch_rows"].observe(n_rows, tags=tags)
+
+    def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
+        """Count rows that a stage should have answered."""
+        self._inc("cauc_serve_degraded", n, stage=self._stages[stage], reason=trouble)
+
+    def queued(self, rows: Sequence[int]) -> None:
+        """Tell how many rows wait for each stage."""
+        for stage, n in zip(self._stages, rows, strict=True):
+            self._metrics["cauc_serve_queued_rows"].set(n, tags={"model": self._model, "stage": stage})
+
+    def policy(self, now: str, before: str | None = None) -> None:
+        """Tell which policy is in force."""
+        if before is not None and before != now:
+            self._metrics["cauc_serve_policy"].set(0, tags={"model": self._model, "policy": before})
+        self._metrics["cauc_serve_policy"].set(1, tags={"model": self._model, "policy": now})
+
+    def policy_change(self, outcome: Literal["taken", "refused", "rolled_back"]) -> None:
+        """Count what became of a change."""
+        self._inc("cauc_serve_policy_changes", 1, outcome=outcome)
+
+    def _inc(self, name: str, amount: float, **tags: str) -> None:
+        if amount > 0:  # Ray refuses 0
+            self._metrics[name].inc(amount, tags={"model": self._model, **tags})
+
+
+def _made(name: str, kind: Kind, tags: tuple[str, ...], says: str) -> Any:
+    if kind == "histogram":
+        return Histogram(name, says, boundaries=_BOUNDARIES.get(name, _SECONDS), tag_keys=tags)
+    return (Counter if kind == "counter" else Gauge)(name, says, tag_keys=tags)

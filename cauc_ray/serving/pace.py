@@ -1,0 +1,31 @@
+"""How long a stage's calls take."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+# So many calls are remembered; it takes a few to know anything.
+CALLS, FEWEST = 9, 3
+
+
+class Pace:
+    """Remembers the last calls of a stage."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[float, float]] = deque(maxlen=CALLS)
+
+    def note(self, call_s: float, compute_s: float) -> None:
+        """Remember how long a call has taken, and its model computed for it, in seconds."""
+        self._calls.append((call_s, compute_s))
+
+    # Medians: the first call of a model may take a hundred times as long as the next.
+    @property
+    def call_s(self) -> float:
+        """Return how long a call takes, its wait for those of other routers included; 0 before that is known."""
+        return median(call for call, _ in self._calls) if len(self._calls) >= FEWEST else 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Return how long a model computes for a call; 0 before that is known."""
+        return median(compute for _, compute in self._calls) if len(self._calls) >= FEWEST else 0.0

@@ -1,0 +1,204 @@
+"""Tensors of the Open Inference Protocol v2: numpy arrays, read from and written to JSON and raw bytes."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cauc_ray.serving.faults import RequestError, shown
+
+DATATYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BYTES": np.dtype(np.object_),
+}
+
+# What JSON may hold for each kind of dtype, and how a message says it. True and 1 are not the same here.
+_JSON_TYPES: Mapping[str, set[type]] = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}, "O": {str}}
+_JSON_NAMES: Mapping[type, str] = {
+    bool: "booleans",
+    int: "whole numbers",
+    float: "numbers with a point or an exponent",
+    str: "texts",
+    list: "lists deeper than its shape",
+    dict: "objects",
+    type(None): "nulls",
+}
+
+# numpy's own limits: dimensions, and bytes of an array (which it counts even where another dimension is 0).
+_MOST_DIMS = 64
+_MOST_BYTES = 2**63 - 1
+
+# Before each element of a BYTES tensor.
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named array of one of the protocol's datatypes.
+
+    datatype: a key of DATATYPES.   values: of its dtype, any shape; BYTES: objects, each of them `bytes`. What was
+    read from raw bytes is a read-only view of them, and may hold NaN.
+    Raises ValueError where the dtype is not the datatype's.
+
+    >>> Tensor.from_json("x", "INT8", [2, 2], [1, 2, 3, 4]).values.tolist()
+    [[1, 2], [3, 4]]
+    """
+
+    name: str
+    datatype: str
+    values: npt.NDArray[Any]
+
+    def __post_init__(self) -> None:
+        if DATATYPES.get(self.datatype) != self.values.dtype:
+            raise ValueError(f"tensor {self.name!r} is {self.datatype}, but its values are {self.values.dtype}")
+
+    @classmethod
+    def from_json(cls, name: str, datatype: object, shape: object, data: object) -> Tensor:
+        """Read an input from what JSON holds of it; data: a list, flat (row-major) or nested as the shape says.
+
+        Raises RequestError naming the input when datatype, shape and data are not that, or do not agree.
+        """
+        kind, dims = _checked(name, datatype, shape)
+        if not isinstance(data, list):
+            raise _fault(name, "has no 'data', a list of its values")
+        flat = _flattened(data, dims)
+        if flat is None:
+            raise _fault(name, f"has data that are not nested as its shape {shown(shape)} says")
+        if len(flat) != math.prod(dims):
+            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} holds {math.prod(dims)}")
+        return cls(name, kind, _read_list(name, kind, flat).reshape(dims))
+
+    @classmethod
+    def from_raw(cls, name: str, datatype: object, shape: object, raw: memoryview) -> Tensor:
+        """Read an input from raw bytes: little-endian, row-major; BYTES: elements, each after its uint32 length.
+
+        Raises RequestError naming the input when datatype and shape are wrong, or the bytes do not fit them.
+        """
+        kind, dims = _checked(name, datatype, shape)
+        dtype, n = DATATYPES[kind], math.prod(dims)
+        if kind == "BYTES":
+            return cls(name, kind, _read_elements(name, n, raw).reshape(dims))
+        if len(raw) != n * dtype.itemsize:
+            raise _fault(
+                name, f"has {len(raw)} bytes, but its shape {shown(shape)} of {kind} takes {n * dtype.itemsize}"
+            )
+        if kind == "BOOL" and (np.frombuffer(raw, dtype=np.uint8) > 1).any():
+            raise _fault(name, "is BOOL, but holds bytes other than 0 and 1")
+        values = np.frombuffer(raw, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
+        return cls(name, kind, values.reshape(dims))
+
+    def to_json(self) -> list[Any]:
+        """Return an output's values for JSON, flat. Raises RequestError where JSON cannot hold them."""
+        try:
+            if self.datatype == "BYTES":
+                return [element.decode() for element in self.values.ravel()]
+        except UnicodeDecodeError as error:
+            raise self._not_for_json("bytes that are not UTF-8") from error
+        if self.values.dtype.kind == "f" and not np.isfinite(self.values).all():
+            raise self._not_for_json("NaN or an infinity")
+        values: list[Any] = self.values.ravel().tolist()
+        return values
+
+    def to_raw(self) -> bytes:
+        """Return an output's values as raw bytes, laid out as `from_raw` reads them."""
+        if self.datatype == "BYTES":
+            elements = self.values.ravel()
+            return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
+        return self.values.astype(self.values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+    def _not_for_json(self, what: str) -> RequestError:
+        return RequestError(
+            f"output {shown(self.name)} holds {what}, which JSON cannot; ask for it with the parameter binary_data"
+        )
+
+
+def _checked(name: str, datatype: object, shape: object) -> tuple[str, list[int]]:
+    """Return an input's datatype and shape. Raises RequestError where they are none."""
+    if not isinstance(datatype, str) or datatype not in DATATYPES:
+        raise _fault(name, f"has the datatype {shown(datatype)}; supported are {', '.join(DATATYPES)}")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(type(dim) is int for dim in shape):
+        raise _fault(name, f"has the shape {shown(shape)}; it must be a list of at most {_MOST_DIMS} whole numbers")
+    if any(dim < 0 for dim in shape):
+        raise _fault(name, f"has the shape {shown(shape)}, with a negative dimension")
+    if math.prod(max(dim, 1) for dim in shape) > _MOST_BYTES // DATATYPES[datatype].itemsize:
+        raise _fault(name, f"has the shape {shown(shape)}, which is too large")
+    return datatype, shape
+
+
+def _flattened(data: list[Any], dims: list[int]) -> list[Any] | None:
+    """Return data row-major, as they are where they are flat; None where they are nested unlike the shape."""
+    if not data or not isinstance(data[0], list):
+        return data
+    level = [data]
+    for dim in dims:
+        # Both sets and the chain run in C: an image's numbers are too many for a loop.
+        if set(map(type, level)) != {list} or set(map(len, level)) != {dim}:
+            return None
+        level = list(chain.from_iterable(level))
+        if not level:
+            break
+    return level
+
+
+def _read_list(name: str, datatype: str, flat: list[Any]) -> npt.NDArray[Any]:
+    """Return JSON's values as an array (n,). Raises RequestError for other types and what the datatype cannot hold."""
+    dtype = DATATYPES[datatype]
+    wrong = set(map(type, flat)) - _JSON_TYPES[dtype.kind]
+    if wrong:
+        raise _fault(name, f"is {datatype}, but its data hold {' and '.join(sorted(_JSON_NAMES[t] for t in wrong))}")
+    if datatype == "BYTES":
+        return np.array([text.encode() for text in flat], dtype=dtype)
+    try:
+        # Beyond a float's range lies infinity, which is looked for below.
+        with np.errstate(over="ignore"):
+            values = np.array(flat, dtype=dtype)
+    except OverflowError as error:
+        raise _beyond(name, datatype) from error
+    if dtype.kind == "f" and not np.isfinite(values).all():
+        raise _beyond(name, datatype)
+    return values
+
+
+def _read_elements(name: str, n: int, raw: memoryview) -> npt.NDArray[Any]:
+    """Return n BYTES elements as an array (n,). Raises RequestError where the bytes are not just these."""
+    elements: list[bytes] = []
+    at = 0
+    while at + _LENGTH.size <= len(raw) and len(elements) < n:
+        start = at + _LENGTH.size
+        at = start + _LENGTH.unpack_from(raw, at)[0]
+        elements.append(bytes(raw[start:at]))
+    if at != len(raw) or len(elements) != n:
+        raise _fault(name, f"has {len(raw)} bytes, which are not {n} BYTES, each after its length as a uint32")
+    return np.array(elements, dtype=DATATYPES["BYTES"])
+
+
+def _beyond(name: str, datatype: str) -> RequestError:
+    dtype = DATATYPES[datatype]
+    if dtype.kind == "f":
+        most = float(np.finfo(dtype).max)
+        limits = f"{-most:.6g} to {most:.6g}"
+    else:
+        limits = f"{np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
+    return _fault(name, f"holds a number beyond those of {datatype}, {limits}")
+
+
+def _fault(name: str, what: str) -> RequestError:
+    return RequestError(f"input {shown(name)} {what}")

@@ -1,0 +1,43 @@
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError
+from starlette.requests import Request
+
+from cauc_ray.serving.face import CLIENT_GONE, _body
+from cauc_ray.serving.faults import RequestError
+
+
+def sending(*messages):
+    """Return a request whose connection brings these messages, or raises them."""
+    coming = iter(messages)
+
+    async def receive():
+        message = next(coming)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def part(body, more=True):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_is_read_to_its_end():
+    assert asyncio.run(_body(sending(part(b"ab"), part(b"c", more=False)), 3)) == b"abc"
+
+
+def test_a_body_that_is_too_long_is_read_no_further_than_twice_the_limit():
+    for messages in ((part(b"abcd", more=False),), (part(b"abcd"), part(b"efg"))):
+        with pytest.raises(RequestError) as caught:
+            asyncio.run(_body(sending(*messages), 3))
+        assert caught.value.status == 413
+
+
+@pytest.mark.parametrize("end", [{"type": "http.disconnect"}, ActorDiedError()])
+def test_a_client_that_goes_away_before_it_has_sent_all_is_no_fault_of_the_service(end):
+    with pytest.raises(RequestError, match="went away") as caught:
+        asyncio.run(_body(sending(part(b"ab"), end), 3))
+    assert caught.value.status == CLIENT_GONE

@@ -1,0 +1,368 @@
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lanes import Stage, a_pool, cascade_of, columns_of, together
+from synthetic import chain
+from virtual_time import run_virtually
+
+from cauc_ray.models.answers import Answers
+from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.replay import replay
+from cauc_ray.serving import health
+from cauc_ray.serving.faults import RequestError, StageError
+
+DATA = chain(3, n=240, ragged=True)
+NAMES = DATA.models
+
+
+def fitted(method, data=DATA, threshold=0.8):
+    return {"base": fit_base, "rf": fit_rf}[method](data, data, ThresholdRule(threshold=threshold))
+
+
+POLICIES = {method: fitted(method) for method in ("base", "rf")}
+
+
+def stages(n=3, **options):
+    return [Stage(f"logits{stage}", **options) for stage in range(n)]
+
+
+async def answered(cascade, policy, rows, **options):
+    return await cascade.answer(policy, columns_of(DATA.logits, rows), len(rows), **options)
+
+
+def cut(rows, sizes):
+    return [part for part in np.split(rows, np.cumsum(sizes)) if len(part)]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("method", ["base", "rf"])
+@given(sizes=st.lists(st.integers(1, 30), max_size=20), seed=st.integers(0, 99))
+def test_answers_are_those_of_the_replay_however_requests_are_cut(method, shares, sizes, seed):
+    policy = POLICIES[method]
+    expected = replay(policy, DATA)
+    requests = cut(np.random.default_rng(seed).permutation(len(DATA)), sizes)
+    waits = np.random.default_rng(seed)
+
+    async def before(call, batch):
+        await asyncio.sleep(float(waits.uniform(0, 1e-3)))
+
+    async def main():
+        mine = stages(before=before, shares=shares)
+        cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), mine)
+        flights = await asyncio.gather(*(answered(cascade, policy, rows, wants_scores=True) for rows in requests))
+        return mine, counts, flights
+
+    mine, counts, flights = run_virtually(main())
+    for rows, flight in zip(requests, flights, strict=True):
+        assert np.array_equal(flight.predictions, expected.predictions[rows])
+        assert np.array_equal(flight.confidences, expected.confidences[rows])
+        assert np.array_equal(flight.stages, expected.stages[rows])
+        assert np.array_equal(flight.costs, expected.costs[rows])
+        assert not flight.degraded.any()
+        assert (flight.scores.argmax(axis=1) == flight.predictions).all()
+    for stage, own in enumerate(mine):
+        seen = [row for batch in own.batches for row in batch]
+        assert sorted(seen) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
+        assert max(map(len, own.batches), default=0) <= 8
+        assert counts.outcomes.get((stage, "accepted"), 0) == (expected.stages == stage).sum()
+    assert counts.cost == pytest.approx(expected.costs.sum())
+
+
+def test_deferred_rows_of_many_requests_are_gathered():
+    async def before(call, batch):
+        await asyncio.sleep(0.01)
+
+    async def main():
+        mine = stages(before=before)
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        await asyncio.gather(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(64)))
+        return mine
+
+    mine = run_virtually(main())
+    deferred = int((replay(POLICIES["rf"], DATA).stages[:64] >= 1).sum())
+    assert deferred > 16
+    assert len(mine[0].batches) == 8
+    assert len(mine[1].batches) <= -(-deferred // 8) + 2
+
+
+def test_a_client_that_is_alone_does_not_wait_for_others():
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=5.0), stages())
+        for row in range(5):
+            await asyncio.wait_for(answered(cascade, POLICIES["base"], np.array([row])), 1.0)
+
+    run_virtually(main())
+
+
+def test_a_request_keeps_its_policy_to_the_end_and_may_share_calls_with_another():
+    other = fitted("rf", threshold=0.3)
+    both = [replay(POLICIES["rf"], DATA), replay(other, DATA)]
+    assert (both[0].stages[:8] != both[1].stages[:8]).any()
+
+    async def main():
+        mine = stages()
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        rows = np.arange(4), np.arange(4, 8)
+        flights = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, other, rows[1]))
+        assert mine[0].batches[0] == list(range(8))
+        return zip(flights, both, rows, strict=True)
+
+    for flight, expected, rows in run_virtually(main()):
+        assert np.array_equal(flight.stages, expected.stages[rows])
+        assert np.array_equal(flight.predictions, expected.predictions[rows])
+
+
+def test_a_cap_stops_rows_with_the_answer_so_far():
+    policy = POLICIES["rf"]
+    rows = np.arange(40)
+
+    async def main(last):
+        mine = stages()
+        cascade, counts = cascade_of(a_pool(NAMES), mine)
+        return mine, counts, await answered(cascade, policy, rows, last_stage=last)
+
+    for last in range(3):
+        mine, counts, flight = run_virtually(main(last))
+        assert flight.stages.max() <= last
+        assert all(not own.batches for own in mine[last + 1 :])
+        step = policy.start(DATA.logits[0][rows])
+        if last == 0:
+            assert np.array_equal(flight.predictions, step.predictions)
+            assert counts.outcomes[0, "capped"] == (~step.accepted).sum()
+        assert not flight.degraded.any()
+
+
+def hanging(stage):
+    async def before(call, batch):
+        await asyncio.sleep(60)
+
+    mine = stages()
+    mine[stage].before = before
+    return mine
+
+
+def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
+    rows = np.arange(30)
+    expected = replay(POLICIES["rf"], DATA)
+    first_two = np.minimum(expected.stages[rows], 0)
+
+    async def main(on_failure):
+        cascade, counts = cascade_of(a_pool(NAMES, on_failure, timeout_s=0.2), hanging(1))
+        started = asyncio.get_running_loop().time()
+        result = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
+        first = asyncio.get_running_loop().time() - started
+        again = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
+        return result, again, first, asyncio.get_running_loop().time() - started - first, counts
+
+    flight, again, first, second, counts = run_virtually(main("degrade"))
+    assert np.array_equal(flight.degraded, expected.stages[rows] > 0)
+    assert np.array_equal(flight.stages, first_two)
+    assert np.array_equal(flight.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
+    assert "'m1' has not answered within 0.2 s" in flight.reason
+    assert counts.troubles[1, "timeout"] > 0
+    assert sum(counts.troubles.values()) == flight.degraded.sum() + again.degraded.sum()
+    assert 0.15 < first < 1.0
+    assert second < 0.1  # the stage is left alone for a while
+    assert np.array_equal(again.degraded, flight.degraded)
+    assert "is down" in again.reason
+
+    error, again, *_ = run_virtually(main("fail"))
+    assert isinstance(error, RequestError)
+    assert (error.status, again.status) == (503, 503)
+    assert error.retry_after_s > 0
+
+
+def test_without_its_first_stage_a_pool_that_degrades_refuses_too():
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade", timeout_s=0.1), hanging(0))
+        return (await together(answered(cascade, POLICIES["base"], np.arange(3))))[0]
+
+    error = run_virtually(main())
+    assert (type(error), error.status) == (RequestError, 503)
+
+
+def test_a_stage_is_asked_again_after_a_pause(monkeypatch):
+    monkeypatch.setattr(health, "PAUSE_S", 0.1)
+    down = True
+
+    async def before(call, batch):
+        if down:
+            await asyncio.sleep(60)
+
+    async def main():
+        nonlocal down
+        mine = stages()
+        mine[1].before = before
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade", timeout_s=0.2), mine)
+        rows = np.arange(30)
+        late = await answered(cascade, POLICIES["rf"], rows)
+        down = False
+        await asyncio.sleep(0.15)
+        await answered(cascade, POLICIES["rf"], rows[:4])  # some of it finds out that the stage is well
+        return late, await answered(cascade, POLICIES["rf"], rows)
+
+    late, well = run_virtually(main())
+    assert late.degraded.any()
+    assert not well.degraded.any()
+    assert np.array_equal(well.predictions, replay(POLICIES["rf"], DATA).predictions[:30])
+
+
+def test_a_replica_that_dies_is_replaced_by_another_call():
+    async def before(call, batch):
+        if call in (1, 2):
+            raise StageError("died", "its replica ended")
+
+    async def main():
+        mine = stages()
+        mine[1].before = before
+        cascade, _ = cascade_of(a_pool(NAMES), mine)
+        return await answered(cascade, POLICIES["rf"], np.arange(100))
+
+    flight = run_virtually(main())
+    assert np.array_equal(flight.predictions, replay(POLICIES["rf"], DATA).predictions[:100])
+    assert not flight.degraded.any()
+
+
+def test_rows_that_kill_every_replica_are_given_up_and_others_are_not():
+    poison = 5
+
+    async def before(call, batch):
+        if poison in batch["row"]:
+            raise StageError("died", "its replica ended")
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), stages(before=before))
+        return await together(*(answered(cascade, POLICIES["base"], np.array([row])) for row in range(8)))
+
+    results = run_virtually(main())
+    assert [row for row, result in enumerate(results) if isinstance(result, RequestError)] == [poison]
+    assert results[poison].status == 503
+
+
+def test_a_batch_that_fails_is_halved_until_the_guilty_row_is_alone():
+    async def before(call, batch):
+        if 3 in batch["row"]:
+            raise StageError("failed", "ValueError: no")
+
+    async def main(on_failure, guilty_stage):
+        mine = stages()
+        mine[guilty_stage].before = before
+        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), mine)
+        return await together(*(answered(cascade, fitted("rf", threshold=2.0), np.array([row])) for row in range(8)))
+
+    for on_failure, stage in (("fail", 0), ("fail", 1), ("degrade", 0)):
+        results = run_virtually(main(on_failure, stage))
+        assert [row for row, result in enumerate(results) if isinstance(result, RequestError)] == [3]
+        assert (results[3].status, "ValueError: no" in results[3].message) == (503, True)
+    results = run_virtually(main("degrade", 1))
+    assert [bool(result.degraded.any()) for result in results] == [row == 3 for row in range(8)]
+
+
+def test_a_stage_that_always_fails_is_not_called_for_every_row():
+    async def before(call, batch):
+        raise StageError("failed", "a logit is NaN")
+
+    async def main():
+        mine = stages()
+        mine[1].before = before
+        cascade, _ = cascade_of(a_pool(NAMES, "degrade"), mine)
+        flight = await answered(cascade, POLICIES["rf"], np.arange(200))
+        return mine, flight
+
+    mine, flight = run_virtually(main())
+    assert flight.degraded.sum() > 60
+    assert len(mine[1].batches) < 20
+
+
+def test_rows_that_a_model_refuses():
+    def refuse(answers, batch):
+        places = np.flatnonzero(batch["row"] == 2)
+        return Answers(answers.logits, failures={int(place): "it is no image" for place in places})
+
+    async def main(on_failure, stage):
+        mine = stages()
+        mine[stage].alter = refuse
+        cascade, _ = cascade_of(a_pool(NAMES, on_failure, batch_wait_s=0.05), mine)
+        policy = fitted("rf", threshold=2.0)
+        return await together(answered(cascade, policy, np.arange(2)), answered(cascade, policy, np.arange(2, 4)))
+
+    for on_failure, stage in (("degrade", 0), ("fail", 0), ("fail", 2)):
+        fine, refused = run_virtually(main(on_failure, stage))
+        assert not fine.degraded.any()
+        assert (refused.status, refused.message.startswith("row 0: it is no image")) == (422, True)
+    fine, partly = run_virtually(main("degrade", 1))
+    assert partly.degraded.tolist() == [True, False]
+    assert partly.stages.tolist() == [0, 2]
+
+
+def test_too_much_to_do_is_refused_at_once_and_the_rest_answered():
+    async def before(call, batch):
+        await asyncio.sleep(0.02)
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES, max_queued_rows=40), stages(before=before))
+        return await together(*(answered(cascade, POLICIES["base"], np.array([row])) for row in range(100)))
+
+    results = run_virtually(main())
+    refused = [result for result in results if isinstance(result, RequestError)]
+    assert {error.status for error in refused} == {429}
+    assert 100 - 2 * 40 <= len(refused) < 70
+    assert all(error.retry_after_s for error in refused)
+
+
+def test_rows_that_would_wait_too_long_are_refused_at_once():
+    async def before(call, batch):
+        await asyncio.sleep(0.05)
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=0.5), stages(before=before))
+        await answered(cascade, POLICIES["base"], np.arange(32))  # it learns how long a row takes
+        started = asyncio.get_running_loop().time()
+        results = await together(*(answered(cascade, POLICIES["base"], np.array([row % 240])) for row in range(2000)))
+        return results, asyncio.get_running_loop().time() - started
+
+    results, took_s = run_virtually(main())
+    n_refused = sum(isinstance(result, RequestError) and result.status == 429 for result in results)
+    assert n_refused > 1000
+    assert sum(not isinstance(result, RequestError) for result in results) > 20
+    assert took_s < 2.0
+
+
+def test_a_request_that_is_cancelled_leaves_nothing_behind():
+    async def before(call, batch):
+        await asyncio.sleep(0.05)
+
+    async def main():
+        mine = stages(before=before)
+        cascade, _ = cascade_of(a_pool(NAMES), mine)
+        going = [asyncio.create_task(answered(cascade, POLICIES["rf"], np.arange(60))) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        for task in going[:2]:
+            task.cancel()
+        results = await together(*going)
+        await asyncio.sleep(0.1)
+        return mine, results, [own.n_queued for own in cascade.lanes], [own.busy for own in cascade.lanes]
+
+    mine, results, queued, busy = run_virtually(main())
+    assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, True, False]
+    assert queued == [0, 0, 0]
+    assert not any(busy)
+    assert sum(map(len, mine[0].batches)) < 3 * 60  # what had not begun never did
+
+
+def test_rows_of_other_types_do_not_share_a_call():
+    async def main():
+        mine = stages()
+        cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
+        requests = []
+        for row in range(6):
+            columns = columns_of(DATA.logits, np.array([row]))
+            columns["image"] = np.zeros((1, 2), dtype=np.uint8 if row % 2 else np.float32)
+            requests.append(cascade.answer(POLICIES["base"], columns, 1, last_stage=0))
+        await asyncio.gather(*requests)
+        return mine[0].batches
+
+    assert [sorted(batch) for batch in run_virtually(main())] == [[0, 2, 4], [1, 3, 5]]

@@ -1,0 +1,230 @@
+"""Whatever stages do, every request ends, is answered right or not at all, and leaves nothing behind."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lanes import Stage, a_pool, cascade_of, columns_of
+from synthetic import chain
+from virtual_time import run_virtually
+
+from cauc_ray.models.answers import Answers
+from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.serving import health
+from cauc_ray.serving.faults import RequestError, StageError
+
+DATA = chain(3, n=240, ragged=True)
+POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))
+TIMEOUT_S = 2.0
+# Asked for when all is over; no model refuses them.
+WELL = np.arange(236, 240)
+TROUBLES = ("hangs", "slow", "died", "down", "overloaded", "failed")
+
+
+def answers_by_stage():
+    """Return predictions and stops, (M, N) each: what rows would be answered at each stage, and whether they stop."""
+    state, predictions, stops = None, [], []
+    for stage, logits in enumerate(DATA.logits):
+        step = POLICY.step(stage, logits, state)
+        state = step.state
+        predictions.append(step.predictions)
+        stops.append(step.accepted)
+    return np.array(predictions), np.array(stops)
+
+
+PREDICTIONS, STOPS = answers_by_stage()
+EXPECTED_STAGES = STOPS.argmax(axis=0)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request: when, for which rows, and when its client gives up, None for never."""
+
+    at_s: float
+    rows: tuple[int, ...]
+    patience_s: float | None
+
+
+@dataclass(frozen=True)
+class Story:
+    """troubles: by stage, what its calls meet, in turn, None for nothing.   replicas: by time, what is seen."""
+
+    asks: list[Ask]
+    troubles: list[list[str | None]]
+    replicas: list[tuple[float, int, int]]
+    on_failure: str
+    max_queued: int
+    refused: frozenset[int] = field(default_factory=frozenset)
+
+
+TIMES = st.floats(0, 12, allow_nan=False)
+ASKS = st.builds(
+    Ask,
+    at_s=TIMES,
+    rows=st.lists(st.integers(0, 239), min_size=1, max_size=20, unique=True).map(tuple),
+    patience_s=st.one_of(st.none(), st.floats(0, 4)),
+)
+STORIES = st.builds(
+    Story,
+    asks=st.lists(ASKS, min_size=1, max_size=60),
+    troubles=st.lists(st.lists(st.sampled_from((None, *TROUBLES)), max_size=60), min_size=3, max_size=3),
+    replicas=st.lists(st.tuples(TIMES, st.integers(0, 2), st.integers(0, 3)), max_size=6),
+    on_failure=st.sampled_from(("degrade", "fail")),
+    max_queued=st.sampled_from((12, 40, 8192)),
+    refused=st.frozensets(st.integers(0, 235), max_size=5),
+)
+
+
+class Troubled:
+    """Stages that are in trouble as the story has it, until it is over."""
+
+    def __init__(self, story):
+        self.story, self.over = story, False
+        self.stages = [self.stage(number) for number in range(3)]
+
+    def stage(self, number):
+        troubles = self.story.troubles[number]
+
+        async def before(call, batch):
+            trouble = troubles[call - 1] if call <= len(troubles) and not self.over else None
+            if trouble == "hangs":
+                await asyncio.sleep(1e6)
+            elif trouble == "slow":
+                await asyncio.sleep(0.75 * TIMEOUT_S)
+            elif trouble is not None:
+                await asyncio.sleep(0.05)
+                raise StageError(trouble, "it is in trouble")
+            await asyncio.sleep(0.03)
+
+        def alter(answers, batch):
+            places = [place for place, row in enumerate(batch["row"]) if number == 1 and row in self.story.refused]
+            return Answers(answers.logits, failures=dict.fromkeys(places, "it is no image"))
+
+        return Stage(f"logits{number}", before=before, alter=alter)
+
+
+async def asked(cascade, ask):
+    """Return the request's flight or error and the seconds that it took; None where its client gave up."""
+    clock = asyncio.get_running_loop().time
+    await asyncio.sleep(ask.at_s)
+    rows, started = np.array(ask.rows), clock()
+    answer = cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows))
+    try:
+        result = await (answer if ask.patience_s is None else asyncio.wait_for(answer, ask.patience_s))
+    except RequestError as error:
+        result = error
+    except TimeoutError:
+        result = None
+    return result, clock() - started
+
+
+async def told(story):
+    troubled = Troubled(story)
+    pool = a_pool(DATA.models, story.on_failure, timeout_s=TIMEOUT_S, max_queued_rows=story.max_queued)
+    cascade, counts = cascade_of(pool, troubled.stages)
+
+    async def change(at_s, stage, n):
+        await asyncio.sleep(at_s)
+        cascade.lanes[stage].health.n_replicas = n
+        cascade.lanes[stage].pump()
+
+    changes = [change(*one) for one in story.replicas]
+    results = (await asyncio.gather(*(asked(cascade, ask) for ask in story.asks), *changes))[: len(story.asks)]
+    left = [(lane.n_queued, lane.busy) for lane in cascade.lanes]
+    troubled.over = True
+    for lane in cascade.lanes:
+        lane.health.n_replicas = 1
+    await asyncio.sleep(health.PAUSE_S + 0.01)
+    afterwards = await cascade.answer(POLICY, columns_of(DATA.logits, WELL), len(WELL))
+    return results, left, afterwards, counts
+
+
+@settings(max_examples=100, deadline=None)
+@given(story=STORIES)
+def test_every_request_ends_in_time_right_or_marked_and_leaves_nothing_behind(story):
+    results, left, afterwards, _ = run_virtually(told(story))
+    assert left == [(0, False)] * 3
+    for ask, (result, took_s) in zip(story.asks, results, strict=True):
+        rows = np.array(ask.rows)
+        assert took_s < 3 * TIMEOUT_S + 0.01
+        if result is None:
+            assert ask.patience_s is not None
+        elif isinstance(result, RequestError):
+            assert result.status in (422, 429, 503)
+            assert (result.retry_after_s is None) == (result.status == 422)
+        else:
+            assert result.n_open == 0
+            assert not result.groups
+            whole = ~result.degraded
+            assert (result.stages[whole] == EXPECTED_STAGES[rows][whole]).all()
+            assert (result.stages[~whole] < EXPECTED_STAGES[rows][~whole]).all()
+            assert (result.predictions == PREDICTIONS[result.stages, rows]).all()
+            assert (story.on_failure == "degrade") or whole.all()
+    assert not afterwards.degraded.any()
+    assert (afterwards.stages == EXPECTED_STAGES[WELL]).all()
+
+
+def stages_at(replicas, takes_s, hangs=()):
+    """Return stages of which the first has so many replicas, each making one call at a time; some calls hang."""
+    free = asyncio.Semaphore(replicas)
+
+    async def before(call, batch):
+        async with free:
+            await asyncio.sleep(1e6 if call in hangs else takes_s)
+
+    return [Stage("logits0", before=before), Stage("logits1"), Stage("logits2")]
+
+
+async def steadily(cascades, per_s, seconds):
+    """Ask for a row each so often, of one cascade after the other; return what each comes to, and how soon."""
+    pool = [asked(cascades[n % len(cascades)], Ask(n / per_s, (n % 240,), None)) for n in range(int(per_s * seconds))]
+    return await asyncio.gather(*pool)
+
+
+def test_a_replica_that_hangs_beside_one_that_answers_costs_only_the_rows_that_it_holds():
+    async def main():
+        pool = a_pool(DATA.models, timeout_s=TIMEOUT_S)
+        cascade, _ = cascade_of(pool, stages_at(2, 0.05, hangs=(20,)))
+        cascade.lanes[0].health.n_replicas = 2
+        return await steadily([cascade], per_s=100, seconds=6)
+
+    results = run_virtually(main())
+    late = [result for result, _ in results if isinstance(result, RequestError)]
+    assert 0 < len(late) <= 8
+    assert {(error.status, "has not answered within" in error.message) for error in late} == {(503, True)}
+
+
+@pytest.mark.parametrize("routers", [1, 2, 3])
+def test_overload_is_refused_at_once_and_what_is_taken_is_answered_in_time(routers):
+    takes_s, replicas = 0.2, 2
+    capacity = 8 * replicas / takes_s
+
+    async def main():
+        stages = stages_at(replicas, takes_s)
+        cascades = [cascade_of(a_pool(DATA.models, timeout_s=TIMEOUT_S), stages)[0] for _ in range(routers)]
+        for cascade in cascades:
+            cascade.lanes[0].health.n_replicas = replicas
+        return await steadily(cascades, per_s=10 * capacity, seconds=10)
+
+    results = run_virtually(main())
+    assert max(took_s for result, took_s in results if getattr(result, "status", 200) == 429) < 0.01
+    statuses = np.array([result.status if isinstance(result, RequestError) else 200 for result, _ in results])
+    assert (statuses == 200).sum() > 0.7 * capacity * 10
+    # Until it is known how long calls take, too much is taken, and late.
+    known = statuses[len(statuses) * 4 // 10 :]
+    assert (known == 503).sum() < 0.2 * (known == 200).sum()
+
+
+def test_calls_that_take_most_of_their_time_are_made_on_all_replicas_at_once():
+    async def main():
+        pool = a_pool(DATA.models, timeout_s=TIMEOUT_S)
+        cascade, _ = cascade_of(pool, stages_at(4, 0.9 * TIMEOUT_S))
+        cascade.lanes[0].health.n_replicas = 4
+        for _ in range(4):
+            results = await asyncio.gather(*(asked(cascade, Ask(0.0, (row,), None)) for row in range(32)))
+        return results
+
+    assert not any(isinstance(result, RequestError) for result, _ in run_virtually(main()))
