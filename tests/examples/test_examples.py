@@ -70,7 +70,7 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
         shortest = defaultdict(list)  # two of each count of options
         for row in sorted(
             pq.read_table(DATA / "questions" / task / f"{split}.parquet").to_pylist(),
-            key=lambda row: len(row["question"]),
+            key=lambda row: len(row["question"]) + sum(map(len, row["choices"])),
         ):
             shortest[len(row["choices"])] = (shortest[len(row["choices"])] + [row])[:2]
         rows += [

@@ -19,7 +19,7 @@ def main() -> None:
     """Kill the node of the first two stages while rows that came from it wait for the last, which is slow."""
     folder = Path(sys.argv[1])
     small_blocks()
-    cascade = write_cascade(folder, 1280)
+    cascade = write_cascade(folder, 960)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 10**8, "_system_config": CHECKS}
     cluster = Cluster(initialize_head=True, head_node_args=head)
 

@@ -8,7 +8,8 @@ import yaml
 
 import cauc_ray
 from cauc_ray.data.files import parquet_files, read_parquet
-from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ["m0", "m1", "m2"]
 

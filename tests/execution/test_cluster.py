@@ -1,4 +1,4 @@
-"""A cluster of several nodes, and sessions that a run starts itself: each in a process of its own."""
+"""A cluster of several nodes, and a session that a run starts itself: each in a process of its own."""
 
 import json
 import subprocess
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import yaml
 from runs import MODELS, by_example, read_all, saved_pool, split_input
 from synthetic import write_table
@@ -28,18 +29,78 @@ def python(*arguments):
     return done.stdout
 
 
-def test_stages_run_on_the_nodes_whose_labels_they_ask_for(tmp_path):
-    policy, pool = prepared(tmp_path)
+@pytest.fixture(scope="module")
+def tiered(tmp_path_factory):
+    """Run two cascades on one cluster. Returns the folder of each, and its nodes' ids by tier."""
+    labelled, elastic = (tmp_path_factory.mktemp(name) for name in ("labelled", "elastic"))
+    prepare_labelled(labelled)
+    prepare_elastic(elastic)
+    said = python(Path(__file__).with_name("tiered_cluster.py"), labelled, elastic)
+    return labelled, elastic, json.loads(said.splitlines()[-1])
+
+
+def prepare_labelled(folder):
+    _, pool = prepared(folder)
     content = yaml.safe_load(pool.read_text())
     for stage, tier in zip(content["stages"], ("edge", "edge", "cloud"), strict=True):
         stage["resources"] = {"num_cpus": 1, "labels": {"tier": tier}}
     pool.write_text(yaml.safe_dump(content))
-    python(Path(__file__).with_name("labelled_cluster.py"), tmp_path)
-    nodes = json.loads((tmp_path / "nodes.json").read_text())
-    ran_on = {(c["stage"], c["node"]) for c in read_all(tmp_path / "out" / "ledger").to_pylist()}
+
+
+def prepare_elastic(folder):
+    """Have the rows that the second stage answers come first, and fewer GPUs than both others may have replicas."""
+    chain = write_table(folder / "LOGITS", n=1500)["test"]
+    policy = cauc_ray.fit(folder / "LOGITS", models=MODELS, method="rf", threshold=0.7)
+    (folder / "policy.json").write_text(policy.to_json())
+    stages = cauc_ray.evaluate(folder / "LOGITS", policy).predictions().column("stage").to_numpy()
+    assert min(np.bincount(stages)[1:]) > 250
+    order = np.argsort(stages, kind="stable")
+    split_input(
+        folder, replace(chain, example_ids=[chain.example_ids[row] for row in order], labels=chain.labels[order])
+    )
+    places = [
+        {"num_cpus": 1, "custom": {"licence": 1}, "labels": {"tier": "!cloud"}},
+        {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "moon"}, "fallback": [{"tier": "in(sun, cloud)"}]},
+        {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "cloud"}},
+    ]
+    pool = saved_pool(folder, batch_size=16)
+    content = yaml.safe_load(pool.read_text())
+    seconds = (0.0, 0.01, 0.015)
+    for stage, resources, row_s in zip(content["stages"], places, seconds, strict=True):
+        stage["resources"] = resources
+        stage["model"]["seconds_per_row"] = row_s
+        if "num_gpus" in resources:
+            stage["replicas"] = {"min": 1, "max": 2}
+    pool.write_text(yaml.safe_dump(content))
+
+
+def is_the_replay(folder):
+    policy = cauc_ray.Policy.load(folder / "policy.json")
+    live = by_example(read_all(folder / "out" / "predictions"))
+    return live == by_example(cauc_ray.evaluate(folder / "LOGITS", policy).predictions())
+
+
+def test_stages_run_on_the_nodes_whose_labels_they_ask_for(tiered):
+    folder, _, nodes = tiered
+    ran_on = {(c["stage"], c["node"]) for c in read_all(folder / "out" / "ledger").to_pylist()}
     assert ran_on == {("m0", nodes["edge"]), ("m1", nodes["edge"]), ("m2", nodes["cloud"])}
-    live = by_example(read_all(tmp_path / "out" / "predictions"))
-    assert live == by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions())
+    assert is_the_replay(folder)
+
+
+def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tiered):
+    """The second stage has the GPU to spare, until the third has more to do."""
+    _, folder, nodes = tiered
+    calls = read_all(folder / "out" / "ledger").sort_by("started_at").to_pylist()
+    assert {(c["stage"], c["node"]) for c in calls} == {
+        ("m0", nodes["edge"]), ("m1", nodes["cloud"]), ("m2", nodes["cloud"]),
+    }  # fmt: skip
+    # There are three GPUs for the four replicas: one was first the second stage's, then the third's.
+    assert {stage: len({c["replica"] for c in calls if c["stage"] == stage}) for stage in MODELS} == {
+        "m0": 1, "m1": 2, "m2": 2,
+    }  # fmt: skip
+    newest = {stage: max(c["replica"] for c in calls if c["stage"] == stage) for stage in ("m1", "m2")}
+    assert newest["m1"] < newest["m2"]
+    assert is_the_replay(folder)
 
 
 def test_a_session_that_a_run_starts_ends_with_it(tmp_path):
@@ -53,39 +114,3 @@ def test_a_session_that_a_run_starts_ends_with_it(tmp_path):
         "print(summary['n'], ray.is_initialized())\n",
     )
     assert said.split() == ["300", "False"]
-
-
-def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tmp_path):
-    """The rows that the second stage answers come first: it has the GPU to spare, until the third has more to do."""
-    chain = write_table(tmp_path / "LOGITS", n=1500)["test"]
-    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.7)
-    (tmp_path / "policy.json").write_text(policy.to_json())
-    stages = cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions().column("stage").to_numpy()
-    assert min(np.bincount(stages)[1:]) > 250
-    order = np.argsort(stages, kind="stable")
-    split_input(
-        tmp_path, replace(chain, example_ids=[chain.example_ids[row] for row in order], labels=chain.labels[order])
-    )
-    places = [
-        {"num_cpus": 1, "custom": {"licence": 1}, "labels": {"tier": "!cloud"}},
-        {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "moon"}, "fallback": [{"tier": "in(sun, cloud)"}]},
-        {"num_cpus": 1, "num_gpus": 1, "labels": {"tier": "cloud"}},
-    ]
-    pool = saved_pool(tmp_path, batch_size=16)
-    content = yaml.safe_load(pool.read_text())
-    seconds = (0.0, 0.01, 0.015)
-    for stage, resources, row_s in zip(content["stages"], places, seconds, strict=True):
-        stage["resources"] = resources
-        stage["model"]["seconds_per_row"] = row_s
-        if "num_gpus" in resources:
-            stage["replicas"] = {"min": 1, "max": 2}
-    pool.write_text(yaml.safe_dump(content))
-    python(Path(__file__).with_name("elastic_cluster.py"), tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
-    ran_on = {(c["stage"], c["node"]) for c in read_all(tmp_path / "out" / "ledger").to_pylist()}
-    nodes = found["nodes"]
-    assert ran_on == {("m0", nodes["edge"]), ("m1", nodes["cloud"]), ("m2", nodes["cloud"])}
-    counts = {tuple(counts) for counts in found["replicas"]}
-    assert {(1, 2, 1), (1, 1, 2)} <= counts  # the third GPU was the one's, then the other's
-    live = by_example(read_all(tmp_path / "out" / "predictions"))
-    assert live == by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions())

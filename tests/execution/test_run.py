@@ -27,8 +27,9 @@ from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.execution.stage import Parcel, Part, StageWorker
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.replay import replay
+from cauc_ray.policies.threshold import ThresholdRule
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -93,9 +94,13 @@ def test_batch_sizes_and_replicas_change_no_answer(tmp_path):
         assert len(replicas) >= 3
 
 
-def test_python_models_get_the_inputs_columns_and_may_write_to_them(tmp_path):
+def test_python_models_get_the_inputs_columns_and_may_write_to_them_and_the_callers_session_stays(tmp_path):
+    import ray
+
     pool = python_pool(tmp_path, [("writes_to_its_input", {}), ("by_x", {"factor": 5.0})])
     run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
+    assert ray.is_initialized()
+    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60) == 7
     rows = by_example(read_all(tmp_path / "out" / "predictions"))
     assert len(rows) == 40
     assert {row["stage"] for row in rows.values()} == {0, 1}
@@ -276,15 +281,6 @@ def test_a_saved_stage_that_lacks_an_example_names_it(tmp_path):
     failed = by_example(read_all(tmp_path / "out" / "failed"))
     assert set(failed) == {"stranger"}
     assert "example 'stranger' is not in" in failed["stranger"]["reason"]
-
-
-def test_a_run_leaves_the_callers_session_alone(tmp_path):
-    import ray
-
-    pool = python_pool(tmp_path, [("by_x", {})] * 2)
-    run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
-    assert ray.is_initialized()
-    assert ray.get(ray.remote(num_cpus=0)(lambda: 7).remote(), timeout=60) == 7
 
 
 def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
