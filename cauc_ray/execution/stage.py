@@ -306,7 +306,11 @@ def _plain(column: Column) -> npt.NDArray[Any]:
 def _state(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
     """Gather the parts' states, padded with -inf to the widest."""
     carried = [(parcels[part.parcel].state, part.places) for part in parts]
-    states = [state[places] for state, places in carried if state is not None]
+    return stacked([state[places] for state, places in carried if state is not None])
+
+
+def stacked(states: Sequence[Floats]) -> Floats | None:
+    """Return states in one array, padded with -inf to the widest; None where there are none."""
     if not states:
         return None
     width = max(state.shape[1] for state in states)

@@ -78,7 +78,10 @@ def serve(
 def _application(
     pool: Pool, policy: Policy, model: str, host: str, port: int, on_wait: Callable[[str], None]
 ) -> Iterator[None]:
-    """Run the application on the current Ray session; end Serve afterwards if it was not there before."""
+    """Run the application on the current Ray session, and end Serve afterwards.
+
+    Raises ExecutionError where Serve is there already: it listens where it was told to first, whatever it is told now.
+    """
     from ray import serve
     from ray.serve.config import HTTPOptions
     from ray.serve.exceptions import RayServeException
@@ -87,7 +90,11 @@ def _application(
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it tells is told here in fewer words
     app = application(pool, policy, model)
-    there_before = bool(serve.status().proxies)
+    if serve.status().proxies:
+        raise ExecutionError(
+            "Ray Serve runs on this cluster already; add the application to what it serves with serve deploy "
+            "(deployments/serve.yaml)"
+        )
     serve.start(http_options=HTTPOptions(host=host, port=port))
     try:
         serve.run_many(
@@ -99,10 +106,7 @@ def _application(
     except RayServeException as error:
         raise ExecutionError(printable(f"Serve: {' '.join(str(error).split())}")) from error
     finally:
-        if there_before:
-            serve.delete(model, _blocking=False)
-        else:
-            serve.shutdown()
+        serve.shutdown()
 
 
 def _wait_until_running(app: str, on_wait: Callable[[str], None]) -> None:

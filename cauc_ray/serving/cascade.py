@@ -10,13 +10,14 @@ from typing import Protocol
 import numpy as np
 
 from cauc_ray.errors import DataError
+from cauc_ray.execution.stage import stacked
 from cauc_ray.models.answers import Answers, Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.serving.crowd import Crowd
 from cauc_ray.serving.faults import RequestError, Trouble
-from cauc_ray.serving.flight import Flight, Group, Payload, joined_states
+from cauc_ray.serving.flight import Flight, Group, Payload
 from cauc_ray.serving.lane import Lane, LaneLimits, StageClient
 
 RETRY_AFTER_S = 1.0
@@ -147,7 +148,8 @@ class Cascade:
         policy = groups[0][0].flight.policy
         places = np.concatenate([own for _, own in groups])
         try:
-            step = policy.step(stage, answers.logits[places], joined_states([group for group, _ in groups]))
+            states = stacked([group.state for group, _ in groups if group.state is not None])
+            step = policy.step(stage, answers.logits[places], states)
         except DataError as error:  # a row has options that it did not have before, or the reverse
             if len(groups) == 1:
                 self.unanswered(stage, groups[0][0], "error", f"stage {self.lanes[stage].name!r}: {error}")

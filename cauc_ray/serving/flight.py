@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,14 +150,3 @@ class Group:
         """Leave the stage."""
         self.live = False
         self.flight.groups.discard(self)
-
-
-def joined_states(groups: Sequence[Group]) -> Floats | None:
-    """Return the groups' states in one array, padded with -inf to the widest; None before the first stage."""
-    states = [group.state for group in groups if group.state is not None]
-    if not states:
-        return None
-    width = max(state.shape[1] for state in states)
-    if any(state.shape[1] < width for state in states):
-        states = [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
-    return np.concatenate(states)

@@ -17,7 +17,7 @@ import yaml
 from runs import MODELS, saved_pool
 
 import cauc_ray
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import ConfigError, ExecutionError, PolicyError
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
@@ -372,6 +372,15 @@ def test_what_cannot_be_served_is_told_in_one_line(chain, ray_session, tmp_path)
         cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="a/b"),
     ):
         pass
+
+
+def test_a_serve_that_runs_already_is_left_alone(chain, service):
+    with (
+        pytest.raises(ExecutionError, match="Ray Serve runs on this cluster already"),
+        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="another"),
+    ):
+        pass
+    assert ask(service, chain.ids[:2])
 
 
 def test_stages_are_named_in_order(chain, service):
