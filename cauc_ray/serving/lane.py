@@ -229,7 +229,7 @@ class Lane:
             logger.exception("a call could not be made")
             fault = StageError("failed", f"{type(error).__name__}: {error}")
         finally:
-            del self._calls[asyncio.current_task()]  # type: ignore[arg-type]
+            self._calls.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             self.pump_soon()
         if fault is None and answer.answers is not None:
             self.health.succeeded()
@@ -324,5 +324,9 @@ class Lane:
         """Cancel calls that nobody waits for any more; return whether there were any."""
         idle = [task for task, call in self._calls.items() if not any(group.live for group in call.batch)]
         for task in idle:
+            # Forgotten here: a task that is cancelled before it has begun comes to no line of its own.
+            del self._calls[task]
             task.cancel()
+        if idle:
+            self.pump_soon()
         return bool(idle)

@@ -228,3 +228,18 @@ def test_calls_that_take_most_of_their_time_are_made_on_all_replicas_at_once():
         return results
 
     assert not any(isinstance(result, RequestError) for result, _ in run_virtually(main()))
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_client_that_gives_up_at_any_moment_leaves_no_call_behind(turns):
+    async def main():
+        cascade, _ = cascade_of(a_pool(DATA.models, timeout_s=TIMEOUT_S), stages_at(1, 0.05))
+        given_up = asyncio.ensure_future(asked(cascade, Ask(0.0, (0,), None)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0.01)
+        assert [lane.busy for lane in cascade.lanes] == [False] * 3
+        return await cascade.answer(POLICY, columns_of(DATA.logits, WELL), len(WELL))
+
+    assert (run_virtually(main()).stages == EXPECTED_STAGES[WELL]).all()
