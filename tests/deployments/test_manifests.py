@@ -1,6 +1,7 @@
 import copy
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -9,27 +10,41 @@ import jsonschema
 import pytest
 import yaml
 from pydantic import BaseModel
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
+from cauc_ray.front.command import main
+from cauc_ray.models.pool import load_pool
 from cauc_ray.serving import ServingArgs
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = ROOT / "deployments"
 SCHEMAS = ROOT.parent / "shared" / "kuberay"
 TOKENS = {"CAUC_TOKEN", "CAUC_POLICY_TOKEN"}
-CLUSTERS = {"rayjob": "rayClusterSpec", "rayservice": "rayClusterConfig"}
+CLUSTERS = {"raycluster": None, "rayjob": "rayClusterSpec", "rayservice": "rayClusterConfig"}
+TIERS = {"edge", "small-gpu", "large-gpu"}
 
 
 def load(name):
     return yaml.safe_load((DEPLOYMENTS / f"{name}.yaml").read_text())
 
 
+def cluster_of(name, manifest=None):
+    spec = (manifest or load(name))["spec"]
+    return spec[CLUSTERS[name]] if CLUSTERS[name] else spec
+
+
 def groups(name):
-    cluster = load(name)["spec"][CLUSTERS[name]]
+    cluster = cluster_of(name)
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
 
 
+def pods(name):
+    submitter = load(name)["spec"].get("submitterPodTemplate")
+    return [one["spec"] for one in [*(group["template"] for group in groups(name)), submitter] if one]
+
+
 def containers(name):
-    return [container for group in groups(name) for container in group["template"]["spec"]["containers"]]
+    return [container for pod in pods(name) for container in pod["containers"]]
 
 
 def strict(schema):
@@ -84,9 +99,19 @@ def test_manifests_fit_kuberays_schema(name):
     schema = jsonschema.Draft202012Validator(strict(json.loads(path.read_text())))
     manifest = load(name)
     schema.validate(manifest)
-    for place in ([], ["workerGroupSpecs", 0], ["headGroupSpec", "template", "spec", "containers", 0]):
+    for place in (
+        [],
+        ["autoscalerOptions", "securityContext"],
+        ["workerGroupSpecs", 0],
+        ["workerGroupSpecs", 2, "template", "spec"],
+        ["workerGroupSpecs", 2, "template", "spec", "tolerations", 0],
+        ["workerGroupSpecs", 1, "template", "spec", "volumes", 0, "persistentVolumeClaim"],
+        ["headGroupSpec", "template", "spec", "securityContext", "seccompProfile"],
+        ["headGroupSpec", "template", "spec", "containers", 0],
+        ["headGroupSpec", "template", "spec", "containers", 0, "ports", 0],
+    ):
         broken = copy.deepcopy(manifest)
-        section = broken["spec"][CLUSTERS[name]]
+        section = cluster_of(name, broken)
         for step in place:
             section = section[step]
         section["labelz"] = {}
@@ -139,21 +164,127 @@ def test_every_node_of_the_service_has_both_tokens_from_a_secret():
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_clusters_ask_for_a_token_and_have_a_tier_for_every_group(name):
-    assert load(name)["spec"][CLUSTERS[name]]["authOptions"] == {"mode": "token"}
+def test_clusters_ask_for_a_token_and_have_a_group_for_every_tier(name):
+    cluster = cluster_of(name)
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["enableInTreeAutoscaling"]
     head, *workers = groups(name)
     assert head["resources"] == {"CPU": "0"}
-    assert {group["labels"]["tier"] for group in workers} == {"edge", "cloud"}
+    assert head["labels"] == {"tier": "head"}
+    assert {group["groupName"]: group["labels"] for group in workers} == {tier: {"tier": tier} for tier in TIERS}
+    for group in workers:
+        assert 1 <= group["minReplicas"] <= group["replicas"] < group["maxReplicas"]
+        (container,) = group["template"]["spec"]["containers"]
+        n_gpus = container["resources"]["limits"].get("nvidia.com/gpu", "0")
+        assert (n_gpus != "0") == group["groupName"].endswith("gpu")
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_no_pod_runs_as_root_or_gains_privileges(name):
+    for pod in pods(name):
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["runAsUser"] == 1000  # the image's
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    bare = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert all(container["securityContext"] == bare for container in containers(name))
+    assert cluster_of(name)["autoscalerOptions"]["securityContext"] == bare
+    head, *others = pods(name)
+    assert "automountServiceAccountToken" not in head  # its autoscaler speaks to Kubernetes
+    assert all(pod["automountServiceAccountToken"] is False for pod in others)
     for container in containers(name):
         assert container["resources"]["requests"] == container["resources"]["limits"]
 
 
+def node_types(name):
+    """Return what Ray's autoscaler makes of a cluster's groups: by tier, labels and resources."""
+    if name == "cluster":
+        return load(name)["available_node_types"]
+    metadata = {"name": name, "namespace": "default"}
+    config = _derive_autoscaling_config_from_ray_cr({"metadata": metadata, "spec": cluster_of(name)})
+    return {kind["labels"]["tier"]: kind for kind in config["available_node_types"].values()}
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
+def test_rays_autoscaler_sees_the_same_kinds_of_nodes_everywhere(name):
+    launched = node_types("cluster")
+    kinds = node_types(name)
+    assert set(kinds) == set(launched) == {"head", *TIERS}
+    for tier, kind in kinds.items():
+        assert kind["labels"] == launched[tier]["labels"]
+        assert {unit: kind["resources"].get(unit) for unit in ("CPU", "GPU")} == {
+            unit: launched[tier]["resources"].get(unit) for unit in ("CPU", "GPU")
+        }
+        assert [kind.get(limit) for limit in ("min_workers", "max_workers") if tier != "head"] == [
+            launched[tier][limit] for limit in ("min_workers", "max_workers") if tier != "head"
+        ]
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, "cluster"])
+def test_every_stage_of_the_pool_finds_nodes_in_every_cluster(name):
+    pool = load_pool(DEPLOYMENTS / "pool.yaml")
+    kinds = node_types(name)
+    needs = {stage.name: stage.resources for stage in pool.stages} | {"router": pool.serving.router.resources}
+    chosen = {}
+    for which, need in needs.items():
+        # By the first labels alone: each stage has nodes of its own, wherever else it may stand.
+        own = need.model_copy(update={"fallback": ()})
+        (chosen[which],) = [tier for tier, kind in kinds.items() if own.met_by(kind["labels"])]
+        (_, *elsewhere) = [tier for tier, kind in kinds.items() if need.met_by(kind["labels"])]
+        assert len(elsewhere) == len(need.fallback)
+        for tier in (chosen[which], *elsewhere):
+            there = kinds[tier]["resources"]
+            assert all(amount <= there.get(unit, 0) for unit, amount in need.amounts.items())
+    assert chosen == {"mnasnet": "edge", "resnet50": "small-gpu", "convnext": "large-gpu", "router": "edge"}
+
+
+def test_what_the_readme_shows_of_the_pool_stands_in_it():
+    pool = load("pool")
+    shown = re.findall(r"^\| `([a-z-]+)` \|.*`(resources: .*?)`", (DEPLOYMENTS / "README.md").read_text(), re.M)
+    assert {tier: yaml.safe_load(text)["resources"] for tier, text in shown} == {
+        stage["resources"]["labels"]["tier"]: stage["resources"] for stage in pool["stages"]
+    }
+
+
+def test_the_job_calls_the_command_as_it_is(capsys):
+    words = shlex.split(load("rayjob")["spec"]["entrypoint"])
+    assert words[0] == "cauc"
+    with pytest.raises(SystemExit) as ended:
+        main(words[1:])
+    assert ended.value.code == 2
+    assert "/data/p" in capsys.readouterr().err  # its files are all that it misses here
+
+
+@pytest.mark.parametrize("name", [*CLUSTERS, "cluster"])
 def test_versions_agree(name):
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    (ray,) = re.findall(r"ray\[default\]==([\d.]+)", (DEPLOYMENTS / "Dockerfile").read_text())
-    assert load(name)["spec"][CLUSTERS[name]]["rayVersion"] == ray
+    if name == "cluster":
+        assert load(name)["docker"]["image"].endswith(f"/cauc-ray:{package}")
+        return
+    (ray,) = re.findall(r"^ray==([\d.]+)", (DEPLOYMENTS / "requirements.txt").read_text(), re.M)
+    assert cluster_of(name)["rayVersion"] == ray
     assert {container["image"] for container in containers(name)} == {f"cauc-ray:{package}"}
+
+
+def test_network_policies_fit_kubernetes_schema():
+    path = SCHEMAS / "rayclusters.v1.schema.json"
+    if not path.is_file():
+        pytest.skip("KubeRay's schemas (../shared/kuberay) are not here")
+    spec = json.loads(path.read_text())["properties"]["spec"]["properties"]
+    # KubeRay's own policies hold Kubernetes' rules, and its pods Kubernetes' selectors.
+    rules = spec["networkPolicy"]["properties"]["head"]["properties"]["ingressRules"]
+    schema = jsonschema.Draft202012Validator(strict(rules))
+    policies = list(yaml.safe_load_all((DEPLOYMENTS / "networkpolicy.yaml").read_text()))
+    assert len(policies) == 2
+    for policy in policies:
+        assert (policy["apiVersion"], policy["kind"]) == ("networking.k8s.io/v1", "NetworkPolicy")
+        assert set(policy["spec"]) == {"podSelector", "policyTypes", "ingress"}
+        assert set(policy["spec"]["podSelector"]) == {"matchLabels"}
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        schema.validate(policy["spec"]["ingress"])
+        broken = copy.deepcopy(policy["spec"]["ingress"])
+        broken[0]["form"] = broken[0].pop("from")
+        with pytest.raises(jsonschema.ValidationError, match="form"):
+            schema.validate(broken)
 
 
 def test_prometheus_reads_the_list_of_nodes_that_ray_writes():
