@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from cauc_ray.data.inputs import BlockSource
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.committing import Sink
-from cauc_ray.execution.stage_queue import StageLimits
+from cauc_ray.execution.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 
-# What may wait before a stage: so many batches for each replica that it may have, so many blocks before the first.
-QUEUE_BATCHES = 8
+# What may wait before the first stage: so many blocks, at least.
 QUEUE_BLOCKS = 2
 # Rows that have no answer yet, in blocks: what a run that is ended has to do again, at most.
 OPEN_BLOCKS = 32
@@ -77,10 +76,10 @@ class RunPlan:
         n_bytes = min(QUEUE_BYTES, STORE_SHARE * store_bytes) / len(self.stages)
         limits = []
         for place, stage in enumerate(self.stages):
-            rows = QUEUE_BATCHES * stage.batch_size * stage.replicas.max
             # A stage's batches come from those of the stage before, the first one's from blocks.
-            fed_by = QUEUE_BLOCKS * self.block_rows if place == 0 else 4 * self.stages[place - 1].batch_size
-            limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, max(rows, fed_by), n_bytes))
+            fed_by = fed_rows(self.stages[place - 1].batch_size) if place else QUEUE_BLOCKS * self.block_rows
+            rows = queue_rows(stage.batch_size, stage.replicas.max, fed_by)
+            limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes))
         return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))
 
 

@@ -14,6 +14,10 @@ CALLS_PER_REPLICA = 2
 SHORT_CALL_S = 0.005
 SHORT_CALLS_PER_REPLICA = 5
 
+# What may wait before a stage: so many batches for each replica that it may have, and of the stage before.
+QUEUE_BATCHES = 8
+FED_BATCHES = 4
+
 # A row that fails by itself is tried so often, with a growing pause before each further time.
 TRIES = 3
 PAUSE_S = 0.1
@@ -35,6 +39,16 @@ class StageLimits:
     batch_wait_s: float
     queue_rows: int
     queue_bytes: float
+
+
+def queue_rows(batch_size: int, most_replicas: int, fed_by: int) -> int:
+    """Return how many rows may wait for a stage.   fed_by: those that come at once from what is before it."""
+    return max(QUEUE_BATCHES * batch_size * most_replicas, fed_by)
+
+
+def fed_rows(batch_size: int) -> int:
+    """Return the rows that come at once from a stage with batches of a size: a few of them."""
+    return FED_BATCHES * batch_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from cauc_ray.execution.pace import Pace, RunRates, accepted_share
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.front.show import amount
+from cauc_ray.front.tables import amount
 
 # What takes less than this needs no progress bar.
 _PATIENCE_S = 2.0
