@@ -1,0 +1,175 @@
+"""Certificates against slow loops, and their promise in populations whose risk is known."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from early_population import CHAIN, HARDEST, PAIR
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import beta, binom
+
+from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.numbers.certificates import RiskLimit, certify, early_answers, order_of_tests
+
+seeds = st.integers(0, 2**32 - 1)
+FIVE = RiskLimit(0.05, 0.95)
+N_DRAWS = 1000
+
+
+def drawn(seed, n, m):
+    """Confidences of which many are equal, right a little less often than they say."""
+    rng = np.random.default_rng(seed)
+    confidences = rng.choice(np.r_[np.linspace(0.3, 1, 12), rng.random(20)], (n, m))
+    return confidences, rng.random((n, m)) < confidences**0.3
+
+
+def counted(confidences, correct, threshold):
+    """Return how many rows are answered early and how many of these wrongly, row by row."""
+    accepted = wrong = 0
+    for own, right in zip(confidences, correct, strict=True):
+        for confidence, hit in zip(own, right, strict=True):
+            if confidence >= threshold:
+                accepted, wrong = accepted + 1, wrong + (not hit)
+                break
+    return accepted, wrong
+
+
+@given(seeds, st.integers(1, 60), st.integers(1, 3), st.lists(st.floats(0, 1.1), min_size=1, max_size=8))
+def test_early_answers_by_a_slow_loop(seed, n, m, thresholds):
+    confidences, correct = drawn(seed, n, m)
+    early = early_answers(confidences, correct)
+    thresholds = [*thresholds, *confidences[:, 0], 0.0, 2.0]
+    accepted, wrong = early.at(np.array(thresholds))
+    assert [*zip(accepted.tolist(), wrong.tolist(), strict=True)] == [
+        counted(confidences, correct, threshold) for threshold in thresholds
+    ]
+
+
+@given(seeds, st.integers(1, 60), st.integers(1, 3), st.floats(0.01, 0.6))
+def test_the_plug_in_threshold_accepts_most_of_all_that_keep_to_the_risk(seed, n, m, risk):
+    confidences, correct = drawn(seed, n, m)
+    found = early_answers(confidences, correct).plug_in(risk)
+    all_there_are = [counted(confidences, correct, threshold) for threshold in np.unique(confidences)]
+    kept = [accepted for accepted, wrong in all_there_are if wrong <= risk * accepted]
+    assert (found is None) == (not kept)
+    if found is not None:
+        threshold, n_accepted = found
+        accepted, wrong = counted(confidences, correct, threshold)
+        assert accepted == n_accepted == max(kept)
+        assert wrong <= risk * accepted
+
+
+@given(seeds, st.integers(20, 400), st.integers(1, 3), st.floats(0.05, 0.6), st.floats(0.5, 0.99))
+def test_certificates_by_a_slow_loop(seed, n, m, risk, confidence):
+    limit = RiskLimit(risk, confidence)
+    calibration, (confidences, correct) = early_answers(*drawn(seed + 1, n, m)), drawn(seed, n, m)
+    expected = None
+    for threshold in order_of_tests(calibration, limit):
+        accepted, wrong = counted(confidences, correct, threshold)
+        if accepted == 0 or binom.cdf(wrong, accepted, risk) > 1 - confidence:
+            break
+        expected = (threshold, accepted, wrong)
+    if expected is None:
+        with pytest.raises(RiskError, match="no threshold is certified") as refused:
+            certify(calibration, early_answers(confidences, correct), limit)
+        assert "\n" not in str(refused.value)
+        return
+    found = certify(calibration, early_answers(confidences, correct), limit)
+    assert (found.threshold, found.n_accepted, found.n_wrong) == expected
+    assert found.upper_bound == pytest.approx(beta.ppf(confidence, found.n_wrong + 1, found.n_accepted - found.n_wrong))
+    assert found.upper_bound <= risk + 1e-9
+
+
+@given(seeds, st.integers(1, 400), st.integers(1, 3))
+def test_the_order_falls_and_begins_where_calibration_is_surest(seed, n, m):
+    confidences, correct = drawn(seed, n, m)
+    order = order_of_tests(early_answers(confidences, correct), FIVE)
+    assert (np.diff(order) < 0).all()
+    assert counted(confidences, correct, order[-1])[0] == n
+    wrong_of = [counted(confidences, correct, threshold)[::-1] for threshold in order]
+    tails = [binom.cdf(wrong, accepted, 0.05) for wrong, accepted in wrong_of]
+    assert tails[0] <= min(tails) * (1 + 1e-7)
+
+
+def test_nothing_is_certified_of_too_few_rows_even_if_none_is_wrong():
+    rows = np.full((58, 1), 0.9), np.full((58, 1), True)
+    with pytest.raises(RiskError, match=r"0 of the 58 validation .* takes 59 answered early even if none is wrong"):
+        certify(early_answers(*rows), early_answers(*rows), FIVE)
+    enough = early_answers(np.full((59, 1), 0.9), np.full((59, 1), True))
+    assert certify(early_answers(*rows), enough, FIVE).n_accepted == 59
+
+
+def test_nothing_is_certified_where_validation_accepts_nothing():
+    calibration = early_answers(np.full((100, 1), 0.9), np.full((100, 1), True))
+    validation = early_answers(np.full((100, 1), 0.2), np.full((100, 1), True))
+    with pytest.raises(RiskError, match=r"0 of the 0 validation .* risk may be 100 %"):
+        certify(calibration, validation, FIVE)
+
+
+def tried(population, n):
+    """Return how often, over draws of calibration and validation, a threshold was certified and a promise broken."""
+    rng = np.random.default_rng(n)
+    counts = Counter()
+    for _ in range(N_DRAWS):
+        calibration, validation = (early_answers(*population.draw(rng, n)) for _ in range(2))
+        try:
+            found = certify(calibration, validation, FIVE)
+            counts["certified"] += 1
+            counts["broken"] += population.risk(found.threshold) > 0.05
+        except RiskError:
+            pass
+        plug_in = validation.plug_in(0.05)
+        counts["plug-in broken"] += plug_in is not None and population.risk(plug_in[0]) > 0.05
+    return counts
+
+
+@pytest.mark.parametrize("n", [700, 3000, 12_500])
+@pytest.mark.parametrize("population", [PAIR, CHAIN], ids=["two stages", "four stages"])
+def test_certified_thresholds_keep_their_promise_and_plug_in_ones_break_it_half_of_the_time(population, n):
+    counts = tried(population, n)
+    assert counts["broken"] <= 0.05 * N_DRAWS
+    assert counts["certified"] > 0.25 * N_DRAWS
+    assert 0.4 * N_DRAWS < counts["plug-in broken"] < 0.65 * N_DRAWS
+
+
+@pytest.mark.parametrize("n", [700, 3000, 12_500])
+def test_where_every_threshold_is_a_hair_too_risky_hardly_any_is_certified(n):
+    counts = tried(HARDEST, n)
+    # A true share of 5 % would show more than this in one of a thousand such tests.
+    assert counts["broken"] <= binom.ppf(0.999, N_DRAWS, 0.05)
+    assert counts["plug-in broken"] > 0.9 * N_DRAWS
+
+
+@pytest.mark.parametrize("population", [PAIR, CHAIN, HARDEST], ids=["two stages", "four stages", "hardest"])
+def test_the_risk_of_the_populations_is_what_draws_show(population):
+    confidences, correct = population.draw(np.random.default_rng(0), 400_000)
+    early = early_answers(confidences, correct)
+    for threshold in (0.5, 0.7, 0.9):
+        accepted, wrong = (int(count) for count in early.at(np.array(threshold)))
+        deviation = (0.05 / accepted) ** 0.5
+        assert wrong / accepted == pytest.approx(population.risk(threshold), abs=5 * deviation)
+
+
+def test_a_limit_is_read_from_its_spelling():
+    assert RiskLimit.parse("risk<=0.05@0.95") == FIVE
+    assert RiskLimit.parse("risk<=.1@.9") == RiskLimit(0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0.05", "risk<0.05@0.95", "risk<=0.05", "risk<=0.05@", "risk<=5%@95%", "risk<=0.05@0.95 ", "risk <= 0.05@0.95",
+     "risk<=1.5@0.95", "risk<=0@0.95", "risk<=0.05@1", "risk<=0.05@0.99999999999999999999", "risk<=-0.05@0.95",
+     "risk<=nan@0.95", "risk<=\N{ARABIC-INDIC DIGIT ONE}@0.95", "risk<=1e-2@0.95", "risk<=0.05@0.95\n",
+     "error<=0.05@0.95"],
+)  # fmt: skip
+def test_any_other_text_is_refused_in_one_line(text):
+    with pytest.raises(ConfigError, match=r"of the form|lies between 0 and 1") as refused:
+        RiskLimit.parse(text)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (3, 0), (3,)])
+def test_without_rows_or_stages_there_is_nothing_to_certify(shape):
+    with pytest.raises(DataError, match="one stage or more before the last"):
+        early_answers(np.zeros(shape), np.zeros(shape, bool))

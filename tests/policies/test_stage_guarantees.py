@@ -1,0 +1,86 @@
+"""The propositions of whole policies, against the decisions that a row-by-row replay takes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from synthetic import chain
+
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.guarantees import accepted_accuracy, threshold_regret
+from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.stage_guarantees import measure_guarantees
+from cauc_ray.policies.threshold import ThresholdRule
+
+METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
+
+
+def one_by_one(policy, data, row):
+    """Return confidences, answers and costs of one row at every stage, taking each of them."""
+    state, steps = None, []
+    for stage, logits in enumerate(data.logits):
+        step = policy.step(stage, logits[row : row + 1], state)
+        cost = data.costs.per_call[row, stage] if data.per_call_costs else data.costs.per_call[stage]
+        steps.append((float(step.confidences[0]), int(step.predictions[0]), float(cost)))
+        state = step.state
+    return steps
+
+
+@METHODS
+@pytest.mark.parametrize("per_call", [False, True])
+def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
+    data = chain(5, 150, per_call=per_call, ragged=True)
+    some = data.labels.copy()
+    some[::7] = UNKNOWN_LABEL
+    data = replace(data, labels=some)
+    policy = fit(chain(5, 200, shift=1), rule=ThresholdRule(threshold=0.6))
+    found = measure_guarantees(policy, data)
+    assert found[-1] is None
+    for stage in range(2):
+        rows = []
+        for row in range(len(data)):
+            steps = one_by_one(policy, data, row)
+            if some[row] == UNKNOWN_LABEL or any(confidence >= 0.6 for confidence, _, _ in steps[:stage]):
+                continue
+            confidence, answer, _ = steps[stage]
+            cost = 0.0
+            for later in range(stage + 1, 3):
+                cost += steps[later][2]
+                if steps[later][0] >= 0.6 or later == 2:
+                    rows.append((confidence, answer == some[row], steps[later][1] == some[row], cost))
+                    break
+        confidences, right, fallback_right, costs = (np.array(column) for column in zip(*rows, strict=True))
+        accuracy = accepted_accuracy(confidences, right, 0.6)
+        regret = threshold_regret(confidences, right, fallback_right, costs, 0.6)
+        assert found[stage].accuracy.n == len(rows)
+        for part, expected in ((found[stage].accuracy, accuracy), (found[stage].regret, regret)):
+            for name in expected.__dataclass_fields__:
+                assert getattr(part, name) == pytest.approx(getattr(expected, name), abs=1e-9), name
+
+
+@METHODS
+@pytest.mark.parametrize("seed", range(8))
+def test_what_came_is_no_worse_than_what_was_promised(fit, seed):
+    data = chain(seed, 500, shift=2)
+    policy = fit(chain(seed, 300), chain(seed, 300, shift=1))
+    measures = measure_replay(policy, data)[1]
+    for stage, found in zip(measures.stages[:-1], measure_guarantees(policy, data)[:-1], strict=True):
+        assert found.accuracy.n == stage.reached
+        assert found.accuracy.coverage == pytest.approx(stage.coverage.value)
+        assert -1e-9 <= found.regret.regret <= found.regret.bound + 1e-9
+        if stage.answered:
+            assert found.accuracy.accuracy == pytest.approx(stage.accepted_accuracy.value)
+            assert found.accuracy.accuracy >= found.accuracy.bound - 1e-9
+
+
+@METHODS
+def test_where_no_labelled_row_comes_nothing_is_said(fit):
+    data = chain(1, 100)
+    policy = fit(data, rule=ThresholdRule(threshold=0.0))
+    assert measure_guarantees(policy, data)[1:] == (None, None)
+    unknown = replace(data, labels=np.full(100, UNKNOWN_LABEL, dtype=np.int32))
+    assert measure_guarantees(policy, unknown) == (None, None, None)
+    nobody = policy.with_threshold(2.0)
+    said = measure_guarantees(nobody, data)[0].as_json()
+    assert (said["coverage"], said["accepted_accuracy"], said["accepted_accuracy_bound"]) == (0.0, None, None)
