@@ -1,1 +1,1 @@
-"""Scripts over the library that take a while: benchmarks now, larger jobs as they come."""
+"""What a cluster is given to do: scripts over the library, each with a config, one output folder and an end."""

@@ -1,55 +1,38 @@
-"""Make the paper's tables and figures from logit tables: `python -m jobs.paper CONFIG -o OUT`."""
+"""Make the paper's tables and figures from logit tables: `python -m jobs.paper --config FILE`."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from collections.abc import Sequence
 
 from rich.console import Console
 
-from cauc_ray.errors import CaucError
-from cauc_ray.front.paper import Paper, load_config, run_paper
-from cauc_ray.front.paper.tasks import Outcome
-from cauc_ray.front.show import line
+from cauc_ray.execution.tasks import Outcome
+from cauc_ray.front.paper import Paper, PaperConfig, run_paper
+from cauc_ray.front.tables import line
+from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
-PIPE_WIDTH = 220  # a pipe has no width of its own
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run what a config names. Returns 0; 1 where something of it failed; 2 on bad input, with one line."""
-    options = parser().parse_args(argv)
-    try:
-        config = load_config(options.config, options.logits)
-        paper = run_paper(config, options.output, address=options.address, on_outcome=say)
-    except CaucError as error:
-        print(f"jobs.paper: error: {error}", file=sys.stderr)
-        return 2
-    show(paper, options.output)
-    print(json.dumps({**paper.as_json(), "output": options.output}, allow_nan=False))
-    return 1 if paper.failed else 0
+WIDTH = 220  # a log has no width of its own
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the job's options."""
-    made = argparse.ArgumentParser(prog="python -m jobs.paper", description=__doc__, allow_abbrev=False)
-    made.add_argument("config", metavar="CONFIG", help="what fills which table, such as jobs/paper.yaml")
-    made.add_argument("-o", "--output", metavar="OUT", required=True, help="a new folder")
-    made.add_argument("--logits", metavar="DIR", help="the folder of all sets (default: the config's)")
-    made.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
-    return made
+class PaperJob(JobConfig, PaperConfig):
+    """What fills the paper's tables and figures."""
 
 
-def say(outcome: Outcome, place: int, of: int) -> None:
-    """Print what came of a task."""
-    how = f"{outcome.seconds:.1f} s" if outcome.error is None else f"failed: {outcome.error}"
-    line(f"[{place}/{of}] {outcome.task}: {how}")
+def work(config: PaperJob, run: JobRun) -> JobResult:
+    """Measure all that the config names, task by task, and write tables, figures and a report."""
+
+    def on_outcome(outcome: Outcome, place: int, of: int) -> None:
+        how = f"{outcome.seconds:.1f} s" if outcome.error is None else f"failed: {outcome.error}"
+        run.progress.say(f"[{place}/{of}] {outcome.task}: {how}")
+        run.progress.report(place, of, "tasks")
+
+    paper = run_paper(config, run.folder, address=run.address, on_outcome=on_outcome)
+    return JobResult(paper.as_json(), lambda: show(paper, str(run.folder)), paper.failed)
 
 
 def show(paper: Paper, output: str) -> None:
     """Print all tables, and what is missing."""
-    console = Console(width=None if Console().is_terminal else PIPE_WIDTH)
+    console = Console(width=WIDTH)
     for table in paper.tables:
         line(f"\n== {table.title}")
         for grid in table.grids:
@@ -63,10 +46,10 @@ def show(paper: Paper, output: str) -> None:
         line(f"not run here: {missing}")
     for warning in paper.warned:
         line(f"warning: {warning}")
-    for failure in paper.failed:
-        line(f"failed: {failure}")
     line(f"everything is in {output}, see report.md; {paper.seconds:.0f} s")
 
 
+JOB = Job("paper", "Make the paper's tables and figures from logit tables.", (PaperJob,), work)
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(JOB, sys.argv[1:]))

@@ -43,6 +43,14 @@ def written_beside(path: Path) -> Iterator[Path]:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and the ones above it, unless they are there. Raises ConfigError where that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with written_beside(path) as beside:

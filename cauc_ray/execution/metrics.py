@@ -1,4 +1,4 @@
-"""A run's progress as Ray metrics, for Prometheus and dashboards; Ray puts `ray_` before their names."""
+"""The progress of runs and jobs as Ray metrics, for Prometheus and dashboards; Ray puts `ray_` before their names."""
 
 from __future__ import annotations
 
@@ -84,6 +84,25 @@ class RunMetrics:
     def _set_run(self, **values: float) -> None:
         for name, value in values.items():
             self._run_gauges[name].set(float(value), tags=self._run)
+
+
+class JobMetrics:
+    """Tells Ray how far a job is; of the tags, unit is what it counts, such as rows."""
+
+    def __init__(self, job: str) -> None:
+        tags = ("job", "unit")
+        self._job = job
+        self._done = Gauge("cauc_job_done", "What a job has done, by earlier attempts too", tag_keys=tags)
+        self._total = Gauge(
+            "cauc_job_total", "What a job has to do in all; absent where it is not known", tag_keys=tags
+        )
+
+    def report(self, done: int, total: int | None, unit: str) -> None:
+        """Tell how far the job is."""
+        tags = {"job": self._job, "unit": unit}
+        self._done.set(float(done), tags=tags)
+        if total is not None:
+            self._total.set(float(total), tags=tags)
 
 
 def _add(counter: Counter, amount: float, tags: dict[str, str]) -> None:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from cauc_ray.errors import CaucError, unknown_name
-from jobs.bench.part import Part, parser_of
+from cauc_ray.errors import unknown_name
+from jobs.bench.part import PARTS, load, measured, parser_of
 
-# In the order in which they run; each is the module of that name beside this one.
-PARTS = (
-    "numbers",
-    "collect",
-    "bound",
-    "ray_data",
-    "saving",
-    "controller",
-    "memory",
-    "serving",
-    "serving_faults",
-    "gpu",
-    "faults",
-)
 # Runs only where it is named: two hours.
 LONG = ("faults",)
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
+       python -m jobs.bench --config FILE [--address ADDRESS]
 
 Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here, but for {", ".join(LONG)}.
 python -m jobs.bench PART --help lists a part's options; each default is the full size.
@@ -41,6 +27,12 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
+    if argv and argv[0].startswith("--config"):
+        # Only here: parts set up Ray's environment before they import it.
+        from jobs.bench.job import JOB
+        from jobs.job import main as run_job
+
+        return run_job(JOB, argv)
     if argv and argv[0] not in PARTS:
         print(f"{unknown_name('part', argv[0], PARTS)}\n\n{USAGE}", file=sys.stderr)
         return 2
@@ -48,16 +40,7 @@ def main(argv: Sequence[str]) -> int:
     for name, words in options_by_part(argv).items():
         part = load(name)
         options = parser_of(name, part).parse_args(words)
-        print(f"== {name}", flush=True)
-        if reason := part.missing(options):
-            print(f"left out: {reason}", flush=True)
-            results[name] = {"left_out": reason}
-            continue
-        try:
-            results[name] = part.measure(options)
-        except CaucError as error:  # the figures of the other parts have cost minutes
-            print(f"failed: {error}", flush=True)
-            results[name] = {"failed": str(error)}
+        results[name] = measured(name, part, options)
     print(json.dumps(results))
     return 1 if any("failed" in result for result in results.values()) else 0
 
@@ -72,11 +55,6 @@ def options_by_part(argv: Sequence[str]) -> dict[str, list[str]]:
         else:
             current.append(word)
     return words or {name: [] for name in PARTS if name not in LONG}
-
-
-def load(name: str) -> Part:
-    """Import a part's module: only now, since each brings libraries that others do without."""
-    return cast(Part, importlib.import_module(f"jobs.bench.{name}"))
 
 
 if __name__ == "__main__":

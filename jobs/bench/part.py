@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+
+from cauc_ray.errors import CaucError
+
+# In the order in which they run; each is the module of that name beside this one.
+PARTS = (
+    "numbers",
+    "search",
+    "calibrate",
+    "collect",
+    "bound",
+    "plan",
+    "ray_data",
+    "saving",
+    "controller",
+    "memory",
+    "serving",
+    "serving_faults",
+    "gpu",
+    "faults",
+)
 
 
 class Part(Protocol):
@@ -22,6 +43,11 @@ class Part(Protocol):
         """Measure, print what people read, and return the figures, ratios included."""
 
 
+def load(name: str) -> Part:
+    """Import a part's module: only now, since each brings libraries that others do without."""
+    return cast(Part, importlib.import_module(f"jobs.bench.{name}"))
+
+
 def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
     """Return the parser of a part's options."""
     about = (part.__doc__ or "").partition("\n")[0]
@@ -32,6 +58,19 @@ def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
     )
     part.add_options(parser)
     return parser
+
+
+def measured(name: str, part: Part, options: argparse.Namespace) -> dict[str, Any]:
+    """Return a part's figures, or why there are none: it is left out here, or it failed."""
+    print(f"== {name}", flush=True)
+    if reason := part.missing(options):
+        print(f"left out: {reason}", flush=True)
+        return {"left_out": reason}
+    try:
+        return part.measure(options)
+    except CaucError as error:  # the figures of the other parts have cost minutes
+        print(f"failed: {error}", flush=True)
+        return {"failed": str(error)}
 
 
 def absent(*packages: str) -> str | None:

@@ -35,6 +35,16 @@ def bench(*words, address=""):
     return json.loads(last), "\n".join(said)
 
 
+def test_a_search_says_what_the_chosen_chain_is_worth_on_test():
+    results, said = bench("search", "--models", 3, "--rows", 60, "--options", 4, "--budget", 2)
+    for method in ("base", "rf"):
+        found = results["search"][method]
+        assert found["n_measured"] <= found["n_chains"] == 7
+        assert found["chosen"]["quality"] >= max(found[name]["quality"] for name in ("single", "pair", "full"))
+        assert f"{method}: 7 chains" in said
+        assert f"test {found['chosen']['accuracy']:.4f}" in said
+
+
 def test_numbers_and_runs_print_ratios_of_their_own_figures():
     results, said = bench(
         "numbers", "--rows", 300, "--options", 20, "--repeats", 1,

@@ -1,10 +1,7 @@
 """The paper's tables and figures from synthetic logits: their numbers are the library's; what is missing is told."""
 
 import json
-import os
 import re
-import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +13,15 @@ from synthetic import chain, softmax, write_table
 import cauc_ray
 from cauc_ray.errors import ConfigError
 from cauc_ray.front.comparing import compare
+from cauc_ray.front.config import read_config
 from cauc_ray.front.measuring import published
-from cauc_ray.front.paper import load_config, run_paper
+from cauc_ray.front.paper import PaperConfig, run_paper
 from cauc_ray.front.paper.grids import Cell, Grid
 from cauc_ray.front.paper.plan import plan_of
 from cauc_ray.front.paper.quoted import columns_of, quoted_figures
-from cauc_ray.front.paper.tasks import Task, run_tasks
 from cauc_ray.policies.methods import METHODS
-from jobs.paper import main
+from jobs.job import main
+from jobs.paper import JOB
 
 ROOT = Path(__file__).parents[2]
 # A second model that fuses well with the first, and one that is far better than it.
@@ -69,6 +67,10 @@ def root(tmp_path_factory):
     return folder
 
 
+def load_config(path):
+    return read_config(path, [PaperConfig])
+
+
 def written(path, config):
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
@@ -105,8 +107,19 @@ def test_everything_is_written_once_and_says_the_same(made, root):
         assert "</svg>" in (out / "figures" / f"{figure.name}.svg").read_text()
         assert pq.read_table(out / "figures" / f"{figure.name}.parquet").num_rows > 0
     assert json.loads((out / "paper.json").read_text()) == json.loads(json.dumps(paper.as_json()))
-    with pytest.raises(ConfigError, match="not an empty folder"):
-        run_paper(paper.config, out)
+
+
+def test_what_was_measured_is_kept_and_comes_back_as_it_was(made):
+    paper, out = made
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "tasks").iterdir()}
+    again = run_paper(paper.config, out)
+    assert {path.name: path.stat().st_mtime_ns for path in (out / "tasks").iterdir()} == before
+    assert {**again.as_json(), "seconds": 0} == {**paper.as_json(), "seconds": 0}
+    assert again.tables == paper.tables
+    for path in (out / "tasks").glob("*.json"):
+        kept = json.loads(path.read_text())
+        assert kept["attempts"] == 1
+        assert kept["seconds"] > 0
 
 
 def test_comparisons_are_those_of_the_library(made, root):
@@ -304,8 +317,8 @@ def test_the_papers_averages_come_out():
     ],
 )
 def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, capsys, change, says):
-    path = written(tmp_path / "bad.yaml", content(root) | change)
-    assert main([str(path), "-o", str(tmp_path / "out")]) == 2
+    path = written(tmp_path / "bad.yaml", {**content(root), "output": "out", **change})
+    assert main(JOB, ["--config", str(path)]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert len(told.err.splitlines()) == 1
@@ -314,7 +327,7 @@ def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, capsys, change, say
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [", "cannot be read"), ("- a", "holds no config"), (None, "no config")]
+    ("text", "says"), [("a: [", "line 1 is not YAML"), ("- a", "holds no config"), (None, "no config")]
 )
 def test_what_is_no_config(tmp_path, text, says):
     if text is not None:
@@ -329,9 +342,9 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
         {"name": "good", "set": "near", "models": ["m0", "m1"]},
         {"name": "bad", "set": "near", "models": ["m0", "m1"], "texts": "nowhere.parquet"},
     ]
-    config = {"logits": "sets", "methods": ["single", "rf"], "tables": {"two-model-image": chains}}
-    path = written(tmp_path / "paper.yaml", config)
-    assert main([str(path), "-o", str(tmp_path / "out"), "--logits", str(root)]) == 1
+    config = {"logits": str(root), "methods": ["single", "rf"], "tables": {"two-model-image": chains}}
+    path = written(tmp_path / "paper.yaml", {**config, "output": "out"})
+    assert main(JOB, ["--config", str(path)]) == 1
     *said, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert [re.sub(r":.*", "", failure) for failure in result["failed"]] == ["two-model-image"]
@@ -340,20 +353,6 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
     assert any(line.startswith("failed: two-model-image: bad") for line in said)
     assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
     assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
-
-
-def test_tasks_end_by_their_deadline_and_have_their_own_threads(ray_session):
-    tasks = [
-        Task("a", "wrong", partial(int, "x")),
-        Task("a", "threads", partial(os.getenv, "OMP_NUM_THREADS")),
-    ]
-    outcomes = {outcome.task.name: outcome for outcome in run_tasks(tasks, deadline_s=200)}
-    assert "ValueError" in outcomes["wrong"].error
-    assert outcomes["threads"].value == "1"
-    started = time.monotonic()
-    (slow,) = run_tasks([Task("a", "slow", partial(time.sleep, 300))], deadline_s=1)
-    assert "not done after 1 s" in slow.error
-    assert time.monotonic() - started < 100
 
 
 def test_warnings_of_tasks_are_told(root, ray_session, tmp_path):
@@ -372,7 +371,8 @@ def test_grids_are_markdown_and_mark_the_best():
 
 
 def test_the_shipped_config_finds_all_that_it_names(shared_logits):
-    plan = plan_of(load_config(ROOT / "jobs" / "paper.yaml", shared_logits))
+    config = read_config(ROOT / "jobs" / "paper.yaml", JOB.forms)
+    plan = plan_of(config.model_copy(update={"logits": shared_logits}))
     assert {each.why for each in plan.not_run} == {"no logit table of it is configured"}
     assert {task.part for task in plan.tasks} >= {"two-model-language", "growing-chain", "complementarity-gain"}
     assert [task.part for task in plan.alone] == ["setup-time"]

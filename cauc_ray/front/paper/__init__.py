@@ -1,6 +1,6 @@
 """The paper's tables and figures, from logit tables, in one run on Ray."""
 
-from cauc_ray.front.paper.config import PaperConfig, load_config
+from cauc_ray.front.paper.config import PaperConfig
 from cauc_ray.front.paper.run import Paper, run_paper
 
-__all__ = ["Paper", "PaperConfig", "load_config", "run_paper"]
+__all__ = ["Paper", "PaperConfig", "run_paper"]

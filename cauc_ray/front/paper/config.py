@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.errors import unknown_name
 from cauc_ray.front.comparing import MOST_SEEDS, SINGLE
+from cauc_ray.front.config import FilePath
 from cauc_ray.front.paper.quoted import columns_of
+from cauc_ray.models.service import Section
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.methods import METHODS
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class _NamedParts(_Section):
+class _NamedParts(Section):
     """A section whose keys are names of tables or figures."""
 
     model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
@@ -33,7 +29,7 @@ def _require_own_names(where: str, names: tuple[str, ...] | list[str]) -> None:
         raise ValueError(f"{where}: two entries are named {twice[0]!r}")
 
 
-class Chain(_Section):
+class Chain(Section):
     """A chain of models of one logit table.
 
     name: as tables and figures call it.   set: the table, a folder below the root.   models: cheapest first.
@@ -122,7 +118,7 @@ class Tables(_NamedParts):
         return self
 
 
-class ReliabilityFigure(_Section):
+class ReliabilityFigure(Section):
     """What a figure of calibration shows, each on the test split.
 
     model: whose confidence is shown before and after.   models: whose accuracy is shown at matched confidence.
@@ -157,14 +153,14 @@ class Figures(_NamedParts):
         return self
 
 
-class PaperConfig(_Section):
+class PaperConfig(Section):
     """A run of the paper's tables and figures.
 
     logits: the folder of all sets.   methods: of the comparisons, as compare() takes them.   seed: of all lots.
-    deadline_s: how long all chains together may take, and after them the timed one.
+    deadline_s: how long a chain may take, in seconds from where its task has begun.
     """
 
-    logits: Path
+    logits: FilePath
     methods: tuple[str, ...] = Field(default=("all",), min_length=1)
     seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
     deadline_s: float = Field(default=7200.0, gt=0)
@@ -179,28 +175,3 @@ class PaperConfig(_Section):
             if name not in known:
                 raise ValueError(unknown_name("method", name, known))
         return methods
-
-
-def load_config(path: str | Path, logits: str | Path | None = None) -> PaperConfig:
-    """Read a config.
-
-    logits: in place of the config's own root, which is taken from the config's folder where it is relative.
-    Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, name or value.
-    """
-    path = Path(path)
-    try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no config {path}") from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no config: a mapping with logits, tables and figures was expected")
-    try:
-        config = PaperConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
-    root = (path.parent / config.logits if logits is None else Path(logits)).resolve()
-    if not root.is_dir():
-        raise ConfigError(f"there is no folder {root} with sets of logits; name it with logits: or --logits")
-    return config.model_copy(update={"logits": root})

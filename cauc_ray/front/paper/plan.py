@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.execution.tasks import Task
+from cauc_ray.front.kept import table_identity
 from cauc_ray.front.paper.config import Chain, ComparedChain, GrowingChain, PaperConfig
 from cauc_ray.front.paper.measured import compare_chain, grow, measure_gains, measure_pair, measure_reliability
 from cauc_ray.front.paper.quoted import columns_of
-from cauc_ray.front.paper.tasks import Task
+from cauc_ray.models.service import Section
 
 RELIABILITY = "calibration-reliability"
 GAINS = "complementarity-gain"
@@ -39,8 +42,13 @@ class Plan:
 
 
 def plan_of(config: PaperConfig) -> Plan:
-    """Return what to run, in the order of the config; entries whose logits are not here are left out and told."""
+    """Return what to run, in the order of the config; entries whose logits are not here are left out and told.
+
+    Raises ConfigError where there is no folder of sets.
+    """
     root = config.logits
+    if not root.is_dir():
+        raise ConfigError(f"there is no folder {root} with sets of logits; name it with logits:")
     tasks: list[Task] = []
     alone: list[Task] = []
     not_run: list[NotRun] = []
@@ -60,25 +68,34 @@ def plan_of(config: PaperConfig) -> Plan:
     for figure in config.figures.calibration_reliability:
         why = _missing(root, figure.set, figure.wanted)
         if why is None:
-            tasks.append(Task(RELIABILITY, figure.name, partial(measure_reliability, root, figure)))
+            measure = partial(measure_reliability, root, figure)
+            tasks.append(Task(RELIABILITY, figure.name, measure, _identity(root, figure.set, figure)))
         else:
             not_run.append(NotRun(f"{RELIABILITY} / {figure.name}", why))
     not_run += [NotRun(f"{RELIABILITY} / {c}", "no logit table of it is configured") for c in columns_of(RELIABILITY)]
     for name in config.figures.complementarity_gain:
         why = _missing(root, name, ())
         if why is None:
-            tasks.append(Task(GAINS, name, partial(measure_gains, root, name)))
+            tasks.append(Task(GAINS, name, partial(measure_gains, root, name), _identity(root, name, None)))
         else:
             not_run.append(NotRun(f"{GAINS} / {name}", why))
     return Plan(tuple(tasks), tuple(alone), tuple(not_run))
 
 
 def _table_task(config: PaperConfig, part: str, chain: Chain) -> Task:
+    root = config.logits
+    identity = _identity(root, chain.set, chain, config.methods, config.seed)
     if isinstance(chain, ComparedChain):
-        return Task(part, chain.name, partial(compare_chain, config.logits, chain, config.methods, config.seed))
+        return Task(part, chain.name, partial(compare_chain, root, chain, config.methods, config.seed), identity)
     if isinstance(chain, GrowingChain):
-        return Task(part, chain.name, partial(grow, config.logits, chain))
-    return Task(part, chain.name, partial(measure_pair, config.logits, chain))
+        return Task(part, chain.name, partial(grow, root, chain), identity)
+    return Task(part, chain.name, partial(measure_pair, root, chain), identity)
+
+
+def _identity(root: Path, set_name: str, entry: Section | None, *more: object) -> str:
+    """Return all that a task's value depends on: its entry, the files of its set, and what else is given."""
+    said = None if entry is None else entry.model_dump(mode="json")
+    return json.dumps([table_identity(root / set_name), said, *more])
 
 
 def _missing(root: Path, set_name: str, models: Sequence[str]) -> str | None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import write_json, write_parquet, write_text
-from cauc_ray.execution.ledger import new_folder
+from cauc_ray.data.files import make_folder, write_json, write_parquet, write_text
 from cauc_ray.execution.session import ray_session
+from cauc_ray.execution.tasks import N_CPUS, Outcome
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.measuring import published
 from cauc_ray.front.offline import require_apart
@@ -23,10 +23,10 @@ from cauc_ray.front.paper.drawing import require_matplotlib
 from cauc_ray.front.paper.figures import Drawn, draw_figures
 from cauc_ray.front.paper.fused import growth_table, pairs_table
 from cauc_ray.front.paper.grids import PaperTable
+from cauc_ray.front.paper.keeping import kept_in
 from cauc_ray.front.paper.plan import NotRun, plan_of
 from cauc_ray.front.paper.quoted import columns_of, paper_name
 from cauc_ray.front.paper.report import report
-from cauc_ray.front.paper.tasks import N_CPUS, Outcome, run_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,14 @@ def run_paper(
     address: str | None = None,
     on_outcome: Callable[[Outcome, int, int], None] = lambda outcome, place, of: None,
 ) -> Paper:
-    """Measure all that a config names, and write tables, figures and a report into a new folder.
+    """Measure all that a config names, and write tables, figures and a report into a folder.
 
-    address: of a Ray cluster; without one as ray_session() has it. Each chain is a task there, which reads the logits
-    by their path.   on_outcome: told what came of each task, its place and their number.
+    output: new, or that of a run of the same config that was ended early: what it measured is kept in tasks/ there,
+    and not measured again unless the logits have changed.   address: of a Ray cluster; without one as ray_session()
+    has it. Each chain is a task there, which reads the logits by their path.   on_outcome: told what came of each
+    task, its place and their number.
     A task that fails is told in the result, and does not keep the others from their tables. Raises ConfigError where
-    the folder exists and is not empty or matplotlib is missing, ExecutionError where Ray cannot be reached.
+    a folder is missing or cannot be made or matplotlib is missing, ExecutionError where Ray cannot be reached.
     """
     started = time.perf_counter()
     require_matplotlib()
@@ -79,24 +81,26 @@ def run_paper(
     require_apart(folder, *(path for path in config.logits.iterdir() if any(path.glob("model=*"))))
     outcomes: list[Outcome] = []
     n_tasks = len(plan.tasks) + len(plan.alone)
-    with new_folder(folder):
-        with ray_session(address, N_CPUS):
-            for tasks in (plan.tasks, plan.alone):  # the timed one has the machine to itself
-                for outcome in run_tasks(tasks, config.deadline_s):
-                    outcomes.append(outcome)
-                    on_outcome(outcome, len(outcomes), n_tasks)
-        values = {(each.task.part, each.task.name): each.value for each in outcomes if each.error is None}
-        (folder / "figures").mkdir()
-        paper = Paper(
-            config=config,
-            tables=_tables(config, values),
-            figures=draw_figures(config, values, folder / "figures"),
-            not_run=(*plan.not_run, *_methods_not_run(config, values)),
-            failed=tuple(f"{each.task}: {each.error}" for each in outcomes if each.error is not None),
-            warned=tuple(f"{each.task}: {warning}" for each in outcomes for warning in each.warnings),
-            seconds=time.perf_counter() - started,
-        )
-        _write(folder, paper)
+    kept = kept_in(folder / "tasks")
+    with ray_session(address, N_CPUS):
+        for tasks in (plan.tasks, plan.alone):  # the timed one has the machine to itself
+            for outcome in kept.run(tasks, config.deadline_s):
+                outcomes.append(outcome)
+                on_outcome(outcome, len(outcomes), n_tasks)
+    make_folder(folder / "figures")
+    by_task = {outcome.task: outcome for outcome in outcomes}
+    in_order = [by_task[task] for task in (*plan.tasks, *plan.alone)]
+    values = {(each.task.part, each.task.name): each.value for each in in_order if each.error is None}
+    paper = Paper(
+        config=config,
+        tables=_tables(config, values),
+        figures=draw_figures(config, values, folder / "figures"),
+        not_run=(*plan.not_run, *_methods_not_run(config, values)),
+        failed=tuple(f"{each.task}: {each.error}" for each in in_order if each.error is not None),
+        warned=tuple(f"{each.task}: {warning}" for each in in_order for warning in each.warnings),
+        seconds=time.perf_counter() - started,
+    )
+    _write(folder, paper)
     return paper
 
 
@@ -134,7 +138,7 @@ def _methods_not_run(config: PaperConfig, values: dict[tuple[str, str], Any]) ->
 
 
 def _write(folder: Path, paper: Paper) -> None:
-    (folder / "tables").mkdir()
+    make_folder(folder / "tables")
     for table in paper.tables:
         write_parquet(folder / "tables" / f"{table.name}.parquet", pa.Table.from_pylist(list(table.rows)))
         write_text(folder / "tables" / f"{table.name}.md", table.markdown())

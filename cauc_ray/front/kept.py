@@ -1,0 +1,90 @@
+"""Values of tasks that are kept in a folder as they come, so that a run that was ended early goes on from there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from cauc_ray.data.files import make_folder, parquet_files, read_json, read_parquet, write_json, write_parquet
+from cauc_ray.errors import DataError
+from cauc_ray.execution.tasks import Outcome, Task, run_tasks
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value as files hold it.   content: what JSON can say.   table: what it had better not, if anything."""
+
+    content: Any
+    table: pa.Table | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A folder of tasks' values: KEY.json for each, and KEY.parquet where one has a table.
+
+    write, read: turn a task's value into what files hold, and back.
+    A value is there by the renaming of its JSON; its key says which task it is of and what that depends on.
+    """
+
+    folder: Path
+    write: Callable[[Any], Written]
+    read: Callable[[Task, Written], Any]
+
+    def get(self, task: Task) -> Outcome | None:
+        """Return what came of a task, None where nothing is kept, or nothing that can be read."""
+        path = self._path(task)
+        try:
+            said = read_json(path)
+            table = read_parquet(path.with_suffix(".parquet")) if said["has_table"] else None
+            value = self.read(task, Written(said["content"], table))
+        except (DataError, LookupError, TypeError):
+            return None
+        return Outcome(task, value, None, tuple(said["warnings"]), said["seconds"], said["attempts"])
+
+    def put(self, outcome: Outcome) -> Outcome:
+        """Keep what came of a task, unless it failed. Returns it as get() will."""
+        if outcome.error is not None:
+            return outcome
+        path = self._path(outcome.task)
+        make_folder(self.folder)
+        written = self.write(outcome.value)
+        if written.table is not None:
+            write_parquet(path.with_suffix(".parquet"), written.table)
+        content = {
+            "part": outcome.task.part,
+            "name": outcome.task.name,
+            "seconds": outcome.seconds,
+            "attempts": outcome.attempts,
+            "warnings": list(outcome.warnings),
+            "has_table": written.table is not None,
+            "content": written.content,
+        }
+        write_json(path, content)
+        # What a run that goes on will read, in place of what it was made from: both runs have the same.
+        again = Written(json.loads(json.dumps(written.content)), written.table)
+        return replace(outcome, value=self.read(outcome.task, again))
+
+    def _path(self, task: Task) -> Path:
+        key = json.dumps([task.part, task.name, task.identity])
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+    def run(self, tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
+        """Yield the outcome of each task: those that are kept first, then the others as run_tasks() ends them."""
+        found = {task: self.get(task) for task in tasks}
+        yield from (outcome for outcome in found.values() if outcome is not None)
+        left = [task for task in tasks if found[task] is None]
+        for outcome in run_tasks(left, deadline_s) if left else ():
+            yield self.put(outcome)
+
+
+def table_identity(logits: Path) -> str:
+    """Return a digest that changes when the files of a logit table do: their names, sizes and times."""
+    files = [*parquet_files(logits), *(path for path in (logits / "pool.json",) if path.is_file())]
+    stats = [(str(file.relative_to(logits)), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

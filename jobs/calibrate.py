@@ -1,0 +1,99 @@
+"""Fit a policy on logits that need not fit in one process: `python -m jobs.calibrate --config FILE`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from pydantic import Field
+
+from cauc_ray.execution.sharded import DEADLINE_S
+from cauc_ray.front import show, tables
+from cauc_ray.front.config import FilePath
+from cauc_ray.front.offline import save_policy
+from cauc_ray.front.sharding import calibrate
+from cauc_ray.models.resources import Resources
+from jobs.job import Job, JobConfig, JobResult, JobRun, main
+
+POLICY, FITS = "policy.json", "fits.json"
+
+
+class ShardedJob(JobConfig):
+    """How a job cuts the logits that it reads.
+
+    shards: actors that hold them, as many as the cluster has room for where this is left out.   resources: what each
+    occupies, and the labels of the nodes that it may stand on.   deadline_s: for one answer of all shards.
+    """
+
+    shards: int | None = Field(default=None, ge=1)
+    resources: Resources = Resources()
+    deadline_s: float = Field(default=DEADLINE_S, gt=0)
+
+
+class CalibrateJob(ShardedJob):
+    """What `cauc fit` is told; the policy is policy.json of the output.
+
+    models: the chain, cheapest first.   costs: of a call of each; the table's where left out.   budget, threshold: at
+    most one of them.   objective: what a chosen threshold maximises.
+    """
+
+    logits: FilePath
+    models: tuple[str, ...] = Field(min_length=1)
+    method: Literal["base", "rf"] = "base"
+    costs: tuple[float, ...] | None = None
+    calibration_split: str = "calibration"
+    validation_split: str = "validation"
+    budget: float | None = None
+    threshold: float | None = None
+    objective: Literal["accuracy", "macro-f1"] = "accuracy"
+
+
+def work(config: CalibrateJob, run: JobRun) -> JobResult:
+    """Fit the policy; fits that an earlier attempt has made are not made again."""
+    found = calibrate(
+        config.logits,
+        models=config.models,
+        method=config.method,
+        costs=config.costs,
+        calibration_split=config.calibration_split,
+        validation_split=config.validation_split,
+        budget=config.budget,
+        threshold=config.threshold,
+        objective=config.objective,
+        shards=config.shards,
+        resources=config.resources,
+        deadline_s=config.deadline_s,
+        record=run.folder / FITS,
+        address=run.address,
+        on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
+    )
+    save_policy(found.policy, run.folder / POLICY)
+    results = {
+        "policy": str(run.folder / POLICY),
+        "policy_id": found.policy.id,
+        "n_rows": list(found.n_rows),
+        "n_shards": len(found.shards.nodes),
+        "nodes": found.shards.nodes,
+        "n_passes": found.shards.n_passes,
+        "peak_bytes": found.shards.peak_bytes,
+        "start_s": found.shards.start_s,
+        "read_s": found.read_s,
+        "open_s": found.shards.open_s,
+        "fit_s": found.fit_s,
+    }
+
+    def show_policy() -> None:
+        show.policy(found.policy)
+        tables.line(
+            f"{found.shards.n_passes} passes over {len(found.shards.nodes)} shards in {found.fit_s:.1f} s, after "
+            f"{found.read_s + found.shards.open_s:.1f} s of reading; a shard took "
+            f"{max(found.shards.peak_bytes) / 1e6:.0f} MB at most"
+        )
+
+    return JobResult(results, show_policy)
+
+
+JOB = Job("calibrate", "Fit a policy on logits that stay in shards.", (CalibrateJob,), work)
+
+if __name__ == "__main__":
+    sys.exit(main(JOB, sys.argv[1:]))

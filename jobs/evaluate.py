@@ -1,0 +1,89 @@
+"""Measure a policy on labelled rows, live or on saved logits: `python -m jobs.evaluate --config FILE`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from pydantic import Field
+
+from cauc_ray.execution.progress import RunProgress
+from cauc_ray.front import online, show
+from cauc_ray.front.config import FilePath
+from cauc_ray.front.offline import save_table
+from cauc_ray.front.sharding import evaluate_shards
+from cauc_ray.front.verbs import evaluation_summary
+from cauc_ray.policies.policy import Policy
+from jobs.calibrate import ShardedJob
+from jobs.job import Job, JobConfig, JobResult, JobRun, main
+
+
+class LiveEvaluation(JobConfig):
+    """A live run of a policy's cascade, as `cauc run` has it; its tables are in run/ of the output.
+
+    input: Parquet with example_id, or images, a file or folder.   controllers: how many share it.
+    """
+
+    pool: FilePath
+    policy: FilePath
+    input: FilePath
+    controllers: int = Field(default=1, ge=1)
+
+
+class SavedEvaluation(ShardedJob):
+    """A replay on a split of a logit table, as `cauc evaluate` has it; its answers are predictions.parquet."""
+
+    logits: FilePath
+    policy: FilePath
+    split: str = "test"
+
+
+def work(config: LiveEvaluation | SavedEvaluation, run: JobRun) -> JobResult:
+    """Measure the policy."""
+    return _live(config, run) if isinstance(config, LiveEvaluation) else _replayed(config, run)
+
+
+def _replayed(config: SavedEvaluation, run: JobRun) -> JobResult:
+    """Replay the policy by shards."""
+    evaluation, shards = evaluate_shards(
+        config.logits,
+        Policy.load(config.policy),
+        split=config.split,
+        shards=config.shards,
+        resources=config.resources,
+        deadline_s=config.deadline_s,
+        address=run.address,
+        on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
+    )
+    save_table(evaluation.predictions(), run.folder / "predictions.parquet")
+    summary = evaluation_summary(evaluation)
+    results = {**summary, "n_shards": len(shards.nodes), "nodes": shards.nodes, "peak_bytes": shards.peak_bytes}
+    return JobResult(results, lambda: show.evaluation(summary))
+
+
+def _live(config: LiveEvaluation, run: JobRun) -> JobResult:
+    """Run the cascade, going on with what an earlier attempt has committed."""
+
+    def on_progress(progress: RunProgress) -> None:
+        run.progress.report(progress.n_finished, progress.n_rows, "rows")
+
+    out = run.folder / "run"
+    summary = online.run(
+        config.pool,
+        config.policy,
+        config.input,
+        out,
+        resume=(out / "run.json").is_file(),
+        address=run.address,
+        controllers=config.controllers,
+        on_progress=on_progress,
+    )
+    n_failed = summary["n_failed"]
+    failed = (f"{n_failed:,} rows, see {out}/failed",) if n_failed else ()
+    return JobResult(summary, lambda: show.run_summary(summary), failed)
+
+
+JOB: Job[Any] = Job("evaluate", "Measure a policy on labelled rows.", (LiveEvaluation, SavedEvaluation), work)
+
+if __name__ == "__main__":
+    sys.exit(main(JOB, sys.argv[1:]))
