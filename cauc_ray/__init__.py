@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from cauc_ray.front.comparing import compare
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
+    from cauc_ray.front.planning.plan import plan
     from cauc_ray.front.serving import serve, set_policy
+    from cauc_ray.front.sharding import calibrate
+    from cauc_ray.front.submitting import submit
     from cauc_ray.policies.policy import Policy
 
 # Loaded at first use, so that importing the package costs nothing.
@@ -23,14 +26,17 @@ _PUBLIC = {
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
+    "calibrate": "cauc_ray.front.sharding",
     "collect": "cauc_ray.front.collecting",
     "compare": "cauc_ray.front.comparing",
     "evaluate": "cauc_ray.front.offline",
     "fit": "cauc_ray.front.offline",
+    "plan": "cauc_ray.front.planning.plan",
     "replace_model": "cauc_ray.front.offline",
     "run": "cauc_ray.front.online",
     "serve": "cauc_ray.front.serving",
     "set_policy": "cauc_ray.front.serving",
+    "submit": "cauc_ray.front.submitting",
     "sweep": "cauc_ray.front.offline",
 }
 
@@ -38,14 +44,17 @@ __all__ = [
     "CaucError",
     "CaucWarning",
     "Policy",
+    "calibrate",
     "collect",
     "compare",
     "evaluate",
     "fit",
+    "plan",
     "replace_model",
     "run",
     "serve",
     "set_policy",
+    "submit",
     "sweep",
 ]
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ CaucError
 ├── ConfigError    a pool file, an option or a name is wrong
 ├── PolicyError    a policy file is unreadable, of another version or does not fit its chain
 ├── BudgetError    no operating point costs so little
+├── RiskError      no threshold's risk is certified
 └── ExecutionError a run could not be started or finished
 """
 
@@ -37,6 +38,10 @@ class PolicyError(CaucError):
 
 class BudgetError(CaucError):
     """No operating point costs as little as the budget asks."""
+
+
+class RiskError(CaucError):
+    """No threshold's risk is certified to be as low as is asked for."""
 
 
 class ExecutionError(CaucError):

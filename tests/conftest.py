@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,8 @@ settings.register_profile("ci", parent=settings.get_profile("local"), derandomiz
 settings.register_profile("thorough", parent=settings.get_profile("local"), max_examples=5000)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# A shell that runs the tests in the background has them and all that they start ignore Ctrl-C, which some send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="r", dir="/tmp"))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

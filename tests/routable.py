@@ -32,7 +32,17 @@ def examples(seed, n, *, told, n_models=2, k=4, d=8, place=0):
     names = tuple(f"m{j}" for j in range(n_models))
     ids = tuple(f"{place}-{row:05d}" for row in range(n))
     return Examples(
-        ChainLogits(names, tuple(logits), ids, labels, costs, False, "planted", "raw"), np.float32(embeddings)
+        ChainLogits(
+            models=names,
+            logits=tuple(logits),
+            example_ids=ids,
+            labels=labels,
+            costs=costs,
+            per_call_costs=False,
+            source="planted",
+            logit_kind="raw",
+        ),
+        np.float32(embeddings),
     )
 
 

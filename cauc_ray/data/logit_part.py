@@ -2,42 +2,81 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from cauc_ray.data.files import read_parquet
+from cauc_ray.data.files import first_line, read_parquet
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
+_COLUMNS = ("example_id", "label", "logits", "cost")
+
 
 @dataclass(frozen=True, slots=True)
-class LogitPart:
-    """One file of a model's rows, as ModelTable has them, in the file's order."""
+class LogitHead:
+    """One file of a model's rows in the file's order, as ModelHead has them."""
 
     file: Path
     example_ids: pa.Array
     labels: Ints
+    costs: Floats | None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitPart:
+    """Rows with their logits.   logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,)."""
+
+    head: LogitHead
     logits: Floats
     n_options: Ints
-    costs: Floats | None
 
 
 def read_part(file: Path, model: str) -> LogitPart:
     """Read one file. Raises DataError, naming file, model and example, for what LogitTable.read_model refuses in it."""
-    table = read_parquet(file)
+    return part_of(read_parquet(file), file, model)
+
+
+def parquet_rows(opened: pq.ParquetFile, file: Path, *, logits: bool) -> pa.Table:
+    """Read the columns of an open file, with or without its logits. Raises DataError where it cannot be read."""
+    names = [name for name in opened.schema_arrow.names if logits or name != "logits"]
+    try:
+        table = opened.read(columns=[name for name in names if name in _COLUMNS])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
+    return table
+
+
+def head_of(table: pa.Table, file: Path, model: str) -> LogitHead:
+    """Check rows of a file, whose logits need not be there. Raises DataError as read_part does."""
     where = f"{file}: model {model!r}"
-    for column in ("example_id", "label", "logits"):
+    for column in ("example_id", "label"):
         if column not in table.column_names:
             raise DataError(f"{where}: no column {column!r}; it has {', '.join(table.column_names)}")
     ids = typed_column(table, "example_id", pa.string(), where)
     if ids.null_count:
         raise DataError(f"{where}: row {pc.index(ids.is_null(), True).as_py()} has no example_id")
+    labels = typed_column(table, "label", pa.int32(), where).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+    costs = None
+    if "cost" in table.column_names:
+        costs = typed_column(table, "cost", pa.float64(), where).to_numpy(zero_copy_only=False)
+        _refuse(where, ids, ~(np.isfinite(costs) & (costs >= 0)), lambda row: "its cost is not a number of at least 0")
+    return LogitHead(file, ids, labels, costs)
 
+
+def part_of(table: pa.Table, file: Path, model: str) -> LogitPart:
+    """Check rows of a file with their logits. Raises DataError as read_part does."""
+    where = f"{file}: model {model!r}"
+    if "logits" not in table.column_names:
+        raise DataError(f"{where}: no column 'logits'; it has {', '.join(table.column_names)}")
+    head = head_of(table, file, model)
+    ids, labels = head.example_ids, head.labels
     stored = table.schema.field("logits").type
     if pa.types.is_nested(stored) and pa.types.is_boolean(getattr(stored, "value_type", pa.null())):
         raise DataError(f"{where}: column 'logits' is {stored}, not numbers")
@@ -46,28 +85,25 @@ def read_part(file: Path, model: str) -> LogitPart:
     if values.null_count:
         row = int(np.searchsorted(np.cumsum(n_options), pc.index(values.is_null(), True).as_py(), side="right"))
         raise DataError(f"{where}, example {ids[row].as_py()!r}: one of its logits is null")
-    logits = _rows(values.to_numpy(zero_copy_only=False), n_options)
-    labels = typed_column(table, "label", pa.int32(), where).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+    logits = laid_out(values.to_numpy(zero_copy_only=False), n_options)
 
-    def refuse(bad: Bools, what: str) -> None:
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise DataError(
-                f"{where}, example {ids[row].as_py()!r}: {what.format(label=labels[row], n=n_options[row])}"
-            )
-
-    refuse(n_options == 0, "it has no logits")
+    _refuse(where, ids, n_options == 0, lambda row: "it has no logits")
     # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
-    refuse(~np.isfinite(logits.max(axis=1, initial=-np.inf)), "a logit is NaN or +inf, or all are -inf")
-    nulls = table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
-    refuse(~nulls & ((labels < 0) | (labels >= n_options)), "label {label} is outside its {n} options")
+    largest = logits.max(axis=1, initial=-np.inf)
+    _refuse(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
+    known = ~table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
+    outside = known & ((labels < 0) | (labels >= n_options))
+    _refuse(where, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
     chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
-    refuse(~nulls & np.isneginf(chosen), "the logit of its label {label} is -inf")
-    costs = None
-    if "cost" in table.column_names:
-        costs = typed_column(table, "cost", pa.float64(), where).to_numpy(zero_copy_only=False)
-        refuse(~(np.isfinite(costs) & (costs >= 0)), "its cost is not a number of at least 0")
-    return LogitPart(file, ids, labels, logits, n_options, costs)
+    impossible = known & np.isneginf(chosen)
+    _refuse(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf")
+    return LogitPart(head, logits, n_options)
+
+
+def _refuse(where: str, ids: pa.Array, bad: Bools, why: Callable[[int], str]) -> None:
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise DataError(f"{where}, example {ids[row].as_py()!r}: {why(row)}")
 
 
 def typed_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Array:
@@ -80,9 +116,9 @@ def typed_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> p
         raise DataError(f"{where}: column {name!r} is {column.type}, not {kind}: {reason}") from error
 
 
-def _rows(values: Floats, n_options: Ints) -> Floats:
-    """Lay lists out as (N, K), padded with -inf."""
-    width = int(n_options.max(initial=0))
+def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
+    """Lay lists out as (N, K), padded with -inf to the longest or, if that is more, to a width."""
+    width = max(width, int(n_options.max(initial=0)))
     if len(values) == len(n_options) * width:
         return values.reshape(len(n_options), width)
     logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)

@@ -7,16 +7,17 @@ LOGITS/pool.json with the models' costs and the kind of logits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
+from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, others, read_head, require_same
 from cauc_ray.data.logit_part import read_part, typed_column
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
@@ -70,7 +71,7 @@ class ModelTable:
 
     def without(self, example_ids: pa.Array) -> ModelTable:
         """Return the other rows."""
-        kept = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
+        kept = others(self.example_ids, example_ids)
         return ModelTable(
             example_ids=self.example_ids.filter(pa.array(kept)),
             labels=self.labels[kept],
@@ -78,6 +79,20 @@ class ModelTable:
             n_options=self.n_options[kept],
             costs=None if self.costs is None else self.costs[kept],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ChainHeads:
+    """A chain on a split without its logits.   known: the arguments of a Chain.   heads: of each model."""
+
+    known: dict[str, Any]
+    heads: tuple[ModelHead, ...]
+
+    def __len__(self) -> int:
+        return len(self.known["labels"])
+
+
+_Rows = TypeVar("_Rows", ModelTable, ModelHead)
 
 
 class LogitTable:
@@ -119,35 +134,29 @@ class LogitTable:
         Raises DataError, naming file, model and example, for NaN or +inf, a duplicate id, a label outside the
         row's options, a row without options, an empty split, a wrong column type or an unreadable file.
         """
+        where = f"{self.path}: model {model!r}, split {split!r}"
+        parts = [read_part(file, model) for file in self._files(model, split)]
+        head = joined_head([part.head for part in parts], where)
+        width = max(part.logits.shape[1] for part in parts)
+        logits = parts[0].logits if len(parts) == 1 else np.concatenate([_padded(p.logits, width) for p in parts])
+        in_order = bool((np.diff(head.places) == 1).all())
+        return ModelTable(
+            example_ids=head.example_ids,
+            labels=head.labels,
+            logits=logits if in_order else logits[head.places],
+            n_options=np.concatenate([part.n_options for part in parts])[head.places],
+            costs=head.costs,
+        )
+
+    def read_head(self, model: str, split: str) -> ModelHead:
+        """Read one model's rows of one split but the logits. Raises DataError as read_model does."""
+        return read_head(self._files(model, split), model, f"{self.path}: model {model!r}, split {split!r}")
+
+    def _files(self, model: str, split: str) -> list[Path]:
         splits = self.splits(model)
         if split not in splits:
             raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
-        parts = [read_part(file, model) for file in parquet_files(self._folder(model) / f"split={split}")]
-        where = f"{self.path}: model {model!r}, split {split!r}"
-        ids = pa.chunked_array([p.example_ids for p in parts], type=pa.string()).combine_chunks()
-        if len(ids) == 0:
-            raise DataError(f"{where}: the split is empty")
-        order = pc.array_sort_indices(ids)
-        ids = ids.take(order)
-        doubled = pc.equal(ids[1:], ids[:-1])
-        if pc.any(doubled).as_py():
-            example = ids[pc.index(doubled, True).as_py()].as_py()
-            files = [p.file.name for p in parts if pc.is_in(pa.scalar(example), value_set=p.example_ids).as_py()]
-            raise DataError(f"{where}: example {example!r} stands twice ({', '.join(files)})")
-        if len({p.costs is None for p in parts}) > 1:
-            raise DataError(f"{where}: some files have a column 'cost' and some have not")
-
-        place = order.to_numpy(zero_copy_only=False)
-        width = max(p.logits.shape[1] for p in parts)
-        logits = parts[0].logits if len(parts) == 1 else np.concatenate([_padded(p.logits, width) for p in parts])
-        costs = [p.costs for p in parts if p.costs is not None]
-        return ModelTable(
-            example_ids=ids,
-            labels=np.concatenate([p.labels for p in parts])[place],
-            logits=logits[place],
-            n_options=np.concatenate([p.n_options for p in parts])[place],
-            costs=np.concatenate(costs)[place] if costs else None,
-        )
+        return parquet_files(self._folder(model) / f"split={split}")
 
     def read_chain(
         self,
@@ -166,6 +175,53 @@ class LogitTable:
         Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
         costs are to be had; ConfigError when costs and models differ in number or a model stands twice.
         """
+        self.require_chain(models, costs)
+        tables = self._answered_by_all(models, split, self.read_model)
+        first = tables[0]
+        source = f"{self.path}, split {split!r}"
+        labels = joined_labels(source, models, tables)
+        for model, table in zip(models[1:], tables[1:], strict=True):
+            options = (first.n_options, table.n_options)
+            require_same(source, (models[0], model), first.example_ids, options, "options")
+        width = max(t.logits.shape[1] for t in tables)
+        logits = tuple(_padded(t.logits, width) for t in tables)
+        ids = tuple(first.example_ids.to_pylist())
+        require_common_option(source, ids, logits)
+        own = [table.costs for table in tables]
+        return ChainLogits(
+            models=tuple(models),
+            logits=logits,
+            example_ids=ids,
+            labels=labels,
+            source=source,
+            **self._priced(models, costs, own, per_call_costs, len(labels)),
+        )
+
+    def read_chain_heads(
+        self,
+        models: Sequence[str],
+        split: str,
+        *,
+        costs: Sequence[float] | None = None,
+        per_call_costs: bool | None = None,
+    ) -> ChainHeads:
+        """Read a chain as read_chain does, but for the logits, which stay where they are. Raises as it does."""
+        self.require_chain(models, costs)
+        heads = self._answered_by_all(models, split, self.read_head)
+        source = f"{self.path}, split {split!r}"
+        labels = joined_labels(source, models, heads)
+        own = [head.costs for head in heads]
+        known = {
+            "models": tuple(models),
+            "example_ids": tuple(heads[0].example_ids.to_pylist()),
+            "labels": labels,
+            "source": source,
+            **self._priced(models, costs, own, per_call_costs, len(labels)),
+        }
+        return ChainHeads(known, tuple(heads))
+
+    def require_chain(self, models: Sequence[str], costs: Sequence[float] | None) -> None:
+        """Raise ConfigError unless models are a chain of this table, with as many costs if there are any."""
         if not models:
             raise ConfigError("a chain needs at least one model")
         twice = next((m for m in models if list(models).count(m) > 1), None)
@@ -175,38 +231,10 @@ class LogitTable:
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
         for model in models:
             self._folder(model)
-        tables = self._answered_by_all(models, split)
-        first = tables[0]
-        source = f"{self.path}, split {split!r}"
-        labels = first.labels.copy()
-        for model, table in zip(models[1:], tables[1:], strict=True):
-            _require_same_ids(source, models[0], first, model, table)
-            _require_same(source, models[0], model, first.example_ids, first.n_options, table.n_options, "options")
-            both = (labels != UNKNOWN_LABEL) & (table.labels != UNKNOWN_LABEL)
-            other = np.where(both, table.labels, labels)
-            _require_same(source, models[0], model, first.example_ids, labels, other, "as label")
-            labels = np.where(labels == UNKNOWN_LABEL, table.labels, labels)
-        width = max(t.logits.shape[1] for t in tables)
-        logits = tuple(_padded(t.logits, width) for t in tables)
-        _require_common_option(source, first.example_ids, logits)
 
-        info = self.info()
-        if per_call_costs is None:
-            per_call_costs = costs is None and any(t.costs is not None for t in tables)
-        return ChainLogits(
-            models=tuple(models),
-            logits=logits,
-            example_ids=tuple(first.example_ids.to_pylist()),
-            labels=labels,
-            costs=self._costs(models, costs, [t.costs for t in tables] if per_call_costs else None, info, len(labels)),
-            per_call_costs=per_call_costs,
-            source=source,
-            logit_kind=info.logit_kind if info else "unknown",
-        )
-
-    def _answered_by_all(self, models: Sequence[str], split: str) -> list[ModelTable]:
+    def _answered_by_all(self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows]) -> list[_Rows]:
         """Read each model's rows without the examples that another one failed on."""
-        tables = [self.read_model(model, split) for model in models]
+        tables = [read(model, split) for model in models]
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
         if not len(failed):
             return tables
@@ -222,6 +250,24 @@ class LogitTable:
                 stacklevel=4,
             )
         return kept
+
+    def _priced(
+        self,
+        models: Sequence[str],
+        given: Sequence[float] | None,
+        own: Sequence[Floats | None],
+        per_call: bool | None,
+        n: int,
+    ) -> dict[str, Any]:
+        """Return what a chain says of its costs and of the kind of its logits."""
+        info = self.info()
+        if per_call is None:
+            per_call = given is None and any(costs is not None for costs in own)
+        return {
+            "costs": self._costs(models, given, own if per_call else None, info, n),
+            "per_call_costs": per_call,
+            "logit_kind": info.logit_kind if info else "unknown",
+        }
 
     def _costs(
         self,
@@ -314,33 +360,7 @@ def _padded(logits: Floats, width: int) -> Floats:
     return padded
 
 
-def _require_same_ids(source: str, first: str, expected: ModelTable, model: str, table: ModelTable) -> None:
-    if expected.example_ids.equals(table.example_ids):
-        return
-    for a, b, has, lacks in (
-        (expected.example_ids, table.example_ids, first, model),
-        (table.example_ids, expected.example_ids, model, first),
-    ):
-        missing = pc.invert(pc.is_in(a, value_set=b))
-        if pc.any(missing).as_py():
-            example = a[pc.index(missing, True).as_py()].as_py()
-            raise DataError(
-                f"{source}: example {example!r} of model {has!r} is missing from model {lacks!r} "
-                f"({pc.sum(missing).as_py()} such)"
-            )
-
-
-def _require_same(source: str, first: str, model: str, ids: pa.Array, expected: Ints, got: Ints, what: str) -> None:
-    differ = np.flatnonzero(expected != got)
-    if len(differ):
-        row = int(differ[0])
-        raise DataError(
-            f"{source}: example {ids[row].as_py()!r} has {expected[row]} {what} for model {first!r} "
-            f"and {got[row]} for model {model!r}"
-        )
-
-
-def _require_common_option(source: str, ids: pa.Array, logits: tuple[Floats, ...]) -> None:
+def require_common_option(source: str, ids: Sequence[str], logits: Sequence[Floats]) -> None:
     """Refuse an example that leaves no option with a finite logit in every model: nothing could be fused."""
     if not any(np.isneginf(z).any() for z in logits):
         return
@@ -349,4 +369,4 @@ def _require_common_option(source: str, ids: pa.Array, logits: tuple[Floats, ...
         shared &= np.isfinite(z)
     none = np.flatnonzero(~shared.any(axis=1))
     if len(none):
-        raise DataError(f"{source}: example {ids[int(none[0])].as_py()!r} has no option that all models leave possible")
+        raise DataError(f"{source}: example {ids[int(none[0])]!r} has no option that all models leave possible")

@@ -21,6 +21,7 @@ from ray.exceptions import (
 from cauc_ray.errors import CaucError, ExecutionError, printable
 from cauc_ray.execution.stage import StageWorker
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.resources import Resources
 
 START_DEADLINE_S = 600.0
 
@@ -35,19 +36,25 @@ def worker_class(stage: StageSpec) -> Any:
 
     Ray neither starts it again nor repeats its calls: the controller does, elsewhere, and knows of it.
     """
-    needs = stage.resources
     return make_actor(
         StageWorker,
-        num_cpus=needs.num_cpus,
-        num_gpus=needs.num_gpus,
-        resources=needs.custom,
-        label_selector=needs.labels or None,
-        fallback_strategy=[{"label_selector": labels} for labels in needs.fallback] or None,
+        **placement(stage.resources),
         allow_out_of_order_execution=True,
         max_restarts=0,
         max_task_retries=0,
         enable_task_events=False,  # the ledger has every call
     )
+
+
+def placement(needs: Resources) -> dict[str, Any]:
+    """Return Ray's options for what an actor occupies and where it may stand."""
+    return {
+        "num_cpus": needs.num_cpus,
+        "num_gpus": needs.num_gpus,
+        "resources": needs.custom,
+        "label_selector": needs.labels or None,
+        "fallback_strategy": [{"label_selector": labels} for labels in needs.fallback] or None,
+    }
 
 
 def result_of(ref: Any, timeout_s: float, who: str) -> Any:

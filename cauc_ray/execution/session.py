@@ -15,6 +15,7 @@ import ray
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.resources import Resources
 from cauc_ray.models.service import Replicas
 
 REACH_DEADLINE_S = 10.0
@@ -93,14 +94,26 @@ class _Node:
     labels: dict[str, str]
     free: dict[str, float]
 
-    def takes(self, stage: StageSpec) -> bool:
-        needs = stage.resources
+    def takes(self, needs: Resources) -> bool:
         enough = all(self.free.get(name, 0.0) >= amount for name, amount in needs.amounts.items())
         return enough and needs.met_by(self.labels)
 
-    def place(self, stage: StageSpec) -> None:
-        for name, amount in stage.resources.amounts.items():
+    def place(self, needs: Resources) -> None:
+        for name, amount in needs.amounts.items():
             self.free[name] = self.free.get(name, 0.0) - amount
+
+
+def _nodes() -> list[_Node]:
+    return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
+
+
+def room_for(needs: Resources, most: int) -> int:
+    """Return how many actors that need so much fit on the live nodes, at most so many."""
+    nodes, n = _nodes(), 0
+    while n < most and (node := next((node for node in nodes if node.takes(needs)), None)) is not None:
+        node.place(needs)
+        n += 1
+    return n
 
 
 def require_fit(stages: Sequence[StageSpec]) -> None:
@@ -117,16 +130,16 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
 
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
-    nodes = [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
+    nodes = _nodes()
     counts = [0] * len(stages)
 
     def place(place_of: int) -> bool:
         stage = stages[place_of]
         # The node with the fewest free CPUs that takes it, so that large gaps stay for large stages.
-        fitting = sorted((n for n in nodes if n.takes(stage)), key=lambda n: n.free.get("CPU", 0.0))
+        fitting = sorted((n for n in nodes if n.takes(stage.resources)), key=lambda n: n.free.get("CPU", 0.0))
         if not fitting:
             return False
-        fitting[0].place(stage)
+        fitting[0].place(stage.resources)
         counts[place_of] += 1
         return True
 

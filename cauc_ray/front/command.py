@@ -113,7 +113,13 @@ def _parser() -> _Parser:
     how = fit.add_mutually_exclusive_group()
     how.add_argument("--budget", type=float, metavar="B", help="mean cost per example to choose the threshold for")
     how.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
+    how.add_argument(
+        "--certify", metavar="risk<=R@C", help="of the thresholds that keep early answers' risk, as risk<=0.05@0.95"
+    )
     fit.add_argument("--objective", choices=["accuracy", "macro-f1"], default="accuracy", help="what a budget buys")
+    fit.add_argument(
+        "--search", action="store_true", help="fit the best sub-chain of --models, at most 12, in any order"
+    )
     fit.add_argument("-o", "--output", metavar="FILE", required=True, help="the policy file to write")
 
     evaluate = _verb(verbs, "evaluate", "replay a policy on saved logits")
@@ -180,6 +186,34 @@ def _parser() -> _Parser:
     serve.add_argument("--port", type=int, default=8000, help="where to listen (default: 8000; 0 takes a free one)")
     serve.add_argument("--name", help="of the model in URLs (default: the pool's)")
     serve.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
+
+    submit = _verb(verbs, "submit", "submit a job of jobs/ to a Ray cluster and follow its log")
+    submit.add_argument("job", metavar="JOB", help="by name: collect, calibrate, sweep, evaluate, paper, bench")
+    submit.add_argument("--config", metavar="FILE", required=True, help="of the working directory, or of the head")
+    submit.add_argument(
+        "--address",
+        metavar="URL",
+        help="http://HOST:8265 of the head (default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else this machine's)",
+    )
+    submit.add_argument("--working-dir", default=".", metavar="DIR", help="uploaded for the job (default: this one)")
+
+    plan = _verb(verbs, "plan", "say how many replicas of each stage sustain a rate of requests, and what they cost")
+    plan.description = (
+        f"{plan.description}. How long batches take comes from an earlier run (--ledger), is measured now (--input), "
+        "or is what saved stages are told to take."
+    )
+    plan.add_argument("pool", metavar="POOL")
+    plan.add_argument("--policy", metavar="FILE", required=True, help="one that says how often its stages defer")
+    plan.add_argument("--rate", type=float, required=True, metavar="R", help="requests a second, one row each")
+    plan.add_argument("--slo-p99", type=float, metavar="S", help="seconds within which 99 of 100 shall be answered")
+    seconds = plan.add_mutually_exclusive_group()
+    seconds.add_argument(
+        "--ledger", metavar="RUN", help="folder of an earlier `cauc run`, whose calls tell how long batches take"
+    )
+    seconds.add_argument("--input", metavar="DATA", help="rows to measure that on now, on Ray, as for run")
+    plan.add_argument(
+        "--address", help="of a Ray cluster for --input (default: RAY_ADDRESS, else one started for this)"
+    )
 
     policy = verbs.add_parser("policy", help="change the policy of a running service", allow_abbrev=False)
     changes = policy.add_subparsers(dest="change", required=True, metavar="COMMAND", parser_class=_Parser)

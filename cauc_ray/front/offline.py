@@ -16,7 +16,8 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.front.examples import ExampleReader
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.certificates import RiskLimit
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.fitting import refit
@@ -24,6 +25,8 @@ from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.replay import Measures, Replay, measure_replay
+from cauc_ray.policies.searching import check_pool, search_chains
+from cauc_ray.policies.stage_guarantees import StageGuarantees, measure_guarantees
 from cauc_ray.policies.threshold import ThresholdRule
 
 MOST_POINTS = 100_000
@@ -40,18 +43,40 @@ def fit(
     budget: float | None = None,
     threshold: float | None = None,
     objective: Objective = "accuracy",
+    certify: str | None = None,
+    search: bool = False,
 ) -> Policy:
     """Fit a policy on a logit table.
 
     logits: the table's folder.   models: the chain, cheapest first.   method: "base" or "rf".
     costs: of a call of each model; without them the table's.   budget: mean cost per example that the
     threshold is chosen for.   threshold: one to use as it is.   objective: what a chosen threshold maximises.
-    Raises CaucError: DataError for the table, ConfigError for the arguments, BudgetError for the budget.
+    certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given before
+    the last stage are wrong at most so often; validation's labels say so.
+    search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is that
+    of its models alone, and says under search what else there was (see policies.searching).
+    Raises CaucError: DataError for the table, ConfigError for the arguments, BudgetError for the budget, RiskError
+    where no threshold is certified.
     """
-    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective)
+    limit = None if certify is None else RiskLimit.parse(certify)
+    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective, limit)
     names = (calibration_split, validation_split)
+    if search:
+        if limit is not None:
+            raise ConfigError(
+                "a chain that was searched for on validation cannot be certified there; leave one of both out"
+            )
+        check_pool(models)
     calibration, validation = _read_fitting_splits(table, models, names, costs=costs)
-    return fit_policy(method, calibration, validation, rule, names)
+    if not search:
+        return fit_policy(method, calibration, validation, rule, names)
+    found = search_chains(method, calibration, validation, rule, validation_split)
+    chain = found.chosen.models
+    if costs is not None:
+        costs = [costs[list(models).index(name)] for name in chain]
+    # Read again: an example that only other models failed on counts here.
+    policy = fit_policy(method, *_read_fitting_splits(table, chain, names, costs=costs), rule, names)
+    return policy.model_copy(update={"search": found})
 
 
 def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str, str]) -> Policy:
@@ -82,12 +107,21 @@ def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A policy's answers on a split of a logit table, and what they are worth."""
+    """A policy's answers on a split of a logit table, and what they are worth.
+
+    guarantees: of each stage, what its threshold promises there; None for the last.
+    """
 
     policy: Policy
-    chain: ChainLogits
+    chain: Chain
     replay: Replay
     measures: Measures
+    guarantees: tuple[StageGuarantees | None, ...]
+
+    @classmethod
+    def of(cls, policy: Policy, chain: Chain) -> Evaluation:
+        """Evaluate a policy on a chain."""
+        return cls(policy, chain, *measure_replay(policy, chain), measure_guarantees(policy, chain))
 
     def predictions(self) -> pa.Table:
         """Return the answers as a predictions table."""
@@ -105,7 +139,7 @@ class Evaluation:
 def evaluate(logits: str | Path, policy: Policy, *, split: str = "test") -> Evaluation:
     """Replay a policy on a split of a logit table. Raises DataError where the table does not serve."""
     chain = read_policy_chain(logits, policy, split)
-    return Evaluation(policy, chain, *measure_replay(policy, chain))
+    return Evaluation.of(policy, chain)
 
 
 def read_policy_chain(logits: str | Path, policy: Policy, split: str) -> ChainLogits:

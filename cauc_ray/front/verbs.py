@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cauc_ray.front import live, offline, show
+from cauc_ray.front import live, offline, show, tables
 from cauc_ray.front.inspection import inspect_path
-from cauc_ray.numbers.metrics import Share
+from cauc_ray.numbers.metrics import Share, share
 from cauc_ray.policies.policy import Policy
+
+if TYPE_CHECKING:
+    from cauc_ray.front.submitting import Submitted
 
 
 def collect(options: Namespace) -> dict[str, Any]:
@@ -36,14 +40,14 @@ def collect(options: Namespace) -> dict[str, Any]:
         )
     if not options.json:
         show.collected(summary)
-        show.line(f"written to {options.output}")
+        tables.line(f"written to {options.output}")
     return summary
 
 
 def fit(options: Namespace) -> dict[str, Any]:
     """Fit a policy and write its file."""
     offline.require_apart(options.output, options.logits)
-    with live.busy("fitting"):
+    with live.busy("searching" if options.search else "fitting"):
         policy = offline.fit(
             options.logits,
             models=options.models,
@@ -54,11 +58,13 @@ def fit(options: Namespace) -> dict[str, Any]:
             budget=options.budget,
             threshold=options.threshold,
             objective=options.objective,
+            certify=options.certify,
+            search=options.search,
         )
         offline.save_policy(policy, options.output)
     if not options.json:
         show.policy(policy)
-        show.line(f"written to {options.output}")
+        tables.line(f"written to {options.output}")
     return {"policy": options.output, "policy_id": policy.id, **policy.model_dump(mode="json")}
 
 
@@ -101,9 +107,27 @@ def evaluation_summary(evaluation: offline.Evaluation) -> dict[str, Any]:
                 "answered": stage.answered,
                 "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy.n else None,
                 "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
+                "guarantees": None if guarantees is None else guarantees.as_json(),
             }
-            for stage in measures.stages
+            for stage, guarantees in zip(measures.stages, evaluation.guarantees, strict=True)
         ],
+        "early": _early(evaluation),
+    }
+
+
+def _early(evaluation: offline.Evaluation) -> dict[str, Any]:
+    """Return how often answers given before the last stage are wrong, and what was certified of that, if it was."""
+    inner = [stage.accepted_accuracy for stage in evaluation.measures.stages[:-1]]
+    n = sum(answers.n for answers in inner)
+    right = share(sum(round(answers.n * answers.value) for answers in inner if answers.n), n)
+    certificate = evaluation.policy.threshold_choice.certificate
+    return {
+        "n": n,
+        "coverage": n / evaluation.measures.n_labelled if evaluation.measures.n_labelled else None,
+        "risk": 1 - right.value if n else None,
+        "risk_interval": [1 - right.high, 1 - right.low] if n else None,
+        "certified_risk": None if certificate is None else certificate.risk,
+        "certified_confidence": None if certificate is None else certificate.confidence,
     }
 
 
@@ -131,7 +155,7 @@ def sweep(options: Namespace) -> dict[str, Any]:
     unit = table.schema.metadata[b"cost_unit"].decode()
     if not options.json:
         show.sweep(rows, unit, options.split)
-        show.line(f"{table.num_rows:,} operating points written to {options.output}")
+        tables.line(f"{table.num_rows:,} operating points written to {options.output}")
     return {"sweep": options.output, "points": table.num_rows, "cost_unit": unit, "highlights": rows}
 
 
@@ -166,7 +190,7 @@ def compare(options: Namespace) -> dict[str, Any]:
     if not options.json:
         show.comparison(result)
         if options.output is not None:
-            show.line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
+            tables.line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
     return result
 
 
@@ -193,7 +217,7 @@ def run(options: Namespace) -> dict[str, Any]:
         )
     if not options.json:
         show.run_summary(summary)
-        show.line(f"written to {options.output}")
+        tables.line(f"written to {options.output}")
     return summary
 
 
@@ -232,6 +256,80 @@ def serve(options: Namespace) -> None:
         stopped.wait()
 
 
+def submit(options: Namespace) -> None:
+    """Submit a job and follow its log to the end; the exit code is the job's."""
+    from cauc_ray.front import submitting
+
+    job = submitting.submit(options.job, options.config, address=options.address, working_dir=options.working_dir)
+    _tell(f"submitted as {job.id} to {job.address}")
+    try:
+        ended = job.follow((lambda text: None) if options.json else _show_log)
+    except KeyboardInterrupt:
+        _leave(job)
+        raise
+    if options.json and ended.last_line.startswith("{"):
+        _show_log(f"{ended.last_line}\n")
+    if ended.exit_code is None:
+        _tell(f"the job was stopped or never began: {ended.message}")
+    elif ended.exit_code > 2 or (options.json and ended.exit_code):
+        said = [line for line in ended.log.splitlines() if line.startswith("jobs.")]
+        _tell(said[-1] if said else f"the job's driver ended with exit code {ended.exit_code}")
+    if ended.exit_code != 0:
+        sys.exit(2 if ended.exit_code == 2 else 1)
+
+
+def _show_log(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """Say something beside the answer."""
+    print(f"cauc: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+# Ctrl-C again within this time stops the job.
+_SECOND_THOUGHT_S = 3.0
+
+
+def _leave(job: Submitted) -> None:
+    """Say how a job that goes on can be followed and stopped, and stop it if that is what was meant."""
+    at = f"--address {job.address} {job.id}"
+    try:
+        _tell(
+            f"the job goes on; follow it: ray job logs --follow {at}; stop it: ray job stop {at}, or Ctrl-C again now"
+        )
+        time.sleep(_SECOND_THOUGHT_S)
+    except KeyboardInterrupt:
+        job.stop()
+        _tell("the job is being stopped")
+
+
+def plan(options: Namespace) -> dict[str, Any]:
+    """Plan the replicas that sustain a rate."""
+    from cauc_ray.front.planning.plan import plan as planned
+    from cauc_ray.front.planning.tables import show_plan
+
+    with (
+        live.waiting("planning") as on_step,
+        open(os.devnull, "w") as nowhere,
+        redirect_stdout(nowhere),
+    ):
+        found = planned(
+            options.pool,
+            options.policy,
+            options.rate,
+            slo_p99_s=options.slo_p99,
+            ledger=options.ledger,
+            input=options.input,
+            address=options.address,
+            on_step=on_step,
+        )
+    if not options.json:
+        show_plan(found)
+    return found
+
+
 def policy(options: Namespace) -> dict[str, Any]:
     """Change the policy of a running service."""
     from cauc_ray.front import serving
@@ -240,7 +338,7 @@ def policy(options: Namespace) -> dict[str, Any]:
         options.policy, url=options.url, name=options.name, threshold=options.threshold, budget=options.budget
     )
     if not options.json:
-        show.line(f"policy {changed['policy_id']} is in force after {changed['previous']}")
+        tables.line(f"policy {changed['policy_id']} is in force after {changed['previous']}")
     return changed
 
 
@@ -269,8 +367,10 @@ VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
     "evaluate": evaluate,
     "fit": fit,
     "inspect": inspect,
+    "plan": plan,
     "policy": policy,
     "run": run,
     "serve": serve,
+    "submit": submit,
     "sweep": sweep,
 }

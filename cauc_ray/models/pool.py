@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
 
+from cauc_ray.data.yaml_files import read_yaml
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 from cauc_ray.models.labels import Labels, read_labels
@@ -144,17 +144,7 @@ def load_pool(path: str | Path) -> Pool:
     Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file")  # a pipe would be waited for, a device read for ever
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no pool file {path}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line} is not YAML: {error.problem}") from error
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    content = read_yaml(path, "pool file")
     return pool_of(content, path.parent, str(path))
 
 

@@ -15,7 +15,7 @@ Datatype: TypeAlias = Literal[
 
 
 class Section(BaseModel):
-    """A part of a pool file that refuses keys it does not know and numbers that JSON does not have."""
+    """A part of a file that people write; it refuses keys it does not know and numbers that JSON does not have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.digest import digest_of_rows, digest_text
+from cauc_ray.numbers.likelihood import Rows, suits_float32
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 UNKNOWN_LABEL = -1
 
+# What a pass over a part holds at once, as float64: it stays in a processor's cache.
+_BLOCK_BYTES = 1 << 20
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class ChainLogits:
-    """Logits of M models, cheapest first, on N examples.
+class ChainPart:
+    """Some of a chain's examples with their logits, read in blocks.
 
-    models: names.   logits: M arrays, float (N, K); -inf where an example has no such option.
-    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.
+    logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' places among all.
+    cache: what questions keep here from one to the next.
+    """
+
+    logits: tuple[Rows, ...]
+    labels: Ints
+    ranks: Ints
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def blocks(self) -> Iterator[slice]:
+        """Return the rows in slices of which a model's logits take about a megabyte."""
+        size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
+        return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain(ABC):
+    """N examples that M models have answered, cheapest first: all but the logits, which may lie in several parts.
+
+    models: names.   example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.
     costs: of the models' calls.   per_call_costs: whether these are the calls' own, not the models'.
     source: where they come from, for messages.   logit_kind: "raw", "log-probabilities", ...
     """
 
     models: tuple[str, ...]
-    logits: tuple[Floats, ...]
     example_ids: tuple[str, ...]
     labels: Ints
     costs: Costs
@@ -36,6 +66,19 @@ class ChainLogits:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @abstractmethod
+    def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
+        """Ask every part the same, and return the answers in the parts' order. Parts may be in other processes."""
+
+    @property
+    @abstractmethod
+    def narrow(self) -> bool:
+        """Return whether fits on the logits as they are compute in float32."""
+
+    def remembered(self, what: Any, compute: Callable[[], T]) -> T:
+        """Return a result that these examples determine, computed now unless it is known from before."""
+        return compute()
 
     @cached_property
     def labelled(self) -> Bools:
@@ -56,6 +99,53 @@ class ChainLogits:
         return digest.hexdigest()[:16]
 
     def logits_fingerprint(self, stage: int) -> str:
-        """Return a digest of one model's logits on these examples."""
-        logits = np.ascontiguousarray(self.logits[stage], dtype="<f4")
-        return hashlib.sha256(f"{logits.shape}".encode() + logits.tobytes()).hexdigest()[:16]
+        """Return a digest of one model's logits on these examples, the same however they are cut into parts."""
+        return digest_text(sum(self.each(partial(_digest, stage))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainLogits(Chain):
+    """A chain whose logits are all here.   logits: M arrays, float (N, K); -inf where an example has no such option."""
+
+    logits: tuple[Floats, ...]
+
+    def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
+        """Ask the one part that there is."""
+        return [ask(self.part)]
+
+    @property
+    def narrow(self) -> bool:
+        """Return whether fits on the logits as they are compute in float32."""
+        return suits_float32(self.logits[0].shape, *(logits.dtype for logits in self.logits))
+
+    def of_models(self, places: Sequence[int]) -> ChainLogits:
+        """Return the chain of some of the models, in the order of their places here."""
+        per_call = self.costs.per_call[..., list(places)]
+        return replace(
+            self,
+            models=tuple(self.models[place] for place in places),
+            logits=tuple(self.logits[place] for place in places),
+            costs=Costs(self.costs.unit, per_call),
+        )
+
+    @cached_property
+    def part(self) -> ChainPart:
+        """Return all examples as a part."""
+        return ChainPart(self.logits, self.labels, np.arange(len(self)))
+
+
+def _digest(stage: int, part: ChainPart) -> int:
+    return sum(digest_of_rows(part.logits[stage][rows], part.ranks[rows]) for rows in part.blocks())
+
+
+def in_order(ranks: Sequence[Ints], values: Sequence[Any]) -> Any:
+    """Return what parts say of their rows as one array in the rows' order.
+
+    ranks: of each part's rows, int (n,).   values: of each part, arrays (n, ...).
+    """
+    if len(values) == 1:
+        return values[0]
+    whole = np.empty((sum(map(len, ranks)), *values[0].shape[1:]), dtype=values[0].dtype)
+    for own, value in zip(ranks, values, strict=True):
+        whole[own] = value
+    return whole

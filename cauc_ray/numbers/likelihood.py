@@ -2,16 +2,17 @@
 
 With P arrays of logits S_1..S_P of shape (N, K) and weights w, the scores of a row are w_1 S_1 + ... + w_P S_P.
 A pass visits blocks of rows that stay in the processor's cache and keeps only sums over the rows, in float64:
-the mean NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. What is summed is computed in
+the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. What is summed is computed in
 float64 too, but for large float32 logits, whose own rounding is of the size of that of float32 arithmetic: it
 moves a fitted weight by some 1e-7 of itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,14 +30,44 @@ _BLOCK_BYTES = 768 * 1024
 _Taken = TypeVar("_Taken")
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Means over the rows of a pass: NLL, gradient (P,), curvature (P, P), gradient outer product (P, P)."""
+class Rows(Protocol):
+    """Logits of N rows, float (N, K), read by slices or places: an array, or what stands elsewhere."""
 
-    nll: float
-    gradient: Floats
-    curvature: Floats
-    scatter: Floats
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (N, K)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[np.floating]:
+        """Return the type of what is read."""
+        ...
+
+    def __getitem__(self, rows: slice | Ints, /) -> Floats:
+        """Return some rows, float (n, K)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What is known of rows before any pass.
+
+    n: how many.   spreads: (P,), summed over the rows, the distance of a row's largest logit from its mean.
+    best: whether there is one source and every label is its row's largest logit.
+    """
+
+    n: int
+    spreads: Floats
+    best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """Some rows of a likelihood.   ranks: int (n,).   sources: P arrays (n, K).   labels: int (n,)."""
+
+    ranks: Ints
+    sources: list[Floats]
+    labels: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +87,21 @@ class _Block:
     nll: float
 
 
+def suits_float32(shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> bool:
+    """Say whether logits of such a shape and of these types are computed with in float32."""
+    return math.prod(shape) >= _FLOAT32_ELEMENTS and all(dtype == np.float32 for dtype in dtypes)
+
+
+def _block_rows(n: int, k: int, n_sources: int, dtype: type[np.floating]) -> int:
+    return min(n, max(1, _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (n_sources + 2))))
+
+
 class _Buffers:
     """Room for a block: P gaps, the terms, and a spare array, all (rows, K)."""
 
     def __init__(self, n_sources: int, n: int, k: int, dtype: type[np.floating]) -> None:
-        self.rows = min(n, max(1, _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (n_sources + 2))))
-        self.arrays = [np.empty((self.rows, k), dtype=dtype) for _ in range(n_sources + 2)]
+        rows = _block_rows(n, k, n_sources, dtype)
+        self.arrays = [np.empty((rows, k), dtype=dtype) for _ in range(n_sources + 2)]
         self.ones = np.ones(k, dtype=dtype)
 
 
@@ -83,87 +123,97 @@ def _block_sums(block: _Block) -> Floats:
 class Likelihood:
     """Logit arrays and labels, checked, with what every pass needs of each row."""
 
-    def __init__(self, sources: Sequence[Floats], labels: Ints, narrow: bool | None = None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Rows],
+        labels: Ints,
+        *,
+        narrow: bool | None = None,
+        ranks: Ints | None = None,
+    ) -> None:
+        """Take P sources of shape (N, K) and labels int (N,).
+
+        narrow: whether to compute in float32, None for what suits so many logits of such a type.   ranks: int (N,), the
+        rows' places among all where these are but a part of them.
+        """
         n, k = sources[0].shape
-        if narrow is None:
-            narrow = n * k >= _FLOAT32_ELEMENTS and all(s.dtype == np.float32 for s in sources)
-        self.dtype: type[np.floating] = np.float32 if narrow else np.float64
-        self.sources: list[Floats] = [np.ascontiguousarray(s, dtype=self.dtype) for s in sources]
-        self.labels = np.asarray(labels)
+        self.sources, self.labels = list(sources), np.asarray(labels)
         if n == 0 or k == 0:
             raise DataError(f"a fit needs at least one row and one option, got logits of shape {(n, k)}")
         if self.labels.shape != (n,) or any(s.shape != (n, k) for s in self.sources):
             shapes = [s.shape for s in self.sources]
             raise DataError(f"logits {shapes} and labels {self.labels.shape} do not describe the same rows")
-        self.tops = [s.max(axis=1, keepdims=True) for s in self.sources]
-        for top in self.tops:
-            if not np.isfinite(top).all():
-                row = int(np.flatnonzero(~np.isfinite(top[:, 0]))[0])
-                raise DataError(
-                    f"row {row}: largest logit is {top[row, 0]}; NaN, +inf and rows of -inf cannot be fitted"
-                )
+        self.ranks = np.arange(n) if ranks is None else ranks
         if self.labels.min() < 0 or self.labels.max() >= k:
             row = int(np.flatnonzero((self.labels < 0) | (self.labels >= k))[0])
-            raise DataError(f"row {row}: label {self.labels[row]} is outside the {k} options")
-        self.label_gaps = [
-            np.float64(s[np.arange(n), self.labels]) - np.float64(t[:, 0])
-            for s, t in zip(self.sources, self.tops, strict=True)
-        ]
-        for gap in self.label_gaps:
-            if not np.isfinite(gap).all():
-                row = int(np.flatnonzero(~np.isfinite(gap))[0])
-                raise DataError(f"row {row}: label {self.labels[row]} points at an option that the row does not have")
+            raise DataError(f"row {self.ranks[row]}: label {self.labels[row]} is outside the {k} options")
+        if narrow is None:
+            narrow = suits_float32((n, k), *(s.dtype for s in self.sources))
+        self.dtype: type[np.floating] = np.float32 if narrow else np.float64
+        self.tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
+        self.label_gaps = np.empty((len(self.sources), n))
+        self.padded = False
+        self._spreads = np.zeros(len(self.sources))
+        for rows in self._slices():
+            for place, source in enumerate(self.sources):
+                self._look(place, source[rows], rows)
+
+    def _look(self, place: int, logits: Floats, rows: slice) -> None:
+        """Note what every pass needs of a block of a source."""
+        top, labels = logits.max(axis=1), self.labels[rows]
+        if not np.isfinite(top).all():
+            row = int(np.flatnonzero(~np.isfinite(top))[0])
+            rank = self.ranks[rows][row]
+            raise DataError(f"row {rank}: largest logit is {top[row]}; NaN, +inf and rows of -inf cannot be fitted")
+        gap = np.float64(logits[np.arange(len(labels)), labels]) - np.float64(top)
+        if not np.isfinite(gap).all():
+            row = int(np.flatnonzero(~np.isfinite(gap))[0])
+            rank = self.ranks[rows][row]
+            raise DataError(f"row {rank}: label {labels[row]} points at an option that the row does not have")
         # A missing option makes its row's sum -inf. Only the search's bounds need the sums: float32 will do.
-        totals = [np.vecdot(s, np.ones(k, dtype=s.dtype)) for s in self.sources]
-        self.padded = any(bool(np.isneginf(total).any()) for total in totals)
-        self.spreads = np.array([self._spread(*arrays) for arrays in zip(self.sources, self.tops, totals, strict=True)])
+        total = np.vecdot(logits, np.ones(logits.shape[1], dtype=logits.dtype))
+        n_options: int | Ints = logits.shape[1]
+        if np.isneginf(total).any():
+            self.padded = True
+            there = np.isfinite(logits)
+            total, n_options = np.where(there, logits, 0).sum(axis=1), there.sum(axis=1)
+        self.tops[place][rows, 0] = top
+        self.label_gaps[place, rows] = gap
+        self._spreads[place] += float((top - total / n_options).sum(dtype=np.float64))
 
-    def _spread(self, source: Floats, tops: Floats, totals: Floats) -> float:
-        """Return the mean distance of a row's largest logit from the row's mean."""
-        n_options: int | Ints = source.shape[1]
-        if self.padded:
-            there = np.isfinite(source)
-            totals, n_options = np.where(there, source, 0).sum(axis=1), there.sum(axis=1)
-        return float((tops[:, 0] - totals / n_options).mean(dtype=np.float64))
+    def extent(self) -> Extent:
+        """Return what is known of the rows before any pass."""
+        best = len(self.sources) == 1 and not self.label_gaps.any()
+        return Extent(len(self.labels), self._spreads, best)
 
-    @property
-    def perfect(self) -> float:
-        """Return the mean NLL below which every row gives its label more than half."""
-        return float(np.log(2.0)) / len(self.labels)
-
-    def separable_alone(self) -> bool:
-        """Say whether there is one source and every label is its largest logit: more weight is always better."""
-        return len(self.sources) == 1 and not self.label_gaps[0].any()
-
-    def sample(self, rows: int) -> Likelihood:
-        """Return that of every n-th row, so that about so many are left."""
-        step = max(1, len(self.labels) // rows)
-        return Likelihood([s[::step] for s in self.sources], self.labels[::step], narrow=self.dtype is np.float32)
+    def sample(self, step: int) -> RowSample:
+        """Return every row whose rank is a multiple of step."""
+        places = np.flatnonzero(self.ranks % step == 0)
+        return RowSample(self.ranks[places], [s[places] for s in self.sources], self.labels[places])
 
     def nll(self, weights: Floats) -> float:
-        """Return the mean NLL at these weights, in nats."""
-        return sum(self._over_blocks(weights, lambda block: block.nll)) / len(self.labels)
+        """Return the NLL at these weights, in nats, summed over the rows."""
+        return sum(self._over_blocks(weights, lambda block: block.nll))
 
-    def sums(self, weights: Floats) -> Sums:
-        """Visit all rows once at these weights."""
-        p = len(self.sources)
-        parts = np.array(self._over_blocks(weights, _block_sums)).sum(axis=0) / len(self.labels)
-        gradient, curvature, scatter = np.split(parts[1:], [p, p + p * p])
-        return Sums(float(parts[0]), gradient, curvature.reshape(p, p), scatter.reshape(p, p))
+    def totals(self, weights: Floats) -> Floats:
+        """Visit all rows once at these weights. Returns what sums of these are made of, float64 (1 + P + 2 P^2,)."""
+        totals: Floats = np.array(self._over_blocks(weights, _block_sums)).sum(axis=0)
+        return totals
+
+    def _slices(self) -> Iterator[slice]:
+        n, k = self.sources[0].shape
+        size = _block_rows(n, k, len(self.sources), self.dtype)
+        return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
     def _over_blocks(self, weights: Floats, take: Callable[[_Block], _Taken]) -> list[_Taken]:
         """Take something from every block of rows, in their order."""
         n, k = self.sources[0].shape
         buffers = _Buffers(len(self.sources), n, k, self.dtype)
-        label_gaps = np.stack(self.label_gaps)
-        label_scores = weights @ label_gaps
+        label_scores = weights @ self.label_gaps
         scale = [self.dtype(weight) for weight in weights]
-        blocks = (slice(start, min(start + buffers.rows, n)) for start in range(0, n, buffers.rows))
-        return [take(self._block(rows, scale, label_gaps, label_scores, buffers)) for rows in blocks]
+        return [take(self._block(rows, scale, label_scores, buffers)) for rows in self._slices()]
 
-    def _block(
-        self, rows: slice, scale: list[np.floating], label_gaps: Floats, label_scores: Floats, buffers: _Buffers
-    ) -> _Block:
+    def _block(self, rows: slice, scale: list[np.floating], label_scores: Floats, buffers: _Buffers) -> _Block:
         """Compute a block of rows in the buffers, which the next one overwrites."""
         *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers.arrays)
         for gap, source, top in zip(gaps, self.sources, self.tops, strict=True):
@@ -184,7 +234,7 @@ class Likelihood:
         # By dot products: a matrix product would start threads of its own.
         sums = np.vecdot(terms, buffers.ones)
         nll = float(np.log(sums).sum(dtype=np.float64)) + peak_sum - float(label_scores[rows].sum())
-        return _Block(gaps, terms, spare, sums, label_gaps[:, rows], nll)
+        return _Block(gaps, terms, spare, sums, self.label_gaps[:, rows], nll)
 
     @staticmethod
     def _drop_missing(gaps: list[Floats]) -> Bools:

@@ -99,13 +99,25 @@ def calibration_error(
     """
     n = len(confidences)
     if bins == "equal-width":
-        index = equal_width_bins(confidences, n_bins)
+        gaps = calibration_gaps(confidences, correct, n_bins)
     else:
         order = np.argsort(confidences, kind="stable")
         index = np.empty(n, dtype=np.intp)
         index[order] = np.arange(n) * n_bins // n
-    gaps = np.bincount(index, weights=np.asarray(correct, np.float64) - confidences, minlength=n_bins)
+        excess = np.asarray(correct, np.float64) - confidences
+        gaps = np.bincount(index, weights=excess, minlength=n_bins).astype(float)
     return float(np.abs(gaps).sum() / n)
+
+
+def calibration_gaps(confidences: Floats, correct: Bools, n_bins: int = 15) -> Floats:
+    """Return by how much more rows of each equal-width bin are right than their confidences say, float64 (n_bins,).
+
+    Summed over the rows of a bin: gaps of several sets of rows add up to those of all, of which calibration_error is
+    the sum of magnitudes over the number of rows. Arguments are those of calibration_error.
+    """
+    excess = np.asarray(correct, np.float64) - confidences
+    gaps: Floats = np.bincount(equal_width_bins(confidences, n_bins), weights=excess, minlength=n_bins).astype(float)
+    return gaps
 
 
 def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:

@@ -11,7 +11,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from cauc_ray.numbers.likelihood import Likelihood, Sums
+from cauc_ray.numbers.likelihood import Likelihood, Rows
+from cauc_ray.numbers.problem import Problem, Sums
 from cauc_ray.numbers.types import Floats, Ints
 
 # Weights are searched between these multiples of 1/spread, where the spread of a logit array is the mean
@@ -53,12 +54,16 @@ class WeightFit:
     statuses: tuple[FitStatus, ...]
 
 
-def fit_weights(sources: Sequence[Floats], labels: Ints, start: float) -> WeightFit:
+def fit_weights(sources: Sequence[Rows], labels: Ints, start: float) -> WeightFit:
     """Fit the weights of P logit arrays, float (N, K), on labels int (N,), from one starting value for all.
 
     Raises DataError naming the row when a label points at a missing option or a logit is NaN or +inf.
     """
-    problem = Likelihood(sources, labels)
+    return minimise(Problem.of(Likelihood(sources, labels)), start)
+
+
+def minimise(problem: Problem, start: float) -> WeightFit:
+    """Fit the weights of a problem's sources, from one starting value for all."""
     flat = problem.spreads <= 0
     units = 1.0 / np.where(flat, 1.0, problem.spreads)
     box = _Box(_LOWEST * units, _HIGHEST * units)
@@ -66,9 +71,9 @@ def fit_weights(sources: Sequence[Floats], labels: Ints, start: float) -> Weight
     initial = np.where(flat, box.lowest, np.clip(start, box.lowest, box.highest))
 
     found = None
-    if problem.separable_alone() and not flat.any():
+    if problem.separable_alone and not flat.any():
         found = _Minimum(box.highest, problem.sums(box.highest), separable=True)
-    elif len(problem.labels) >= 8 * _SAMPLE_ROWS:
+    elif problem.n >= 8 * _SAMPLE_ROWS:
         found = _by_sample(problem, initial, box)
     if found is None:
         found = _newton(problem.sums, initial, box, problem.perfect)
@@ -82,11 +87,11 @@ def fit_weights(sources: Sequence[Floats], labels: Ints, start: float) -> Weight
         else FitStatus.CONVERGED
         for weight, low, high in zip(weights, box.lowest, box.highest, strict=True)
     )
-    errors = _standard_errors(sums, len(problem.labels))
+    errors = _standard_errors(sums, problem.n)
     return WeightFit(
         weights=weights,
         standard_errors=np.where([s is FitStatus.CONVERGED for s in statuses], errors, np.nan),
-        nll_before=problem.nll(np.full(len(sources), start)),
+        nll_before=problem.nll(np.full(len(initial), start)),
         nll_after=sums.nll,
         statuses=statuses,
     )
@@ -113,7 +118,7 @@ class _Minimum:
     separable: bool = False
 
 
-def _by_sample(problem: Likelihood, initial: Floats, box: _Box) -> _Minimum | None:
+def _by_sample(problem: Problem, initial: Floats, box: _Box) -> _Minimum | None:
     """Minimise in two or three passes over all rows, with a sample of them to say where to go.
 
     After each pass the sample's NLL, bent by a quadratic so that value, slope and curvature agree with all
@@ -123,7 +128,7 @@ def _by_sample(problem: Likelihood, initial: Floats, box: _Box) -> _Minimum | No
     sample = problem.sample(_SAMPLE_ROWS)
     weights = _newton(sample.sums, initial, box, sample.perfect, last_step=1e-3).weights
     last, last_size = np.inf, 0.1
-    enough = _FLOAT32_ERROR if problem.dtype is np.float32 else _FLOAT64_ERROR
+    enough = _FLOAT32_ERROR if problem.narrow else _FLOAT64_ERROR
     for _ in range(_MAX_SAMPLE_STEPS):
         # The sample may be separable, or say nothing, where the whole is not, or the reverse.
         if not box.inside(weights):
@@ -141,7 +146,7 @@ def _by_sample(problem: Likelihood, initial: Floats, box: _Box) -> _Minimum | No
     return None
 
 
-def _bent(sample: Likelihood, whole: Sums, at: Floats) -> Callable[[Floats], Sums]:
+def _bent(sample: Problem, whole: Sums, at: Floats) -> Callable[[Floats], Sums]:
     """Return the sample's sums, bent by a quadratic to those of all rows at the given weights."""
     own = sample.sums(at)
     slope, curvature = whole.gradient - own.gradient, whole.curvature - own.curvature

@@ -80,7 +80,7 @@ class OperatingPoints:
     def _within(self, budget: float | None) -> Bools:
         if budget is None:
             return np.full(len(self.cost), True)
-        within: Bools = self.cost <= budget + _COST_TOLERANCE * abs(budget)
+        within: Bools = self.cost <= most_within(budget)
         if not within.any():
             raise BudgetError(
                 f"budget {budget:g} {self.unit} is below the cheapest operating point, "
@@ -163,7 +163,7 @@ def sweep(
             f"a sweep needs confidences (N, S - 1), predictions (N, S) and labels (N,); got "
             f"{confidences.shape}, {predictions.shape} and {labels.shape}"
         )
-    events = _Events(confidences)
+    events = Events(confidences)
     of_stops = costs.cumulative if calls is None else costs.of_calls(calls)
     cost_change = np.cumsum(events.changes(np.broadcast_to(of_stops, (n, m)).T))[events.ends]
     cost = of_stops[..., 0].mean() + np.concatenate([[0.0], cost_change / n])
@@ -187,7 +187,12 @@ def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:
     return np.stack([np.full(len(thresholds), len(confidences)), *reached], axis=1) / len(confidences)
 
 
-class _Events:
+def most_within(budget: float) -> float:
+    """Return the largest mean cost that counts as within a budget."""
+    return budget + _COST_TOLERANCE * abs(budget)
+
+
+class Events:
     """Moves of examples to deeper stages, in order of the confidence that the threshold rises past.
 
     values: float64 (E,), rising.   ends: int, the last event of each distinct value.
@@ -215,6 +220,12 @@ class _Events:
             np.copyto(following, of_stage[stage], where=self._rises[stage])
         return change.ravel()[self._places]
 
+    @property
+    def rows(self) -> Ints:
+        """Return the row of each move, int (E,)."""
+        rows: Ints = self._places % self._rises.shape[1]
+        return rows
+
     def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
         """Return the row, the stage left and the stage reached of each move, int (E,)."""
         before, rows = np.divmod(self._places, self._rises.shape[1])
@@ -223,7 +234,7 @@ class _Events:
         return rows, before, before + moves
 
 
-def _macro_f1_path(events: _Events, predictions: Ints, labels: Ints) -> Floats:
+def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
     """Return macro-F1 at every operating point, float64 (P,).
 
     A move changes the F1 of two classes: that of the answer it takes back and that of the new one. Sorted by

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cauc_ray.numbers.newton import FitStatus, fit_weights
+from cauc_ray.numbers.likelihood import Likelihood
+from cauc_ray.numbers.newton import FitStatus, minimise
+from cauc_ray.numbers.problem import Problem
 from cauc_ray.numbers.types import Floats, Ints
 
-__all__ = ["FitStatus", "PairFit", "TemperatureFit", "fit_pair", "fit_temperature"]
+__all__ = ["FitStatus", "PairFit", "TemperatureFit", "fit_pair", "fit_temperature", "solve_pair", "solve_temperature"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,12 @@ def fit_temperature(logits: Floats, labels: Ints) -> TemperatureFit:
     >>> abs(3.0 / fit_temperature(logits, np.array([0, 0, 0, 1])).temperature - np.log(3)) < 1e-9
     np.True_
     """
-    fit = fit_weights([logits], labels, start=1.0)
+    return solve_temperature(Problem.of(Likelihood([logits], labels)))
+
+
+def solve_temperature(problem: Problem) -> TemperatureFit:
+    """Fit the temperature of a problem's one source, raw logits."""
+    fit = minimise(problem, start=1.0)
     temperature = 1.0 / fit.weights[0]
     return TemperatureFit(
         temperature=float(temperature),
@@ -78,7 +85,12 @@ def fit_pair(state: Floats, logits: Floats, labels: Ints) -> PairFit:
     >>> fit.nll_after <= fit.nll_before
     True
     """
-    fit = fit_weights([state, logits], labels, start=0.5)
+    return solve_pair(Problem.of(Likelihood([state, logits], labels)))
+
+
+def solve_pair(problem: Problem) -> PairFit:
+    """Fit alpha and beta of a problem's two sources, the accumulated prediction and the calibrated logits."""
+    fit = minimise(problem, start=0.5)
     alpha, beta = 0.5 / fit.weights
     alpha_error, beta_error = fit.standard_errors * 0.5 / fit.weights**2
     return PairFit(

@@ -11,7 +11,8 @@ from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.policy import FrozenModel, Policy, Stage, Step, same_width, scaled
+from cauc_ray.policies.evidence import FrozenModel
+from cauc_ray.policies.policy import Policy, Stage, Step, same_width, scaled
 
 
 class PairDiagnostics(FrozenModel):

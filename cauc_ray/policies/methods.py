@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import POLICY_CLASSES, Policy
@@ -57,8 +57,8 @@ def method_named(name: str) -> Method:
 
 def fit_policy(
     method: str,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
+    calibration: Chain,
+    validation: Chain | None,
     rule: ThresholdRule,
     names: tuple[str, str],
 ) -> Policy:

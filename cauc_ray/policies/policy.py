@@ -14,54 +14,25 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError, explain
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.costs import LARGEST
-from cauc_ray.numbers.metrics import Share
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.evidence import (
+    MOST_CURVE_POINTS,
+    ChainSearch,
+    CurvePoint,
+    Expectation,
+    FittedOn,
+    FrozenModel,
+    TemperatureDiagnostics,
+    ThresholdChoice,
+)
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
-MOST_CURVE_POINTS = 100
-
-
-class FrozenModel(BaseModel):
-    """A part of a file that refuses keys it does not know and numbers that JSON does not have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class MeasuredShare(FrozenModel):
-    """A share of n rows with its 95 % Wilson interval."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, share: Share) -> MeasuredShare | None:
-        """Take over a computed share; None where there were no rows."""
-        return cls(value=share.value, low=share.low, high=share.high, n=share.n) if share.n else None
-
-
-class TemperatureDiagnostics(FrozenModel):
-    """How a stage's temperature fit went, on the calibration split; NLL in nats, the standard error in T.
-
-    Calibration errors are over 15 equal-width bins, before (T = 1) and after.
-    """
-
-    status: FitStatus
-    standard_error: float | None
-    nll_before: float
-    nll_after: float
-    calibration_error_before: float
-    calibration_error_after: float
-    accuracy: float
-    logits_fingerprint: str
 
 
 class Stage(FrozenModel):
@@ -71,54 +42,6 @@ class Stage(FrozenModel):
     cost: float = Field(ge=0, le=LARGEST)
     temperature: float = Field(ge=1 / LARGEST, le=LARGEST)
     diagnostics: TemperatureDiagnostics
-
-
-class ThresholdChoice(FrozenModel):
-    """How the threshold was chosen, and on which split (null where it was given).
-
-    objective: what it maximises. Beside a given threshold it says what the curve's quality is, null for accuracy.
-    """
-
-    rule: Literal["reference-accuracy", "best", "budget", "given"]
-    objective: Literal["accuracy", "macro-f1"] | None
-    split: str | None
-
-
-class FittedOn(FrozenModel):
-    """A split that numbers were fitted or chosen on: its size and a digest of its ids and labels."""
-
-    split: str
-    n: int
-    examples_fingerprint: str
-
-
-class StageExpectation(FrozenModel):
-    """How many examples reached and left a stage, and how often its accepted answers were right."""
-
-    name: str
-    reached: int
-    answered: int
-    coverage: MeasuredShare | None
-    accepted_accuracy: MeasuredShare | None
-
-
-class Expectation(FrozenModel):
-    """What the policy did on a labelled split: mean cost per example, and relative to the last model alone."""
-
-    split: str
-    n: int = Field(ge=1)
-    accuracy: MeasuredShare
-    cost: float
-    relative_cost: float | None
-    stages: tuple[StageExpectation, ...]
-
-
-class CurvePoint(FrozenModel):
-    """A threshold with the mean cost per example and the quality that it had on the validation split."""
-
-    threshold: float = Field(ge=0)
-    cost: float = Field(ge=0)
-    quality: float = Field(ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +70,7 @@ class Policy(FrozenModel):
 
     expected: null where it was not measured at this threshold.   curve: what other thresholds had on validation, the
     best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is of the objective, else
-    accuracy; empty where validation had no labels.
+    accuracy; empty where validation had no labels.   search: how the chain was found, null where it was given.
     """
 
     format: Literal["cauc-policy/1"] = FORMAT
@@ -162,6 +85,7 @@ class Policy(FrozenModel):
     validation: FittedOn | None
     expected: Expectation | None
     stages: tuple[Stage, ...]
+    search: ChainSearch | None = None
     # Last, so that whoever reads the file has read all else before.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -192,8 +116,9 @@ class Policy(FrozenModel):
     @property
     def id(self) -> str:
         """Return a short digest of everything that decides an answer: two policies that differ have two ids."""
-        what_was_measured = {"expected", "calibration", "validation", "curve"}
-        numbers = self.model_dump(mode="json", exclude=what_was_measured)
+        whole = ("expected", "calibration", "validation", "search", "curve")
+        measured: dict[str, Any] = {**dict.fromkeys(whole, True), "threshold_choice": {"certificate"}}
+        numbers = self.model_dump(mode="json", exclude=measured)
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
 
     @classmethod
@@ -213,7 +138,7 @@ class Policy(FrozenModel):
         Raises DataError when a row has options at this stage that it did not have before, or the reverse.
         """
 
-    def check_chain(self, chain: ChainLogits) -> None:
+    def check_chain(self, chain: Chain) -> None:
         """Raise PolicyError unless the chain is this policy's; warn when its logits are of another kind."""
         if chain.models != self.models:
             raise PolicyError(f"the policy is for {', '.join(self.models)}, not for {', '.join(chain.models)}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain, ChainLogits, ChainPart, in_order
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.metrics import Share, macro_f1, share
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -27,21 +28,47 @@ class Replay:
     costs: Floats
 
 
-def replay(policy: Policy, chain: ChainLogits) -> Replay:
+def replay(policy: Policy, chain: Chain) -> Replay:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    n = len(chain)
+    parts = chain.each(partial(_replay_part, policy))
+    predictions, confidences, stages = (
+        in_order([part.ranks for part in parts], values)
+        for values in (
+            [part.predictions for part in parts],
+            [part.confidences for part in parts],
+            [part.stages for part in parts],
+        )
+    )
+    return Replay(predictions, confidences, stages, chain.costs.of_stops(stages))
+
+
+@dataclass(frozen=True, slots=True)
+class _PartReplay:
+    """The answers to some rows, as Replay has them.   ranks: int (n,)."""
+
+    ranks: Ints
+    predictions: Ints
+    confidences: Floats
+    stages: Ints
+
+
+def _replay_part(policy: Policy, part: ChainPart) -> _PartReplay:
+    n = len(part)
     predictions, stages = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int8)
     confidences = np.empty(n)
-    rows, state = np.arange(n), None
-    for stage, logits in enumerate(chain.logits):
-        step = policy.step(stage, logits[rows], state)
-        done = rows[step.accepted]
-        predictions[done] = step.predictions[step.accepted]
-        confidences[done] = step.confidences[step.accepted]
-        stages[done] = stage
-        rows, state = rows[~step.accepted], step.state[~step.accepted]
-    return Replay(predictions, confidences, stages, chain.costs.of_stops(stages))
+    for block in part.blocks():
+        rows, state = np.arange(block.start, block.stop), None
+        for stage, logits in enumerate(part.logits):
+            if not len(rows):
+                break
+            step = policy.step(stage, logits[rows], state)
+            done = rows[step.accepted]
+            predictions[done] = step.predictions[step.accepted]
+            confidences[done] = step.confidences[step.accepted]
+            stages[done] = stage
+            rows, state = rows[~step.accepted], step.state[~step.accepted]
+    return _PartReplay(part.ranks, predictions, confidences, stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +129,7 @@ def measure(
     )
 
 
-def measure_replay(policy: Policy, chain: ChainLogits) -> tuple[Replay, Measures]:
+def measure_replay(policy: Policy, chain: Chain) -> tuple[Replay, Measures]:
     """Replay a policy and measure its answers."""
     result = replay(policy, chain)
     return result, measure(chain.models, result.predictions, result.stages, chain.labels, chain.labelled, chain.costs)

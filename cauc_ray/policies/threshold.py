@@ -6,61 +6,66 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.certificates import EarlyAnswers, RiskLimit, certify, early_answers
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Frontier, Objective
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import RFPolicy
-from cauc_ray.policies.policy import (
+from cauc_ray.policies.evidence import (
     MOST_CURVE_POINTS,
     CurvePoint,
     Expectation,
     MeasuredShare,
+    RiskCertificate,
     StageExpectation,
     ThresholdChoice,
-    check_budget,
-    check_threshold,
 )
+from cauc_ray.policies.policy import check_budget, check_threshold
 from cauc_ray.policies.replay import Measures, measure, measure_replay
-from cauc_ray.policies.trace import Examples, PolicyCascade, Trace
+from cauc_ray.policies.trace import Trace, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", BasePolicy, RFPolicy)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """What decides the threshold: a given one, a budget (mean cost per example), or neither.
+    """What decides the threshold: a given one, a budget (mean cost per example), a limit of risk, or none of these.
 
-    With neither, Base stops at the last model's calibration accuracy and RF at its best on validation.
+    With none, Base stops at the last model's calibration accuracy and RF at its best on validation.
     """
 
     threshold: float | None = None
     budget: float | None = None
     objective: Objective = "accuracy"
+    certify: RiskLimit | None = None
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.budget is not None:
             raise ConfigError("give a budget or a threshold, not both: a budget chooses the threshold")
+        if self.certify is not None and not self.threshold is self.budget is None:
+            raise ConfigError("give a risk to certify, a budget or a threshold, not two of them: each decides it alone")
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.budget is not None:
             check_budget(self.budget)
         if self.objective not in ("accuracy", "macro-f1"):
             raise ConfigError(f"objective {self.objective!r} is none of accuracy, macro-f1")
-        if self.threshold is not None and self.objective != "accuracy":
-            raise ConfigError("an objective chooses a threshold: give it with a budget, not with a threshold")
+        if self.objective != "accuracy" and (self.threshold is not None or self.certify is not None):
+            raise ConfigError(
+                "an objective chooses a threshold: give it with a budget, not with a threshold or a risk to certify"
+            )
 
 
 # What the paper has where nobody gives anything.
 BY_DEFAULT = ThresholdRule()
 
 
-def choose_threshold(
-    policy: AnyPolicy, calibration: ChainLogits, validation: ChainLogits | None, rule: ThresholdRule
-) -> AnyPolicy:
-    """Set the threshold that the rule gives or that is best on validation (paper, eq. 11), and finish the policy.
+def choose_threshold(policy: AnyPolicy, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> AnyPolicy:
+    """Set the threshold that the rule gives, certifies or finds best on validation (paper, eq. 11); finish the policy.
 
     policy: all but its threshold and what that entails. Raises ConfigError without a validation split to choose on,
-    DataError where its labels are missing, BudgetError where no operating point is as cheap as the budget.
+    DataError where its labels are missing, BudgetError where no operating point is as cheap as the budget, RiskError
+    where no threshold's risk is certified.
     """
     if rule.threshold is not None:
         choice = ThresholdChoice(rule="given", objective=None, split=None)
@@ -69,6 +74,9 @@ def choose_threshold(
         raise ConfigError("choosing a threshold needs a validation split; give one, or give the threshold")
     validation.require_labels("choosing a threshold")
     swept = _sweep(policy, validation, rule.objective)
+    if rule.certify is not None:
+        threshold, choice = _certify(policy, calibration, validation, rule.certify, swept)
+        return _finish(policy, calibration, validation, threshold, choice, swept)
     choice = ThresholdChoice(
         rule="best" if rule.budget is None else "budget",
         objective=rule.objective,
@@ -78,10 +86,39 @@ def choose_threshold(
     return _finish(policy, calibration, validation, best.threshold, choice, swept)
 
 
+def _certify(
+    policy: AnyPolicy, calibration: Chain, validation: Chain, limit: RiskLimit, swept: _Swept
+) -> tuple[float, ThresholdChoice]:
+    """Return the certified threshold of most coverage. Calibration only says what to test, and in which order."""
+    if len(policy.stages) < 2:
+        raise ConfigError("with one model nothing is answered early, whose risk could be certified; give two or more")
+    on_validation = _early(swept.trace, validation)
+    found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
+    plug_in = on_validation.plug_in(limit.risk)
+    assert plug_in is not None  # what is certified at most so wrong is no more so on these rows
+    assert policy.validation is not None
+    certificate = RiskCertificate(
+        risk=limit.risk,
+        confidence=limit.confidence,
+        n=found.n,
+        n_accepted=found.n_accepted,
+        n_wrong=found.n_wrong,
+        upper_bound=found.upper_bound,
+        plug_in_threshold=plug_in[0],
+        plug_in_accepted=plug_in[1],
+    )
+    choice = ThresholdChoice(rule="certified", objective=None, split=policy.validation.split, certificate=certificate)
+    return found.threshold, choice
+
+
+def _early(trace: Trace, chain: Chain) -> EarlyAnswers:
+    return early_answers(trace.confidences[:, :-1], trace.predictions[:, :-1] == chain.labels[:, None])
+
+
 def set_threshold(
     policy: AnyPolicy,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
+    calibration: Chain,
+    validation: Chain | None,
     threshold: float,
     choice: ThresholdChoice,
 ) -> AnyPolicy:
@@ -100,16 +137,16 @@ class _Swept:
     frontier: Frontier
 
 
-def _sweep(policy: AnyPolicy, validation: ChainLogits, objective: Objective) -> _Swept:
+def _sweep(policy: AnyPolicy, validation: Chain, objective: Objective) -> _Swept:
     policy.check_chain(validation)
-    trace = PolicyCascade(policy).trace(Examples(validation))
+    trace = trace_policy(policy, validation)
     return _Swept(trace, trace.frontier(validation, objective))
 
 
 def _finish(
     policy: AnyPolicy,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
+    calibration: Chain,
+    validation: Chain | None,
     threshold: float,
     choice: ThresholdChoice,
     swept: _Swept | None,
@@ -145,7 +182,7 @@ def _finish(
     return type(policy).model_validate(complete.model_dump())
 
 
-def _measure(policy: AnyPolicy, chain: ChainLogits, swept: _Swept | None) -> Measures:
+def _measure(policy: AnyPolicy, chain: Chain, swept: _Swept | None) -> Measures:
     """Measure a policy on a chain, from what is known of it there if it was swept."""
     if swept is None:
         return measure_replay(policy, chain)[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, in_order
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
@@ -52,7 +53,7 @@ class Answers:
     predictions: Ints
     calls: Bools
 
-    def costs(self, chain: ChainLogits) -> Floats:
+    def costs(self, chain: Chain) -> Floats:
         """Return what each example cost, float64 (N,)."""
         cost: Floats = np.where(self.calls, chain.costs.per_call, 0.0).sum(axis=1)
         return cost
@@ -70,7 +71,7 @@ class Trace:
     confidences: Floats
     calls: Bools
 
-    def frontier(self, chain: ChainLogits, objective: Objective = "accuracy") -> Frontier:
+    def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
         """Return all operating points on the chain's examples, which have labels."""
         inner = self.confidences[:, :-1]
         return sweep(inner, self.predictions, chain.labels, chain.costs, objective, self.calls)
@@ -109,10 +110,35 @@ class PolicyCascade:
 
     def trace(self, examples: Examples) -> Trace:
         """Take every step of every example."""
-        predictions, confidences, state = [], [], None
-        for stage, logits in enumerate(examples.chain.logits):
-            step = self.policy.step(stage, logits, state)
-            predictions.append(step.predictions)
-            confidences.append(step.confidences)
+        return trace_policy(self.policy, examples.chain)
+
+
+def trace_policy(policy: Policy, chain: Chain) -> Trace:
+    """Take every step of a policy for every example of a chain."""
+    parts = chain.each(partial(_trace_part, policy))
+    predictions, confidences = (
+        in_order([part.ranks for part in parts], values)
+        for values in ([part.predictions for part in parts], [part.confidences for part in parts])
+    )
+    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)))
+
+
+@dataclass(frozen=True, slots=True)
+class _PartTrace:
+    """The steps of some rows.   ranks: int (n,).   predictions: int32 (n, M).   confidences: float64 (n, M)."""
+
+    ranks: Ints
+    predictions: Ints
+    confidences: Floats
+
+
+def _trace_part(policy: Policy, part: ChainPart) -> _PartTrace:
+    n, m = len(part), len(part.logits)
+    predictions, confidences = np.empty((n, m), dtype=np.int32), np.empty((n, m))
+    for rows in part.blocks():
+        state = None
+        for stage, logits in enumerate(part.logits):
+            step = policy.step(stage, logits[rows], state)
+            predictions[rows, stage], confidences[rows, stage] = step.predictions, step.confidences
             state = step.state
-        return Trace(np.stack(predictions, axis=1), np.stack(confidences, axis=1), calls_in_turn(len(predictions)))
+    return _PartTrace(part.ranks, predictions, confidences)

@@ -307,7 +307,8 @@ def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
 
 @pytest.mark.parametrize("method", [fit_base, fit_rf])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stage):
+def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stage, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the worker has it, here for this test alone
     calibration = replace(chain(31, 200, 2, (1.0, 2.0)), models=("small", "large"))
     policy = method(calibration, rule=ThresholdRule(threshold=0.7))
     spec = StageSpec(name=policy.models[stage], model={"kind": "python", "factory": "user_models:by_x"})

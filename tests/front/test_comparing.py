@@ -15,7 +15,7 @@ from synthetic import write_table
 import cauc_ray
 from cauc_ray.data.logits import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
-from cauc_ray.front import show
+from cauc_ray.front import show, tables
 from cauc_ray.front.comparing import compare
 from cauc_ray.front.measuring import published
 from cauc_ray.policies.methods import METHODS
@@ -238,7 +238,7 @@ def test_no_figure_is_left_out_on_a_narrow_terminal(table, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     told = io.StringIO()
     monkeypatch.setattr(
-        show, "Console", lambda **how: Console(file=told, force_terminal=True, color_system=None, **how)
+        tables, "Console", lambda **how: Console(file=told, force_terminal=True, color_system=None, **how)
     )
     show.comparison(compare(table, models=MODELS, methods=QUICK).as_json())
     assert "…" not in told.getvalue()

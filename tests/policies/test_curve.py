@@ -13,8 +13,8 @@ from synthetic import chain
 import cauc_ray
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.front import show
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
-from cauc_ray.policies.policy import MOST_CURVE_POINTS
 from cauc_ray.policies.replay import measure_replay
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade

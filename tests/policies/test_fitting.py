@@ -37,8 +37,8 @@ def fits_counted(monkeypatch):
 
         return counting
 
-    monkeypatch.setattr(fitting, "fit_temperature", counted("temperature", fitting.fit_temperature))
-    monkeypatch.setattr(fitting, "fit_pair", counted("pair", fitting.fit_pair))
+    monkeypatch.setattr(fitting, "temperature_of", counted("temperature", fitting.temperature_of))
+    monkeypatch.setattr(fitting, "pair_of", counted("pair", fitting.pair_of))
     return counts
 
 

@@ -97,7 +97,16 @@ def queries(seed, n=300, *, telling=True):
         z[np.arange(n), labels] = z.max(axis=1) + np.where(right, 3.0, -9.0)
         logits.append(z.astype(np.float32))
     ids, costs = tuple(f"{seed}-{row}" for row in range(n)), Costs("GFLOPs", np.array([1.0, 10.0]))
-    data = ChainLogits(("m0", "m1"), tuple(logits), ids, labels, costs, False, "planted", "raw")
+    data = ChainLogits(
+        models=("m0", "m1"),
+        logits=tuple(logits),
+        example_ids=ids,
+        labels=labels,
+        costs=costs,
+        per_call_costs=False,
+        source="planted",
+        logit_kind="raw",
+    )
     return Examples(data, texts=tuple(" ".join(words) for words in texts)), hard
 
 

@@ -1,0 +1,157 @@
+"""Where a model's rows stand in its files, and all that is known of them but the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.data.files import open_parquet
+from cauc_ray.data.logit_part import LogitHead, head_of, parquet_rows
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+
+class ModelRows(Protocol):
+    """One model's rows of one split, in order of example_id, as ModelHead has them."""
+
+    @property
+    def example_ids(self) -> pa.Array:
+        """Return str (N,)."""
+        ...
+
+    @property
+    def labels(self) -> Ints:
+        """Return int32 (N,)."""
+        ...
+
+    @property
+    def costs(self) -> Floats | None:
+        """Return float64 (N,), None where calls do not say."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHead:
+    """One model's rows of one split, in order of example_id, but the logits.
+
+    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   costs: float64 (N,) or None.
+    places: int64 (N,), where each row stands among those of all files, one file after the other.
+    """
+
+    files: tuple[Path, ...]
+    example_ids: pa.Array
+    labels: Ints
+    costs: Floats | None
+    places: Ints
+
+    def without(self, example_ids: pa.Array) -> ModelHead:
+        """Return the other rows."""
+        kept = others(self.example_ids, example_ids)
+        return replace(
+            self,
+            example_ids=self.example_ids.filter(pa.array(kept)),
+            labels=self.labels[kept],
+            costs=None if self.costs is None else self.costs[kept],
+            places=self.places[kept],
+        )
+
+
+def read_head(files: Sequence[Path], model: str, where: str) -> ModelHead:
+    """Read all columns but the logits of a model's files. Raises DataError, which may begin with where."""
+    heads = []
+    for file in files:
+        with open_parquet(file) as opened:
+            heads.append(head_of(parquet_rows(opened, file, logits=False), file, model))
+    return joined_head(heads, where)
+
+
+def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
+    """Return the rows of several files in order of example_id.
+
+    Raises DataError, which begins with where, for an empty split, an id that stands twice, costs in some files alone.
+    """
+    ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
+    if len(ids) == 0:
+        raise DataError(f"{where}: the split is empty")
+    order = pc.array_sort_indices(ids)
+    ids = ids.take(order)
+    doubled = pc.equal(ids[1:], ids[:-1])
+    if pc.any(doubled).as_py():
+        example = ids[pc.index(doubled, True).as_py()].as_py()
+        files = [h.file.name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
+        raise DataError(f"{where}: example {example!r} stands twice ({', '.join(files)})")
+    if len({head.costs is None for head in heads}) > 1:
+        raise DataError(f"{where}: some files have a column 'cost' and some have not")
+    places = order.to_numpy(zero_copy_only=False).astype(np.int64)
+    costs = [head.costs for head in heads if head.costs is not None]
+    return ModelHead(
+        files=tuple(head.file for head in heads),
+        example_ids=ids,
+        labels=np.concatenate([head.labels for head in heads])[places],
+        costs=np.concatenate(costs)[places] if costs else None,
+        places=places,
+    )
+
+
+def file_facts(heads: Sequence[ModelHead]) -> list[list[Any]]:
+    """Return path, bytes and time of change of all models' files: other ones hold other rows."""
+    files = [file for head in heads for file in head.files]
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def others(ids: pa.Array, without: pa.Array) -> Bools:
+    """Return which ids are not among others, bool (N,)."""
+    kept: Bools = pc.invert(pc.is_in(ids, value_set=without)).to_numpy(zero_copy_only=False)
+    return kept
+
+
+def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelRows]) -> Ints:
+    """Return the labels that models' rows have together, int32 (N,).
+
+    Raises DataError naming an example that one model lacks, or that two models have different labels for.
+    """
+    first = rows[0]
+    labels = first.labels.copy()
+    for model, own in zip(models[1:], rows[1:], strict=True):
+        _require_same_ids(source, models[0], first, model, own)
+        both = (labels != UNKNOWN_LABEL) & (own.labels != UNKNOWN_LABEL)
+        other = np.where(both, own.labels, labels)
+        require_same(source, (models[0], model), first.example_ids, (labels, other), "as label")
+        labels = np.where(labels == UNKNOWN_LABEL, own.labels, labels)
+    return labels
+
+
+def _require_same_ids(source: str, first: str, expected: ModelRows, model: str, rows: ModelRows) -> None:
+    if expected.example_ids.equals(rows.example_ids):
+        return
+    for a, b, has, lacks in (
+        (expected.example_ids, rows.example_ids, first, model),
+        (rows.example_ids, expected.example_ids, model, first),
+    ):
+        missing = pc.invert(pc.is_in(a, value_set=b))
+        if pc.any(missing).as_py():
+            example = a[pc.index(missing, True).as_py()].as_py()
+            raise DataError(
+                f"{source}: example {example!r} of model {has!r} is missing from model {lacks!r} "
+                f"({pc.sum(missing).as_py()} such)"
+            )
+
+
+def require_same(
+    source: str, models: tuple[str, str], ids: Sequence[str] | pa.Array, values: tuple[Ints, Ints], what: str
+) -> None:
+    """Raise DataError naming an example of which two models say different things, int (N,) each."""
+    differ = np.flatnonzero(values[0] != values[1])
+    if len(differ):
+        row = int(differ[0])
+        raise DataError(
+            f"{source}: example {str(ids[row])!r} has {values[0][row]} {what} for model {models[0]!r} "
+            f"and {values[1][row]} for model {models[1]!r}"
+        )
