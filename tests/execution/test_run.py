@@ -140,8 +140,9 @@ def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tmp_path):
-    pool = python_pool(tmp_path, [("by_x", {}), ("cannot_load", {})])
-    with pytest.raises(CaucError, match=r"stage 'large' failed: OSError: weights\.pt is not there"):
+    # The first stage: where a later one takes its time to fail, calls have been made by then, and stand in the ledger.
+    pool = python_pool(tmp_path, [("cannot_load", {}), ("by_x", {})])
+    with pytest.raises(CaucError, match=r"stage 'small' failed: OSError: weights\.pt is not there"):
         cauc_ray.run(pool, two_model_policy(), numbered_input(tmp_path), tmp_path / "new" / "deep" / "out")
     assert not (tmp_path / "new").exists()
     pool = python_pool(tmp_path, [("by_x", {}), ("absent", {})])
