@@ -142,7 +142,8 @@ class Guarded:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
-            return error.code
+            with error:
+                return error.code
 
     def grpc(self, port, method, *, token, certified=True):
         """Return the status's name of a call with nothing in it."""

@@ -73,7 +73,8 @@ def answers(address, head, log):
     try:
         urllib.request.urlopen(f"{address}/api/jobs/", timeout=10).close()
     except urllib.error.HTTPError as error:
-        return error.code == 401
+        with error:
+            return error.code == 401
     except OSError:
         return False
     return True
