@@ -6,14 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 from cauc_ray.data.files import read_json, write_json
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.temperature import FitStatus, PairFit, TemperatureFit
+from cauc_ray.numbers.temperature import Fit, FitStatus, PairFit, TemperatureFit
 from cauc_ray.policies.weighed import Weighed
-
-T = TypeVar("T")
 
 
 class FitRecord:
@@ -29,17 +27,16 @@ class FitRecord:
             if content.get("of") == json.loads(json.dumps(of)):
                 self._fits = content["fits"]
 
-    def remembered(self, what: Weighed, compute: Callable[[], T]) -> T:
+    def remembered(self, what: Weighed, compute: Callable[[], Fit]) -> Fit:
         """Return a fit that is on record, else compute it and put it there."""
         key = json.dumps(asdict(what), sort_keys=True)
-        if key in self._fits:
-            return _fit_of(what, self._fits[key])  # type: ignore[return-value]
-        fit = compute()
-        # A file has no NaN, which the standard error of a clamped weight is.
-        numbers = {name: None if value != value else value for name, value in asdict(fit).items()}  # type: ignore[call-overload]
-        self._fits[key] = numbers
-        write_json(self._path, {"of": self._of, "fits": self._fits})
-        return fit
+        if key not in self._fits:
+            fit = compute()
+            # A file has no NaN, which the standard error of a clamped weight is.
+            self._fits[key] = {name: None if value != value else value for name, value in asdict(fit).items()}
+            write_json(self._path, {"of": self._of, "fits": self._fits})
+            return fit
+        return cast(Fit, _fit_of(what, self._fits[key]))
 
 
 def _fit_of(what: Weighed, numbers: dict[str, Any]) -> TemperatureFit | PairFit:

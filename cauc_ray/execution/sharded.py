@@ -21,6 +21,7 @@ from cauc_ray.execution.shards import ShardActor, ShardAnswer, ShardFacts, cut_r
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import suits_float32
+from cauc_ray.numbers.temperature import Fit
 
 # A shard whose actor dies again and again is what they die of, or the cluster is.
 MOST_DEATHS = 8
@@ -185,7 +186,7 @@ class ShardedChain(Chain):
         """Return whether fits on the logits as they are compute in float32."""
         return suits_float32((len(self), self.width), np.dtype(np.float32))
 
-    def remembered(self, what: Any, compute: Callable[[], T]) -> T:
+    def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
         """Return a fit that is on record, else compute it and put it there."""
         return compute() if self.record is None else self.record.remembered(what, compute)
 

@@ -15,6 +15,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.digest import digest_of_rows, digest_text
 from cauc_ray.numbers.likelihood import Rows, suits_float32
+from cauc_ray.numbers.temperature import Fit
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 UNKNOWN_LABEL = -1
@@ -76,8 +77,8 @@ class Chain(ABC):
     def narrow(self) -> bool:
         """Return whether fits on the logits as they are compute in float32."""
 
-    def remembered(self, what: Any, compute: Callable[[], T]) -> T:
-        """Return a result that these examples determine, computed now unless it is known from before."""
+    def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
+        """Return a fit on these examples, computed now unless it is known from before.   what: says which."""
         return compute()
 
     @cached_property
