@@ -15,7 +15,8 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.digest import digest_of_rows, digest_text
 from cauc_ray.numbers.likelihood import Rows, suits_float32
-from cauc_ray.numbers.temperature import Fit
+from cauc_ray.numbers.offsets import OffsetFit
+from cauc_ray.numbers.temperature import PairFit, TemperatureFit
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 UNKNOWN_LABEL = -1
@@ -24,6 +25,7 @@ UNKNOWN_LABEL = -1
 _BLOCK_BYTES = 1 << 20
 
 T = TypeVar("T")
+Fit = TypeVar("Fit", TemperatureFit, OffsetFit, PairFit)
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,15 @@ class Extent:
     """What is known of rows before any pass.
 
     n: how many.   spreads: (P,), summed over the rows, the distance of a row's largest logit from its mean.
-    best: whether there is one source and every label is its row's largest logit.
+    best: whether there is one source and every label is its row's largest logit.   n_options: K.   lacking: the rank of
+    the first row that lacks some of them, None where none does.
     """
 
     n: int
     spreads: Floats
     best: bool
+    n_options: int
+    lacking: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,7 @@ class Likelihood:
         self.tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
         self.label_gaps = np.empty((len(self.sources), n))
         self.padded = False
+        self._lacking: int | None = None
         self._spreads = np.zeros(len(self.sources))
         for rows in self._slices():
             for place, source in enumerate(self.sources):
@@ -175,6 +179,8 @@ class Likelihood:
         n_options: int | Ints = logits.shape[1]
         if np.isneginf(total).any():
             self.padded = True
+            lacking = int(self.ranks[rows][np.isneginf(total)].min())
+            self._lacking = lacking if self._lacking is None else min(lacking, self._lacking)
             there = np.isfinite(logits)
             total, n_options = np.where(there, logits, 0).sum(axis=1), there.sum(axis=1)
         self.tops[place][rows, 0] = top
@@ -184,7 +190,7 @@ class Likelihood:
     def extent(self) -> Extent:
         """Return what is known of the rows before any pass."""
         best = len(self.sources) == 1 and not self.label_gaps.any()
-        return Extent(len(self.labels), self._spreads, best)
+        return Extent(len(self.labels), self._spreads, best, self.sources[0].shape[1], self._lacking)
 
     def sample(self, step: int) -> RowSample:
         """Return every row whose rank is a multiple of step."""

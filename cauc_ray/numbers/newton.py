@@ -18,9 +18,9 @@ from cauc_ray.numbers.types import Floats, Ints
 # Weights are searched between these multiples of 1/spread, where the spread of a logit array is the mean
 # distance of a row's largest logit from the row's mean: in these units T scales with the logits. At the
 # lower bound the logits no longer matter, at the upper one every confidence is 1 to float32.
-_LOWEST, _HIGHEST = 1e-8, 1e3
-_LARGEST_GROWTH = 8.0
-_MAX_STEPS = 100
+LOWEST, HIGHEST = 1e-8, 1e3
+LARGEST_GROWTH = 8.0
+MAX_STEPS = 100
 
 # Fits of many rows let a sample of about so many say where to go.
 _SAMPLE_ROWS = 512
@@ -28,7 +28,7 @@ _MAX_SAMPLE_STEPS = 6
 # They end where the error to be expected is this share of a weight; float32 arithmetic gives no more.
 _FLOAT32_ERROR, _FLOAT64_ERROR = 1e-6, 1e-10
 # Rounding may raise the NLL by so much, relatively, where a step lowers it by less.
-_NOISE = 1e-7
+NOISE = 1e-7
 
 
 class FitStatus(StrEnum):
@@ -66,7 +66,7 @@ def minimise(problem: Problem, start: float) -> WeightFit:
     """Fit the weights of a problem's sources, from one starting value for all."""
     flat = problem.spreads <= 0
     units = 1.0 / np.where(flat, 1.0, problem.spreads)
-    box = _Box(_LOWEST * units, _HIGHEST * units)
+    box = _Box(LOWEST * units, HIGHEST * units)
     # Constant logits say nothing, and nothing would move their weight.
     initial = np.where(flat, box.lowest, np.clip(start, box.lowest, box.highest))
 
@@ -134,7 +134,7 @@ def _by_sample(problem: Problem, initial: Floats, box: _Box) -> _Minimum | None:
         if not box.inside(weights):
             return None
         whole = problem.sums(weights)
-        if whole.nll > last + _NOISE * (1 + abs(last)):
+        if whole.nll > last + NOISE * (1 + abs(last)):
             return None
         bent = _newton(_bent(sample, whole, weights), weights, box, perfect=-np.inf)
         size = float((np.abs(bent.weights - weights) / weights).max())
@@ -179,7 +179,7 @@ def _newton(
     more than half; more weight in the same proportion is then always better, and the weights go to the box.
     """
     sums = sums_at(weights)
-    for _ in range(_MAX_STEPS):
+    for _ in range(MAX_STEPS):
         if sums.nll < perfect:
             break
         step = _step(weights, sums, box)
@@ -188,7 +188,7 @@ def _newton(
         if size < last_step:
             return _Minimum(target, sums)
         trial = sums_at(target)
-        while trial.nll > sums.nll + _NOISE * (1.0 + abs(sums.nll)) and size > last_step:
+        while trial.nll > sums.nll + NOISE * (1.0 + abs(sums.nll)) and size > last_step:
             step, size = step / 2, size / 2
             target = np.clip(weights + step, box.lowest, box.highest)
             trial = sums_at(target)
@@ -209,7 +209,7 @@ def _step(weights: Floats, sums: Sums, box: _Box) -> Floats:
     step = np.zeros_like(weights)
     # In units of 1 / spread, in which the sources are alike. The ridge makes the step along a direction in
     # which nothing changes (two copies of one model) the shortest.
-    unit = lowest / _LOWEST
+    unit = lowest / LOWEST
     curvature = sums.curvature * np.outer(unit, unit)
     slope = sums.gradient * unit
     while not held.all():
@@ -225,7 +225,7 @@ def _step(weights: Floats, sums: Sums, box: _Box) -> Floats:
         step[free] = 0.0
         step[furthest] = lowest[furthest] - weights[furthest]
         held[furthest] = True
-    largest: Floats = np.maximum((_LARGEST_GROWTH - 1) * weights, unit)
+    largest: Floats = np.maximum((LARGEST_GROWTH - 1) * weights, unit)
     return np.minimum(step, largest)
 
 

@@ -38,15 +38,19 @@ class Problem:
 
     n: how many there are.   spreads: (P,), the mean distance of a row's largest logit from the row's mean.
     separable_alone: there is one source and every label is its largest logit, so that more weight is always better.
+    n_options: K.   lacking: the rank of a row that lacks some of them, None where all rows have all.
+    each: asks every part's likelihood the same.
     """
 
     def __init__(self, each: Each, *, narrow: bool) -> None:
         """Take what asks the parts.   narrow: whether these compute in float32."""
-        self._each, self.narrow = each, narrow
+        self.each, self.narrow = each, narrow
         extents = each(methodcaller("extent"))
         self.n: int = sum(extent.n for extent in extents)
         self.spreads: Floats = np.sum([extent.spreads for extent in extents], axis=0) / self.n
         self.separable_alone = all(extent.best for extent in extents)
+        self.n_options: int = extents[0].n_options
+        self.lacking: int | None = min((e.lacking for e in extents if e.lacking is not None), default=None)
 
     @classmethod
     def of(cls, likelihood: Likelihood) -> Problem:
@@ -64,7 +68,7 @@ class Problem:
 
     def sample(self, rows: int) -> Problem:
         """Return that of every n-th row by rank, so that about so many are left."""
-        parts = self._each(methodcaller("sample", max(1, self.n // rows)))
+        parts = self.each(methodcaller("sample", max(1, self.n // rows)))
         order = np.argsort(np.concatenate([part.ranks for part in parts]))
         sources = [np.concatenate(arrays)[order] for arrays in zip(*(part.sources for part in parts), strict=True)]
         labels = np.concatenate([part.labels for part in parts])[order]
@@ -72,11 +76,11 @@ class Problem:
 
     def nll(self, weights: Floats) -> float:
         """Return the mean NLL at these weights, in nats."""
-        return float(sum(self._each(methodcaller("nll", weights)))) / self.n
+        return float(sum(self.each(methodcaller("nll", weights)))) / self.n
 
     def sums(self, weights: Floats) -> Sums:
         """Visit all rows once at these weights."""
         p = len(self.spreads)
-        totals = np.sum(self._each(methodcaller("totals", weights)), axis=0) / self.n
+        totals = np.sum(self.each(methodcaller("totals", weights)), axis=0) / self.n
         gradient, curvature, scatter = np.split(totals[1:], [p, p + p * p])
         return Sums(float(totals[0]), gradient, curvature.reshape(p, p), scatter.reshape(p, p))

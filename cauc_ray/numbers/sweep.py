@@ -24,7 +24,7 @@ Objective: TypeAlias = Literal["accuracy", "macro-f1"]
 STOP_ALL, STOP_NONE = 0.0, 2.0
 
 # Mean costs are sums of thousands of float64 terms: a budget equal to one must not miss it by rounding.
-_COST_TOLERANCE = 1e-9
+COST_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:
 
 def most_within(budget: float) -> float:
     """Return the largest mean cost that counts as within a budget."""
-    return budget + _COST_TOLERANCE * abs(budget)
+    return budget + COST_TOLERANCE * abs(budget)
 
 
 class Events:

@@ -7,7 +7,6 @@ P = 2 with w = (1/(2 alpha), 1/(2 beta)) is the recursive fusion's pair fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cauc_ray.numbers.likelihood import Likelihood
 from cauc_ray.numbers.newton import FitStatus, minimise
@@ -15,7 +14,6 @@ from cauc_ray.numbers.problem import Problem
 from cauc_ray.numbers.types import Floats, Ints
 
 __all__ = [
-    "Fit",
     "FitStatus",
     "PairFit",
     "TemperatureFit",
@@ -52,9 +50,6 @@ class PairFit:
     nll_after: float
     alpha_status: FitStatus
     beta_status: FitStatus
-
-
-Fit = TypeVar("Fit", TemperatureFit, PairFit)
 
 
 def fit_temperature(logits: Floats, labels: Ints) -> TemperatureFit:

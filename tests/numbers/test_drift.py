@@ -1,0 +1,109 @@
+"""The evidence against shares: by its definition, by its mean, and by what it says of streams drawn from the truth."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import gammaln
+
+from cauc_ray.numbers.drift import _CONCENTRATIONS, _TRUST, _UNSEEN, MOST_BEGINNINGS, SPACING, ShareDrift
+
+
+def log_dirichlet(counts, pseudo):
+    """Return the log probability of a sequence with these counts under shares of a Dirichlet distribution."""
+    total = gammaln(pseudo.sum()) - gammaln(pseudo.sum() + counts.sum())
+    return total + (gammaln(pseudo + counts) - gammaln(pseudo)).sum()
+
+
+def log_predicted(reference, cells, k, concentration=None):
+    """Return the log probability of rows; concentration: of changed shares, None for those of the reference."""
+    seen = np.bincount(cells, minlength=reference.size).reshape(reference.shape)
+    found = 0.0
+    for own, counts in zip(reference + _UNSEEN / k, seen, strict=True):
+        same = _TRUST * own.sum()
+        size = same if concentration is None else min(concentration, same / 2)
+        found += log_dirichlet(counts, size * own / own.sum())
+    return found
+
+
+def slow_evidence(reference, contexts, categories):
+    """Return the log of the evidence after all rows: every beginning's ratio by itself."""
+    k = reference.shape[1]
+    cells = contexts * k + categories
+    n, terms = len(cells), []
+    for j, begin in enumerate(range(0, n, SPACING)):
+        weight = 0.5 if j == 0 else 0.5 / (j * (j + 1))
+        same = log_predicted(reference, cells, k) - log_predicted(reference, cells[:begin], k)
+        for concentration in _CONCENTRATIONS:
+            changed = log_predicted(reference, cells[begin:], k, concentration)
+            terms.append(np.log(weight / len(_CONCENTRATIONS)) + changed - same)
+    return np.logaddexp.reduce(terms)
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 300])
+def test_evidence_is_the_weighed_ratio_of_two_predictions(n):
+    rng = np.random.default_rng(n)
+    reference = rng.integers(0, 60, (3, 4))
+    contexts, categories = rng.integers(0, 3, n), rng.integers(0, 4, n)
+    found = ShareDrift(reference).add(contexts, categories)
+    assert found[-1] == pytest.approx(slow_evidence(reference, contexts, categories), abs=1e-9)
+
+
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 90), min_size=1, max_size=9))
+@settings(max_examples=30, deadline=None)
+def test_rows_may_come_in_any_parts(seed, sizes):
+    rng = np.random.default_rng(seed)
+    reference, n = rng.integers(0, 30, (2, 3)), sum(sizes)
+    contexts, categories = rng.integers(0, 2, n), rng.integers(0, 3, n)
+    whole, parts = ShareDrift(reference), ShareDrift(reference)
+    ends = np.cumsum([0, *sizes])
+    found = [parts.add(contexts[a:b], categories[a:b]) for a, b in pairwise(ends)]
+    assert np.concatenate(found) == pytest.approx(whole.add(contexts, categories), abs=1e-9)
+    assert parts.n == whole.n == n
+    assert parts.since == whole.since
+
+
+def test_its_mean_is_its_weight_where_nothing_changes():
+    """Over all sequences there are, as probable as the reference makes them: half, as only one change has begun."""
+    reference = np.array([[5, 1, 0]])
+    none, mean = np.zeros(7, dtype=np.int64), 0.0
+    for sequence in product(range(3), repeat=7):
+        cells = np.array(sequence)
+        mean += np.exp(log_predicted(reference, cells, 3) + ShareDrift(reference).add(none, cells)[-1])
+    assert mean == pytest.approx(0.5, abs=1e-9)
+
+
+def test_beginnings_that_are_forgotten_only_take_evidence_away():
+    rng = np.random.default_rng(0)
+    n = SPACING * (MOST_BEGINNINGS + 12)
+    reference, none = np.array([[300, 200, 100]]), np.zeros(n, dtype=np.int64)
+    rows = rng.choice(3, n, p=[1 / 2, 1 / 3, 1 / 6])
+    found = ShareDrift(reference).add(none, rows)[-1]
+    assert found <= slow_evidence(reference, none, rows) + 1e-9
+    assert np.isfinite(found)
+
+
+@pytest.mark.parametrize(("n_categories", "n_reference"), [(2, 400), (12, 2000), (60, 1000)])
+def test_it_seldom_speaks_against_rows_of_the_reference_s_own_shares(n_categories, n_reference):
+    """At a rate of 5 % more than 27 of 300 come by chance once in a thousand times."""
+    rng = np.random.default_rng(n_categories)
+    false, n_runs, none = 0, 300, np.zeros(700, dtype=np.int64)
+    for _ in range(n_runs):
+        shares = rng.dirichlet(np.full(n_categories, 0.5))
+        test = ShareDrift(rng.multinomial(n_reference, shares).reshape(1, -1))
+        false += bool(test.add(none, rng.choice(n_categories, 700, p=shares)).max() >= np.log(20))
+    assert false <= 27
+
+
+def test_a_late_change_is_found_and_placed():
+    rng = np.random.default_rng(3)
+    before, after = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.4, 0.3])
+    for seen in (0, 1000, 6000):
+        test = ShareDrift(rng.multinomial(2500, before).reshape(1, -1))
+        none = np.zeros(seen + 500, dtype=np.int64)
+        rows = np.r_[rng.choice(3, seen, p=before), rng.choice(3, 500, p=after)]
+        found = test.add(none, rows)
+        assert found[:seen].max(initial=-np.inf) < np.log(20) < found[-1]
+        assert abs(test.since - seen) <= 2 * SPACING
