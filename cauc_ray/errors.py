@@ -6,6 +6,7 @@ CaucError
 ├── PolicyError    a policy file is unreadable, of another version or does not fit its chain
 ├── BudgetError    no operating point costs so little
 ├── RiskError      no threshold's risk is certified
+├── GuardError     a guard has fired where none may
 └── ExecutionError a run could not be started or finished
 """
 
@@ -42,6 +43,18 @@ class BudgetError(CaucError):
 
 class RiskError(CaucError):
     """No threshold's risk is certified to be as low as is asked for."""
+
+
+class GuardError(CaucError):
+    """A fitted policy has something that guards warn of, where that was to be an error.
+
+    guards: those that have fired (policies.evidence.Guard).
+    """
+
+    def __init__(self, message: str, guards: tuple[Any, ...] = ()) -> None:
+        """Take the message and what fired."""
+        super().__init__(message)
+        self.guards = guards
 
 
 class ExecutionError(CaucError):

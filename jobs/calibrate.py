@@ -8,11 +8,13 @@ from typing import Literal
 from pydantic import Field
 
 from cauc_ray.execution.sharded import DEADLINE_S
-from cauc_ray.front import show, tables
+from cauc_ray.front import tables
 from cauc_ray.front.config import FilePath
 from cauc_ray.front.offline import save_policy
 from cauc_ray.front.sharding import calibrate
+from cauc_ray.front.show_policy import show_policy
 from cauc_ray.models.resources import Resources
+from cauc_ray.numbers.calibrators import CalibratorKind
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
 POLICY, FITS = "policy.json", "fits.json"
@@ -34,7 +36,8 @@ class CalibrateJob(ShardedJob):
     """What `cauc fit` is told; the policy is policy.json of the output.
 
     models: the chain, cheapest first.   costs: of a call of each; the table's where left out.   budget, threshold: at
-    most one of them.   objective: what a chosen threshold maximises.
+    most one of them.   objective: what a chosen threshold maximises.   certify: a risk, such as "risk<=0.05@0.95".
+    strict: whether a guard that fires ends the job.   calibrator: of every model.
     """
 
     logits: FilePath
@@ -46,6 +49,9 @@ class CalibrateJob(ShardedJob):
     budget: float | None = None
     threshold: float | None = None
     objective: Literal["accuracy", "macro-f1"] = "accuracy"
+    certify: str | None = None
+    strict: bool = False
+    calibrator: CalibratorKind = "temperature"
 
 
 def work(config: CalibrateJob, run: JobRun) -> JobResult:
@@ -60,6 +66,9 @@ def work(config: CalibrateJob, run: JobRun) -> JobResult:
         budget=config.budget,
         threshold=config.threshold,
         objective=config.objective,
+        certify=config.certify,
+        strict=config.strict,
+        calibrator=config.calibrator,
         shards=config.shards,
         resources=config.resources,
         deadline_s=config.deadline_s,
@@ -82,15 +91,15 @@ def work(config: CalibrateJob, run: JobRun) -> JobResult:
         "fit_s": found.fit_s,
     }
 
-    def show_policy() -> None:
-        show.policy(found.policy)
+    def show_result() -> None:
+        show_policy(found.policy)
         tables.line(
             f"{found.shards.n_passes} passes over {len(found.shards.nodes)} shards in {found.fit_s:.1f} s, after "
             f"{found.read_s + found.shards.open_s:.1f} s of reading; a shard took "
             f"{max(found.shards.peak_bytes) / 1e6:.0f} MB at most"
         )
 
-    return JobResult(results, show_policy)
+    return JobResult(results, show_result)
 
 
 JOB = Job("calibrate", "Fit a policy on logits that stay in shards.", (CalibrateJob,), work)

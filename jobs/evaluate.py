@@ -10,9 +10,9 @@ from pydantic import Field
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.front import online, show
 from cauc_ray.front.config import FilePath
+from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.offline import save_table
 from cauc_ray.front.sharding import evaluate_shards
-from cauc_ray.front.verbs import evaluation_summary
 from cauc_ray.policies.policy import Policy
 from jobs.calibrate import ShardedJob
 from jobs.job import Job, JobConfig, JobResult, JobRun, main

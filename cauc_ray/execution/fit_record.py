@@ -10,8 +10,10 @@ from typing import Any, cast
 
 from cauc_ray.data.files import read_json, write_json
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.temperature import Fit, FitStatus, PairFit, TemperatureFit
-from cauc_ray.policies.weighed import Weighed
+from cauc_ray.numbers.chain import Fit
+from cauc_ray.numbers.offsets import OffsetFit
+from cauc_ray.numbers.temperature import FitStatus, PairFit, TemperatureFit
+from cauc_ray.policies.weighed import Shifted, Weighed
 
 
 class FitRecord:
@@ -27,7 +29,7 @@ class FitRecord:
             if content.get("of") == json.loads(json.dumps(of)):
                 self._fits = content["fits"]
 
-    def remembered(self, what: Weighed, compute: Callable[[], Fit]) -> Fit:
+    def remembered(self, what: Weighed | Shifted, compute: Callable[[], Fit]) -> Fit:
         """Return a fit that is on record, else compute it and put it there."""
         key = json.dumps(asdict(what), sort_keys=True)
         if key not in self._fits:
@@ -39,7 +41,9 @@ class FitRecord:
         return cast(Fit, _fit_of(what, self._fits[key]))
 
 
-def _fit_of(what: Weighed, numbers: dict[str, Any]) -> TemperatureFit | PairFit:
+def _fit_of(what: Weighed | Shifted, numbers: dict[str, Any]) -> TemperatureFit | OffsetFit | PairFit:
     values: dict[str, Any] = {name: float("nan") if value is None else value for name, value in numbers.items()}
     values |= {name: FitStatus(value) for name, value in values.items() if name.endswith("status")}
+    if isinstance(what, Shifted):
+        return OffsetFit(**values | {"offsets": tuple(values["offsets"])})
     return PairFit(**values) if what.before else TemperatureFit(**values)

@@ -19,12 +19,13 @@ from cauc_ray.execution.fit_record import FitRecord
 from cauc_ray.execution.session import room_for
 from cauc_ray.execution.shards import ShardActor, ShardAnswer, ShardFacts, cut_rows
 from cauc_ray.models.resources import Resources
-from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.chain import Chain, ChainPart, Fit
 from cauc_ray.numbers.likelihood import suits_float32
-from cauc_ray.numbers.temperature import Fit
 
 # A shard whose actor dies again and again is what they die of, or the cluster is.
 MOST_DEATHS = 8
+# An actor in place of a dead one that has not started by then has no place: those that live take over.
+REPLACE_DEADLINE_S = 60.0
 # For one answer of all shards, the reading of a large table included.
 DEADLINE_S = 3600.0
 
@@ -153,15 +154,30 @@ class Shards:
         for gone in dead:
             ray.kill(gone)  # one that cannot be reached shall not come back
             shards = [shard for shard, holder in enumerate(self._holders) if holder == gone]
-            if room_for(self._sharding.resources, len(live) + 1) > len(live):
-                live.append(self._kind.remote())
-                heir = live[-1]
+            heir = self._another(len(live) + 1)
+            if heir is not None:
+                live.append(heir)
             elif live:
                 heir = min(live, key=self._holders.count)
             else:
                 raise ExecutionError(f"no node is left for a shard of {self._sharding.resources}")
             for shard in shards:
                 self._holders[shard] = heir
+
+    def _another(self, n: int) -> Any:
+        """Start an actor more, the n-th; None where there is no room for it, or it has not started in time.
+
+        Ray misses a dead node only after a while. An actor that was to stand there would wait for ever.
+        """
+        if room_for(self._sharding.resources, n) < n:
+            return None
+        holder = self._kind.remote()
+        started, ends = holder.node.remote(), time.monotonic() + REPLACE_DEADLINE_S
+        while room_for(self._sharding.resources, n) >= n and time.monotonic() < ends:
+            if ray.wait([started], timeout=1.0)[0]:
+                return holder  # if it died, its first call tells
+        ray.kill(holder)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,18 @@ from functools import partial, reduce
 
 import numpy as np
 
+from cauc_ray.numbers.calibrators import Calibrator
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.metrics import calibration_gaps
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.policy import scaled
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSums:
     """Sums over n rows of what a stage answers.
 
-    n_right: answers that are the label.   gaps_before, gaps_after: calibration_gaps at T = 1 and at the stage's.
+    n_right: answers that are the label.   gaps_before, gaps_after: calibration_gaps at T = 1 and calibrated.
     n_options, mean, square: how many real options there are, the mean of their calibrated logits, and the sum of
     squared distances from it.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.
     """
@@ -71,18 +71,18 @@ class AnswerSums:
         return (self.n_gain - self.n_loss) / self.n
 
 
-def sum_answers(chain: Chain, temperatures: Mapping[int, float]) -> dict[int, AnswerSums]:
-    """Return the sums of some stages, by stage.   temperatures: theirs; with the last stage's, gains and losses."""
-    if not temperatures:
+def sum_answers(chain: Chain, calibrators: Mapping[int, Calibrator]) -> dict[int, AnswerSums]:
+    """Return the sums of some stages, by stage.   calibrators: theirs; with the last stage's, gains and losses."""
+    if not calibrators:
         return {}
-    parts = chain.each(partial(_sum_part, dict(temperatures)))
-    return {stage: reduce(AnswerSums.__add__, (part[stage] for part in parts)) for stage in temperatures}
+    parts = chain.each(partial(_sum_part, dict(calibrators)))
+    return {stage: reduce(AnswerSums.__add__, (part[stage] for part in parts)) for stage in calibrators}
 
 
-def _sum_part(temperatures: dict[int, float], part: ChainPart) -> dict[int, AnswerSums]:
+def _sum_part(calibrators: dict[int, Calibrator], part: ChainPart) -> dict[int, AnswerSums]:
     sums: dict[int, AnswerSums] = {}
     for rows in part.blocks():
-        for stage, own in _sum_block(temperatures, part, rows).items():
+        for stage, own in _sum_block(calibrators, part, rows).items():
             sums[stage] = sums[stage] + own if stage in sums else own
     return sums
 
@@ -95,14 +95,15 @@ class _Answered:
     confidences: Floats
 
 
-def _sum_block(temperatures: dict[int, float], part: ChainPart, rows: slice) -> dict[int, AnswerSums]:
+def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice) -> dict[int, AnswerSums]:
     last, large = len(part.logits) - 1, None
     sums = {}
     # The last stage first: the others' complementarity is with it.
-    for stage in sorted(temperatures, reverse=True):
+    for stage in sorted(calibrators, reverse=True):
         logits = part.logits[stage][rows]
-        scores = scaled(logits, temperatures[stage])
-        predictions, confidences = top_option(scores)
+        scores = calibrators[stage].scores(logits)
+        predictions, confidences = calibrators[stage].answers(scores)
+        raw_predictions, raw_confidences = top_option(logits)
         own = _Answered(predictions == part.labels[rows], confidences)
         if stage == last:
             large = own
@@ -112,7 +113,7 @@ def _sum_block(temperatures: dict[int, float], part: ChainPart, rows: slice) -> 
         sums[stage] = AnswerSums(
             n=len(predictions),
             n_right=int(own.correct.sum()),
-            gaps_before=calibration_gaps(top_option(logits)[1], own.correct),
+            gaps_before=calibration_gaps(raw_confidences, raw_predictions == part.labels[rows]),
             gaps_after=calibration_gaps(confidences, own.correct),
             n_options=len(real),
             mean=mean,

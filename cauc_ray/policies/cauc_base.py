@@ -8,9 +8,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from cauc_ray.numbers.costs import LARGEST
-from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.policy import Policy, Stage, Step, same_width, scaled
+from cauc_ray.policies.policy import Policy, Stage, Step, same_width
 
 # The paper's epsilon, which only has to keep a model of constant logits from dividing by zero.
 EPSILON = 1e-12
@@ -19,13 +18,21 @@ EPSILON = 1e-12
 class BaseStage(Stage):
     """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
 
-    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.
+    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.   n_gain, n_loss: what it is made
+    of, null where it is and in files from before they were kept.
     """
 
     mean: float = Field(ge=-LARGEST, le=LARGEST)
     std: float = Field(ge=0, le=LARGEST)
     complementarity_rate: float | None = Field(ge=-1, le=1)
     fused: bool
+    n_gain: int | None = Field(default=None, ge=0)
+    n_loss: int | None = Field(default=None, ge=0)
+
+    @property
+    def beside_id(self) -> set[str]:
+        """Return the fields that a policy's id leaves out: also the counts, of which the rate is made."""
+        return super().beside_id | {"n_gain", "n_loss"}
 
 
 class BasePolicy(Policy):
@@ -42,22 +49,25 @@ class BasePolicy(Policy):
     def _last_stage_is_fused(self) -> BasePolicy:
         if not self.stages[-1].fused:
             raise ValueError("the last stage must be fused")
+        if self.calibrator_kind == "isotonic" and len(self.stages) > 2:
+            raise ValueError(f"isotonic maps are for one or two stages, not for {len(self.stages)}")
         return self
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse.
 
-        The confidence of a fused answer is its softmax probability on the last stage's calibrated scale,
-        which is that stage's own confidence where nothing was fused with it: the paper gives none.
+        The confidence of a fused answer is its softmax probability on the last stage's calibrated scale, by that
+        stage's isotonic map if it has one: its own confidence where nothing was fused with it. The paper gives none.
         """
         numbers = self.stages[stage]
-        scores = scaled(logits, numbers.temperature)
+        calibrator = numbers.calibrator
+        scores = calibrator.scores(logits, numbers.name)
         if state is None:
             state = np.zeros((len(scores), 1 + scores.shape[1]))
         weight, total = state[:, :1], state[:, 1:]
         scores, total = same_width(scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
 
-        own, own_confidences = top_option(scores)
+        own, own_confidences = calibrator.answers(scores)
         if numbers.fused:
             p = own_confidences[:, None]
             standardised = (scores - numbers.mean) / (numbers.std + EPSILON)
@@ -65,12 +75,14 @@ class BasePolicy(Policy):
             weight, total = weight + p, total + p * standardised
         if stage < len(self.stages) - 1:
             accepted = own_confidences >= self.threshold
-            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1), scores)
+            believed = calibrator.believed(scores, own)
+            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1), believed)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
         scores = np.where(alone[:, None], scores, on_last_scale)
-        confidences = top_option(scores)[1]
+        confidences = calibrator.answers(scores)[1]
         # Standardising may round two logits of a row that stands alone into a tie.
         predictions = np.where(alone, own, fused.argmax(axis=1)).astype(np.int32)
-        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)), scores)
+        believed = calibrator.believed(scores, predictions)
+        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)), believed)

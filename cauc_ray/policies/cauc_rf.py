@@ -12,7 +12,7 @@ from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import FrozenModel
-from cauc_ray.policies.policy import Policy, Stage, Step, same_width, scaled
+from cauc_ray.policies.policy import Policy, Stage, Step, same_width
 
 
 class PairDiagnostics(FrozenModel):
@@ -27,11 +27,16 @@ class PairDiagnostics(FrozenModel):
 
 
 class RFStage(Stage):
-    """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first."""
+    """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first.
+
+    fused: whether r is folded (eq. 8). Else the stage answers by itself: r begins anew with its calibrated logits, and
+    alpha and beta are those that were not admitted.
+    """
 
     alpha: float | None = Field(ge=1 / LARGEST, le=LARGEST)
     beta: float | None = Field(ge=1 / LARGEST, le=LARGEST)
     pair_diagnostics: PairDiagnostics | None
+    fused: bool = True
 
 
 class RFPolicy(Policy):
@@ -45,6 +50,8 @@ class RFPolicy(Policy):
         for place, stage in enumerate(self.stages):
             if (place == 0) != (stage.alpha is None) or (place == 0) != (stage.beta is None):
                 raise ValueError("alpha and beta must be null for the first stage and numbers for the others")
+            if stage.isotonic is not None:
+                raise ValueError("isotonic maps are of single models' confidences, which RF does not use")
         return self
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
@@ -58,14 +65,18 @@ class RFPolicy(Policy):
     def fold(self, stage: int, logits: Floats, state: Floats | None) -> Floats:
         """Return r after a stage, float64 (n, K) (paper, eq. 8)."""
         numbers = self.stages[stage]
-        return fold(scaled(logits, numbers.temperature), numbers.alpha, numbers.beta, state, numbers.name)
+        alpha, beta = (numbers.alpha, numbers.beta) if numbers.fused else (None, None)
+        return fold(numbers.scores(logits), alpha, beta, state, numbers.name)
 
 
 def fold(scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = "") -> Floats:
-    """Return (state / alpha + scores / beta) / 2, or the scores where there is no state yet (paper, eq. 8)."""
+    """Return (state / alpha + scores / beta) / 2 (paper, eq. 8).
+
+    Where there is no state yet, or no alpha and beta to fold it in with, it begins anew with the scores.
+    """
     if state is None:
         return scores
-    assert alpha is not None
-    assert beta is not None
     scores, state = same_width(scores, state, (name, "the stages before"))
+    if alpha is None or beta is None:
+        return scores
     return (state / alpha + scores / beta) / 2.0

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cauc_ray.numbers.isotonic import Isotonic
 from cauc_ray.numbers.metrics import Share
 from cauc_ray.numbers.temperature import FitStatus
 
 MOST_CURVE_POINTS = 100
+# In a reference: bins of confidence, and groups of options.
+N_BINS = 10
+N_GROUPS = 8
 
 
 class FrozenModel(BaseModel):
@@ -32,10 +38,36 @@ class MeasuredShare(FrozenModel):
         return cls(value=share.value, low=share.low, high=share.high, n=share.n) if share.n else None
 
 
-class TemperatureDiagnostics(FrozenModel):
-    """How a stage's temperature fit went, on the calibration split; NLL in nats, the standard error in T.
+class IsotonicMap(FrozenModel):
+    """What an isotonic calibrator makes of confidences: linear between breakpoints, strictly rising over [0, 1]."""
 
-    Calibration errors are over 15 equal-width bins, before (T = 1) and after.
+    confidences: tuple[float, ...]
+    accuracies: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        x, y = self.confidences, self.accuracies
+        if len(x) != len(y) or len(x) < 2 or (x[0], x[-1]) != (0.0, 1.0) or not 0 <= y[0] < y[-1] <= 1:
+            raise ValueError("breakpoints take confidences from 0 to 1 to as many accuracies in [0, 1]")
+        if any(one >= other for values in (x, y) for one, other in pairwise(values)):
+            raise ValueError("confidences and accuracies must rise from each breakpoint to the next")
+        return self
+
+    @classmethod
+    def of(cls, fitted: Isotonic) -> IsotonicMap:
+        """Take over a fitted map."""
+        return cls(confidences=fitted.confidences, accuracies=fitted.accuracies)
+
+    @property
+    def numbers(self) -> Isotonic:
+        """Return the map."""
+        return Isotonic(self.confidences, self.accuracies)
+
+
+class TemperatureDiagnostics(FrozenModel):
+    """How a stage's calibration went, on the calibration split; NLL in nats, the standard error in T.
+
+    Calibration errors are over 15 equal-width bins, before (T = 1 alone) and after all that calibrates the stage.
     """
 
     status: FitStatus
@@ -105,7 +137,10 @@ class StageExpectation(FrozenModel):
 
 
 class Expectation(FrozenModel):
-    """What the policy did on a labelled split: mean cost per example, and relative to the last model alone."""
+    """What the policy did on a labelled split: mean cost per example, and relative to the last model alone.
+
+    cost_deviation: of the examples' costs; null in files from before it was measured.
+    """
 
     split: str
     n: int = Field(ge=1)
@@ -113,6 +148,90 @@ class Expectation(FrozenModel):
     cost: float
     relative_cost: float | None
     stages: tuple[StageExpectation, ...]
+    cost_deviation: float | None = Field(default=None, ge=0)
+
+
+class SafeChoice(FrozenModel):
+    """What was changed so that a policy is safe (policies.safe).
+
+    models: the chain that was given.   unfused: its stages whose fusion was not admitted.   limit: what the policy may
+    cost on validation, mean per example.   says: all of it in one line, for people.
+    """
+
+    models: tuple[str, ...]
+    unfused: tuple[str, ...]
+    limit: float = Field(ge=0)
+    says: str
+
+
+class Guard(FrozenModel):
+    """Something that was looked at because it makes policies disappoint, and what was seen.
+
+    stage: which it is about, null for the policy.   fired: whether it must be feared.   says: in one line, for people.
+    figures: the numbers in it, by name.
+    """
+
+    name: Literal[
+        "cost-above-largest",
+        "below-single-model",
+        "worse-than-part",
+        "fusion-within-noise",
+        "fusion-hurts",
+        "few-examples",
+        "temperature-uncertain",
+        "separable",
+        "uninformative-confidence",
+        "cost-shift",
+    ]
+    stage: str | None
+    fired: bool
+    says: str
+    figures: dict[str, float]
+
+
+class StageReference(FrozenModel):
+    """What the answers of a stage were like on the validation split; all counts are of rows.
+
+    confidences: by equal-width bins of the answers' confidences.   right: how many of each bin were right.
+    answers: by the answer of the stage before and by this one's, options counted as reference.option_group does; one
+    row of them for the first stage.   agreed: how many answers the whole cascade would have given too.
+    cost: mean of its answers.   calibration_error: over 15 equal-width bins. Both null where it answered nothing.
+    """
+
+    name: str
+    confidences: tuple[int, ...]
+    right: tuple[int, ...]
+    answers: tuple[tuple[int, ...], ...]
+    agreed: int = Field(ge=0)
+    cost: float | None = Field(ge=0)
+    calibration_error: float | None = Field(ge=0, le=1)
+
+
+class Reference(FrozenModel):
+    """What later answers are compared with: those to n validation rows, all labelled, at the policy's threshold."""
+
+    split: str
+    n: int = Field(ge=1)
+    stages: tuple[StageReference, ...]
+
+
+def require_counts(reference: Reference, models: Sequence[str]) -> None:
+    """Raise ValueError unless a reference has counts of these models' answers that agree with each other."""
+    names = [stage.name for stage in reference.stages]
+    if names != list(models):
+        raise ValueError(f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}")
+    for place, stage in enumerate(reference.stages):
+        answers = [len(row) for row in stage.answers]
+        if (
+            answers != [N_GROUPS] * (N_GROUPS if place else 1)
+            or not len(stage.confidences) == len(stage.right) == N_BINS
+        ):
+            raise ValueError(f"the reference of {stage.name!r} has not {N_BINS} bins and {N_GROUPS} groups of options")
+        n = sum(stage.confidences)
+        rows = [*stage.confidences, *stage.right, *(count for row in stage.answers for count in row)]
+        exceeding = any(right > of for right, of in zip(stage.right, stage.confidences, strict=True))
+        if min(rows) < 0 or exceeding or stage.agreed > n or sum(map(sum, stage.answers)) != n:
+            raise ValueError(f"the counts in the reference of {stage.name!r} contradict each other")
 
 
 class CurvePoint(FrozenModel):

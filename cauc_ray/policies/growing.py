@@ -11,16 +11,16 @@ from typing import Protocol
 
 import numpy as np
 
+from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.temperature import PairFit, fit_pair
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.answers_sums import AnswerSums, sum_answers
+from cauc_ray.policies.calibrated import calibrator_of
 from cauc_ray.policies.cauc_base import EPSILON
 from cauc_ray.policies.cauc_rf import fold
-from cauc_ray.policies.policy import scaled
 from cauc_ray.policies.trace import Trace, calls_in_turn
-from cauc_ray.policies.weighed import temperature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Growth(Protocol):
 class RFGrowth:
     """CAUC-RF: each beginning of a chain has a pair fit of its own, and r. Fits are kept, r is not."""
 
-    def __init__(self, calibration: ChainLogits, validation: ChainLogits) -> None:
-        """Fit the temperatures of a pool, cheapest first."""
-        temperatures = _temperatures(calibration)
+    def __init__(self, calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind = "temperature") -> None:
+        """Fit the calibrators of a pool, cheapest first."""
+        calibrators = _calibrators(calibration, kind)
         self._labels = calibration.labels
         self._scores = [
-            (scaled(calibration.logits[place], temperature), scaled(validation.logits[place], temperature))
-            for place, temperature in temperatures.items()
+            (calibrator.scores(calibration.logits[place]), calibrator.scores(validation.logits[place]))
+            for place, calibrator in calibrators.items()
         ]
         self._pairs: dict[tuple[int, ...], PairFit] = {}
 
@@ -117,18 +117,18 @@ class _Answered:
 class BaseGrowth:
     """CAUC Base: a stage answers by itself, whatever the chain; only what the last one fuses depends on the others."""
 
-    def __init__(self, calibration: ChainLogits, validation: ChainLogits) -> None:
-        """Fit the temperatures and complementarity rates of a pool, cheapest first."""
-        temperatures = _temperatures(calibration)
-        m = len(temperatures)
-        sums = [_sums_with_last(calibration, temperatures, last) for last in range(m)]
+    def __init__(self, calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind = "temperature") -> None:
+        """Fit the calibrators and complementarity rates of a pool, cheapest first."""
+        calibrators = _calibrators(calibration, kind)
+        m = len(calibrators)
+        sums = [_sums_with_last(calibration, calibrators, last) for last in range(m)]
         self._fused: list[Bools] = [
             np.array([sums[last][place].complementarity_rate > 0 for place in range(last)]) for last in range(m)
         ]
         self._references = [sums[last][last].accuracy for last in range(m)]
         self._models = [
-            _answered(validation.logits[place], temperature, sums[place][place])
-            for place, temperature in temperatures.items()
+            _answered(validation.logits[place], calibrator, sums[place][place])
+            for place, calibrator in calibrators.items()
         ]
 
     def grow(self, before: Grown | None, place: int) -> Grown:
@@ -160,17 +160,19 @@ class BaseGrowth:
         return fused
 
 
-def _temperatures(calibration: ChainLogits) -> dict[int, float]:
-    return {place: temperature_of(calibration, place).temperature for place in range(len(calibration.models))}
+def _calibrators(calibration: ChainLogits, kind: CalibratorKind) -> dict[int, Calibrator]:
+    return {place: calibrator_of(calibration, place, kind).calibrator for place in range(len(calibration.models))}
 
 
-def _sums_with_last(calibration: ChainLogits, temperatures: Mapping[int, float], last: int) -> dict[int, AnswerSums]:
+def _sums_with_last(
+    calibration: ChainLogits, calibrators: Mapping[int, Calibrator], last: int
+) -> dict[int, AnswerSums]:
     """Return the sums of the models up to one, with their gains and losses against that one."""
     places = range(last + 1)
-    return sum_answers(calibration.of_models(places), {place: temperatures[place] for place in places})
+    return sum_answers(calibration.of_models(places), {place: calibrators[place] for place in places})
 
 
-def _answered(logits: Floats, temperature: float, sums: AnswerSums) -> _Answered:
-    scores = scaled(logits, temperature)
-    predictions, confidences = top_option(scores)
+def _answered(logits: Floats, calibrator: Calibrator, sums: AnswerSums) -> _Answered:
+    scores = calibrator.scores(logits)
+    predictions, confidences = calibrator.answers(scores)
     return _Answered(predictions, confidences, confidences[:, None] * ((scores - sums.mean) / (sums.std + EPSILON)))

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
+from cauc_ray.policies.cauc_base import BasePolicy
+from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.method import Method
 from cauc_ray.policies.policy import POLICY_CLASSES, Policy
@@ -61,9 +64,19 @@ def fit_policy(
     validation: Chain | None,
     rule: ThresholdRule,
     names: tuple[str, str],
+    *,
+    calibrator: CalibratorKind = "temperature",
+    safe: bool = False,
+    previous: Policy | None = None,
 ) -> Policy:
-    """Fit a policy by its method's name. Raises ConfigError where the method has no policy file."""
+    """Fit a policy by its method's name. Raises ConfigError where the method has no policy file.
+
+    The other arguments are those of fit_base and fit_rf.
+    """
     if method not in POLICY_CLASSES:
         raise ConfigError(unknown_name("method", method, POLICY_CLASSES))
-    fit = fit_base if method == "base" else fit_rf
-    return fit(calibration, validation, rule, names=names)
+    if method == "base":
+        of_base = previous if isinstance(previous, BasePolicy) else None
+        return fit_base(calibration, validation, rule, names=names, calibrator=calibrator, previous=of_base, safe=safe)
+    of_rf = previous if isinstance(previous, RFPolicy) else None
+    return fit_rf(calibration, validation, rule, names=names, calibrator=calibrator, previous=of_rf, safe=safe)

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError, explain
+from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.sweep import OperatingPoints
@@ -28,20 +29,46 @@ from cauc_ray.policies.evidence import (
     Expectation,
     FittedOn,
     FrozenModel,
+    Guard,
+    IsotonicMap,
+    Reference,
+    SafeChoice,
     TemperatureDiagnostics,
     ThresholdChoice,
+    require_counts,
 )
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
 
 
 class Stage(FrozenModel):
-    """What a policy knows of one model: its name, the mean cost of a call, its temperature."""
+    """What a policy knows of one model: its name, the mean cost of a call, its calibration.
+
+    offsets: added to the scaled logits, one for each option; null for none.   isotonic: what becomes of confidences;
+    null where they stay.
+    """
 
     name: str
     cost: float = Field(ge=0, le=LARGEST)
     temperature: float = Field(ge=1 / LARGEST, le=LARGEST)
+    offsets: tuple[Annotated[float, Field(ge=-LARGEST, le=LARGEST)], ...] | None = None
+    isotonic: IsotonicMap | None = None
     diagnostics: TemperatureDiagnostics
+
+    @property
+    def beside_id(self) -> set[str]:
+        """Return the fields that a policy's id leaves out: at their defaults it is what it was before them."""
+        fields = type(self).model_fields.items()
+        return {name for name, field in fields if not field.is_required() and getattr(self, name) == field.default}
+
+    @property
+    def calibrator(self) -> Calibrator:
+        """Return what calibrates the model."""
+        return Calibrator(self.temperature, self.offsets, None if self.isotonic is None else self.isotonic.numbers)
+
+    def scores(self, logits: Floats) -> Floats:
+        """Return calibrated logits, float64 (n, K), of the model's own, float (n, K). Raises as Calibrator does."""
+        return self.calibrator.scores(logits, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +77,9 @@ class Step:
 
     predictions: int32 (n,), the answer if the row stops here.   confidences: float64 (n,), in that answer.
     accepted: bool (n,), which rows stop.   state: float64 (n, S), what a row that goes on takes along.
-    scores: float64 (n, K), calibrated logits of that answer: their softmax is each option's probability, its
-    largest the confidence. They may be the state's own array. In both, -inf pads rows with fewer options.
+    scores: float64 (n, K), calibrated logits of that answer: their softmax is each option's probability, that of the
+    answer the confidence, and the largest unless an isotonic calibrator has lowered it below another's. They may be
+    the state's own array. In both, -inf pads rows with fewer options.
     """
 
     predictions: Ints
@@ -71,6 +99,9 @@ class Policy(FrozenModel):
     expected: null where it was not measured at this threshold.   curve: what other thresholds had on validation, the
     best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is of the objective, else
     accuracy; empty where validation had no labels.   search: how the chain was found, null where it was given.
+    safe: what was changed to make it safe, null where that was not asked for, or not of this threshold.
+    guards: all that were looked at, fired or not; empty at a threshold where nothing was measured.
+    reference: what answers at this threshold are compared with later; null where validation had not all labels.
     """
 
     format: Literal["cauc-policy/1"] = FORMAT
@@ -86,6 +117,9 @@ class Policy(FrozenModel):
     expected: Expectation | None
     stages: tuple[Stage, ...]
     search: ChainSearch | None = None
+    safe: SafeChoice | None = None
+    guards: tuple[Guard, ...] = ()
+    reference: Reference | None = None
     # Last, so that whoever reads the file has read all else before.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -95,6 +129,18 @@ class Policy(FrozenModel):
         if any(one.cost >= other.cost or one.quality >= other.quality for one, other in pairwise(curve)):
             raise ValueError("each point must cost more and be better than the one before it")
         return curve
+
+    @model_validator(mode="after")
+    def _calibrators_agree(self) -> Self:
+        for stage in self.stages:
+            if stage.offsets is not None and stage.isotonic is not None:
+                raise ValueError(f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null")
+        if len({stage.calibrator.kind for stage in self.stages}) > 1:
+            raise ValueError("offsets, and isotonic maps, must be of all stages or of none")
+        n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
+        if len(n_offsets) > 1:
+            raise ValueError(f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}")
+        return self
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
@@ -108,16 +154,28 @@ class Policy(FrozenModel):
             raise ValueError(f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}")
         return self
 
+    @model_validator(mode="after")
+    def _reference_is_of_these_stages(self) -> Self:
+        if self.reference is not None:
+            require_counts(self.reference, self.models)
+        return self
+
     @property
     def models(self) -> tuple[str, ...]:
         """Return the chain's model names, cheapest first."""
         return tuple(stage.name for stage in self.stages)
 
     @property
+    def calibrator_kind(self) -> CalibratorKind:
+        """Return what calibrates all of its models."""
+        return self.stages[0].calibrator.kind
+
+    @property
     def id(self) -> str:
         """Return a short digest of everything that decides an answer: two policies that differ have two ids."""
-        whole = ("expected", "calibration", "validation", "search", "curve")
+        whole = ("expected", "calibration", "validation", "search", "safe", "guards", "reference", "curve")
         measured: dict[str, Any] = {**dict.fromkeys(whole, True), "threshold_choice": {"certificate"}}
+        measured["stages"] = {place: stage.beside_id for place, stage in enumerate(self.stages)}
         numbers = self.model_dump(mode="json", exclude=measured)
         return hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -182,6 +240,9 @@ class Policy(FrozenModel):
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
             "expected": self.expected if threshold == self.threshold else None,
+            "safe": self.safe if threshold == self.threshold else None,
+            "guards": self.guards if threshold == self.threshold else (),
+            "reference": self.reference if threshold == self.threshold else None,
         }
         return self.model_copy(update=changes)
 
@@ -228,11 +289,6 @@ def check_budget(budget: float) -> None:
     """Raise ConfigError unless a budget is a number."""
     if not math.isfinite(budget):
         raise ConfigError(f"a budget must be a finite number, got {budget}")
-
-
-def scaled(logits: Floats, temperature: float) -> Floats:
-    """Return calibrated logits z / T (paper, eq. 3), float64 (n, K)."""
-    return np.asarray(logits, dtype=np.float64) / temperature
 
 
 def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[Floats, Floats]:

@@ -31,7 +31,7 @@ class Replay:
 def replay(policy: Policy, chain: Chain) -> Replay:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    parts = chain.each(partial(_replay_part, policy))
+    parts = chain.each(partial(replay_part, policy))
     predictions, confidences, stages = (
         in_order([part.ranks for part in parts], values)
         for values in (
@@ -44,7 +44,7 @@ def replay(policy: Policy, chain: Chain) -> Replay:
 
 
 @dataclass(frozen=True, slots=True)
-class _PartReplay:
+class PartReplay:
     """The answers to some rows, as Replay has them.   ranks: int (n,)."""
 
     ranks: Ints
@@ -53,7 +53,8 @@ class _PartReplay:
     stages: Ints
 
 
-def _replay_part(policy: Policy, part: ChainPart) -> _PartReplay:
+def replay_part(policy: Policy, part: ChainPart) -> PartReplay:
+    """Run a policy on a part of a chain, calling each stage for the deferred examples only."""
     n = len(part)
     predictions, stages = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int8)
     confidences = np.empty(n)
@@ -68,7 +69,7 @@ def _replay_part(policy: Policy, part: ChainPart) -> _PartReplay:
             confidences[done] = step.confidences[step.accepted]
             stages[done] = stage
             rows, state = rows[~step.accepted], step.state[~step.accepted]
-    return _PartReplay(part.ranks, predictions, confidences, stages)
+    return PartReplay(part.ranks, predictions, confidences, stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ from itertools import combinations
 import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, unknown_name
+from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.subsets import SubsetPoint, sweep_subsets
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.numbers.types import Bools
+from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.fitting import require_base_rule
 from cauc_ray.policies.growing import BaseGrowth, Grown, Growth, RFGrowth
@@ -37,7 +39,13 @@ def check_pool(models: Iterable[str]) -> None:
 
 
 def search_chains(
-    method: str, calibration: ChainLogits, validation: ChainLogits | None, rule: ThresholdRule, split: str
+    method: str,
+    calibration: ChainLogits,
+    validation: ChainLogits | None,
+    rule: ThresholdRule,
+    split: str,
+    *,
+    calibrator: CalibratorKind = "temperature",
 ) -> ChainSearch:
     """Find the sub-chain of a pool whose threshold, as the rule gives it, has the highest quality on validation.
 
@@ -51,6 +59,7 @@ def search_chains(
     check_pool(calibration.models)
     if method not in _GROWTHS:
         raise ConfigError(unknown_name("method", method, _GROWTHS))
+    require_calibrator(calibrator, method, len(calibration.models))
     if method == "base":
         require_base_rule(rule)
     if validation is None:
@@ -63,7 +72,7 @@ def search_chains(
 
     cut = halves(len(validation), _HALVINGS[rule.objective])
     members = np.stack([np.full(len(validation), True), *(half.chosen_on for half in cut)])
-    walk = _Walk(_GROWTHS[method](calibration, validation), validation, rule, members)
+    walk = _Walk(_GROWTHS[method](calibration, validation, calibrator), validation, rule, members)
     walk.visit_all()
     return _report(walk, cut, split)
 

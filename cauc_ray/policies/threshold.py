@@ -20,8 +20,10 @@ from cauc_ray.policies.evidence import (
     StageExpectation,
     ThresholdChoice,
 )
+from cauc_ray.policies.guards import Measured, look
 from cauc_ray.policies.policy import check_budget, check_threshold
-from cauc_ray.policies.replay import Measures, measure, measure_replay
+from cauc_ray.policies.reference import reference_of
+from cauc_ray.policies.replay import measure
 from cauc_ray.policies.trace import Trace, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", BasePolicy, RFPolicy)
@@ -157,7 +159,11 @@ def _finish(
         policy.calibration.split if measured_on is calibration or policy.validation is None else policy.validation.split
     )
     decided = policy.model_copy(update={"threshold": threshold, "threshold_choice": choice})
-    measures = _measure(decided, measured_on, swept)
+    trace = trace_policy(decided, measured_on) if swept is None else swept.trace
+    stops = trace.stops(threshold)
+    predictions = trace.answers(threshold).predictions
+    labels, labelled, costs = measured_on.labels, measured_on.labelled, measured_on.costs
+    measures = measure(policy.models, predictions, stops, labels, labelled, costs)
     assert measures.accuracy is not None
     accuracy = MeasuredShare.of(measures.accuracy)
     assert accuracy is not None
@@ -177,17 +183,13 @@ def _finish(
             )
             for stage in measures.stages
         ),
+        cost_deviation=float(costs.of_stops(stops).std()),
     )
-    complete = decided.model_copy(update={"expected": expected, "curve": _curve(swept)})
+    guards = look(decided, expected, Measured(measured_on, trace, stops), calibration)
+    reference = None if swept is None else reference_of(trace, threshold, measured_on, split)
+    found = {"expected": expected, "guards": guards, "reference": reference, "curve": _curve(swept)}
+    complete = decided.model_copy(update=found)
     return type(policy).model_validate(complete.model_dump())
-
-
-def _measure(policy: AnyPolicy, chain: Chain, swept: _Swept | None) -> Measures:
-    """Measure a policy on a chain, from what is known of it there if it was swept."""
-    if swept is None:
-        return measure_replay(policy, chain)[1]
-    predictions, stops = swept.trace.answers(policy.threshold).predictions, swept.trace.stops(policy.threshold)
-    return measure(policy.models, predictions, stops, chain.labels, chain.labelled, chain.costs)
 
 
 def _curve(swept: _Swept | None) -> tuple[CurvePoint, ...]:

@@ -12,7 +12,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, in_order
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +142,18 @@ def _trace_part(policy: Policy, part: ChainPart) -> _PartTrace:
             predictions[rows, stage], confidences[rows, stage] = step.predictions, step.confidences
             state = step.state
     return _PartTrace(part.ranks, predictions, confidences)
+
+
+def answers_alone(policy: Policy, chain: Chain) -> Ints:
+    """Return what each stage's model would answer by itself, int32 (N, M)."""
+    parts = chain.each(partial(_part_alone, policy.stages))
+    answers: Ints = in_order([ranks for ranks, _ in parts], [answers for _, answers in parts])
+    return answers
+
+
+def _part_alone(stages: tuple[Stage, ...], part: ChainPart) -> tuple[Ints, Ints]:
+    answers = np.empty((len(part), len(stages)), dtype=np.int32)
+    for rows in part.blocks():
+        for place, (logits, stage) in enumerate(zip(part.logits, stages, strict=True)):
+            answers[rows, place] = stage.scores(logits[rows]).argmax(axis=1)
+    return part.ranks, answers

@@ -9,13 +9,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.calibrators import UNCALIBRATED, Calibrator
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import Likelihood, Rows
+from cauc_ray.numbers.offsets import MOST_OPTIONS, PRIOR_VARIANCE, OffsetFit, solve_offsets
 from cauc_ray.numbers.problem import Problem
 from cauc_ray.numbers.temperature import PairFit, TemperatureFit, solve_pair, solve_temperature
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc_rf import fold
-from cauc_ray.policies.policy import scaled
 
 T = TypeVar("T")
 
@@ -24,22 +26,30 @@ T = TypeVar("T")
 class Folded:
     """What folds a stage into r (paper, eq. 8).   alpha, beta: None for the first stage."""
 
-    temperature: float
+    calibrator: Calibrator
     alpha: float | None = None
     beta: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shifted:
+    """A stage's own logits, whose temperature is fitted with an offset for each option.   variance: of the prior."""
+
+    shifted: int
+    variance: float = PRIOR_VARIANCE
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
     """The logit arrays whose weights are fitted: a stage's own logits, or r of the stages before and its scaled ones.
 
-    before: the stages before, in a pair's fit.   temperature: the stage's, in a pair's fit.   narrow: in float32.
+    before: the stages before, in a pair's fit.   calibrator: the stage's, in a pair's fit.   narrow: in float32.
     """
 
     stage: int
     narrow: bool
     before: tuple[Folded, ...] = ()
-    temperature: float = 1.0
+    calibrator: Calibrator = UNCALIBRATED
 
     def likelihood(self, part: ChainPart) -> Likelihood:
         """Return the likelihood of a part, made once for as long as this is what is fitted there."""
@@ -53,7 +63,7 @@ class Weighed:
         own = part.logits[self.stage]
         if not self.before:
             return [own]
-        return [_FoldedRows(part.logits[: self.stage], self.before), _FoldedRows((own,), (Folded(self.temperature),))]
+        return [_FoldedRows(part.logits[: self.stage], self.before), _FoldedRows((own,), (Folded(self.calibrator),))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +84,7 @@ class _FoldedRows:
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
         r: Floats | None = None
         for logits, by in zip(self.logits, self.folds, strict=True):
-            r = fold(scaled(logits[rows], by.temperature), by.alpha, by.beta, r)
+            r = fold(by.calibrator.scores(logits[rows]), by.alpha, by.beta, r)
         assert r is not None
         return r
 
@@ -85,9 +95,33 @@ def temperature_of(chain: Chain, stage: int) -> TemperatureFit:
     return chain.remembered(what, lambda: solve_temperature(_problem(chain, what)))
 
 
-def pair_of(chain: Chain, stage: int, before: tuple[Folded, ...], temperature: float) -> PairFit:
-    """Fit a stage's alpha and beta to those before it (paper, eq. 8-9).   temperature: the stage's own."""
-    what = Weighed(stage, False, before, temperature)
+def offsets_of(chain: Chain, stage: int) -> OffsetFit:
+    """Fit a stage's temperature with an offset for each option.
+
+    Raises DataError as fit_temperature does, and naming an example that lacks an option or a model with too many.
+    """
+    return chain.remembered(Shifted(stage), lambda: _solve_offsets(chain, stage))
+
+
+def _solve_offsets(chain: Chain, stage: int) -> OffsetFit:
+    alone = temperature_of(chain, stage)
+    problem = _problem(chain, Weighed(stage, chain.narrow))
+    if problem.lacking is not None:
+        raise DataError(
+            f"{chain.source}: example {chain.example_ids[problem.lacking]!r} lacks some of the {problem.n_options} "
+            f"options of model {chain.models[stage]!r}; offsets need a fixed set, take --calibrator temperature"
+        )
+    if problem.n_options > MOST_OPTIONS:
+        raise DataError(
+            f"{chain.source}: offsets are fitted for up to {MOST_OPTIONS:,} options, model {chain.models[stage]!r} "
+            f"has {problem.n_options:,}; take --calibrator temperature"
+        )
+    return solve_offsets(problem, alone)
+
+
+def pair_of(chain: Chain, stage: int, before: tuple[Folded, ...], calibrator: Calibrator) -> PairFit:
+    """Fit a stage's alpha and beta to those before it (paper, eq. 8-9).   calibrator: the stage's own."""
+    what = Weighed(stage, False, before, calibrator)
     return chain.remembered(what, lambda: solve_pair(_problem(chain, what)))
 
 

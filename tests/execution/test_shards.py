@@ -11,7 +11,7 @@ from synthetic import SPLITS, write_table
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution.sharded import Sharding, sharded
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.models.resources import Resources
@@ -111,6 +111,18 @@ def test_a_table_is_calibrated_and_evaluated_by_its_path(ray_session, tmp_path):
     assert evaluation.predictions().equals(cauc_ray.evaluate(table, found.policy).predictions())
 
 
+def test_certificates_and_strictness_are_those_of_one_process(ray_session, tmp_path):
+    table = tmp_path / "logits"
+    write_table(table, n=600)
+    asked = {"models": MODELS, "method": "rf", "certify": "risk<=0.2@0.9"}
+    expected = cauc_ray.fit(table, **asked)
+    assert_same(calibrate(table, **asked, **TWO).policy, expected)
+    fired = [guard.name for guard in expected.guards if guard.fired]
+    assert fired  # these models are too alike to be worth a cascade
+    with pytest.raises(GuardError, match=fired[0]):
+        calibrate(table, **asked, strict=True, **TWO)
+
+
 def test_fits_that_are_on_record_are_not_made_again(ray_session, tmp_path):
     table = tmp_path / "logits"
     write_table(table, n=600)
@@ -118,8 +130,9 @@ def test_fits_that_are_on_record_are_not_made_again(ray_session, tmp_path):
     first = calibrate(table, **options, record=tmp_path / "fits.json")
     again = calibrate(table, **options, record=tmp_path / "fits.json")
     assert again.policy == first.policy
-    # What is left: the stages' sums and fingerprints, and the trace of the validation split.
-    assert again.shards.n_passes == 1 + len(MODELS) + 1 < first.shards.n_passes
+    # What is left: the stages' sums and fingerprints, the trace of the validation split, and what guards ask: each
+    # model's own answers, those without each stage, and what calibration costs.
+    assert again.shards.n_passes == 1 + len(MODELS) + 4 < first.shards.n_passes
     content = json.loads((tmp_path / "fits.json").read_text())
     content["of"]["files"][0][1] += 1
     (tmp_path / "fits.json").write_text(json.dumps(content))

@@ -12,7 +12,7 @@ from synthetic import chain
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
-from cauc_ray.front import show
+from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.replay import measure_replay
@@ -31,7 +31,7 @@ def splits(seed, n=45, **options):
 
 
 def without_expectation(policy):
-    return policy.model_copy(update={"expected": None})
+    return policy.model_copy(update={"expected": None, "guards": (), "reference": None})
 
 
 def quality(measures, objective):
@@ -64,6 +64,7 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
         assert without_expectation(moved) == without_expectation(fitted(budget))
         assert moved.id == fitted(budget).id
         assert moved.expected == (policy.expected if moved.threshold == policy.threshold else None)
+        assert moved.reference == (policy.reference if moved.threshold == policy.threshold else None)
 
 
 @given(seeds, fits, budgets)
@@ -114,7 +115,7 @@ def test_the_points_are_what_a_replay_gives_and_none_is_left_out(seed, fit, obje
 @given(seeds, fits)
 @settings(max_examples=10)
 def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(seed, fit):
-    calibration = chain(seed, 80, strengths=(0.5, 3.0))
+    calibration = chain(seed, 1000, strengths=(0.5, 3.0))
     validation = chain(seed, 3000, strengths=(0.5, 3.0), shift=1)
     policy = fit(calibration, validation, ThresholdRule(threshold=0.5))
     frontier = PolicyCascade(policy).trace(Examples(validation)).frontier(validation)
@@ -209,14 +210,23 @@ def test_what_is_no_curve_is_refused_in_one_line(tmp_path, curve, says):
 @pytest.mark.parametrize("fit", [fit_base, fit_rf])
 def test_people_see_the_curve_and_what_is_not_known(fit, capsys):
     policy = fit(*splits(6))
-    show.policy(policy)
+    show_policy(policy)
     said = capsys.readouterr().out
     assert f"curve of {len(policy.curve)} points: accuracy " in said
     assert "not measured" not in said
-    show.policy(policy.with_threshold(0.123))
+    show_policy(policy.with_threshold(0.123))
     said = capsys.readouterr().out
     assert "threshold 0.123: given" in said
     assert "what to expect at this threshold was not measured" in said
     assert "curve of" in said
-    show.policy(fit(splits(6)[0], rule=ThresholdRule(threshold=0.7)))
+    show_policy(fit(splits(6)[0], rule=ThresholdRule(threshold=0.7)))
     assert "curve" not in capsys.readouterr().out
+
+
+def test_a_stage_that_answers_by_itself_is_shown_as_such(capsys):
+    policy = fit_rf(*splits(6))
+    show_policy(policy)
+    assert "not fused" not in capsys.readouterr().out
+    *before, last = policy.stages
+    show_policy(policy.model_copy(update={"stages": (*before, last.model_copy(update={"fused": False}))}))
+    assert "not fused" in capsys.readouterr().out

@@ -37,7 +37,7 @@ def fits_counted(monkeypatch):
 
         return counting
 
-    monkeypatch.setattr(fitting, "temperature_of", counted("temperature", fitting.temperature_of))
+    monkeypatch.setattr(fitting, "calibrator_of", counted("temperature", fitting.calibrator_of))
     monkeypatch.setattr(fitting, "pair_of", counted("pair", fitting.pair_of))
     return counts
 
@@ -76,7 +76,7 @@ def test_replacing_a_model_in_base_refits_that_model_alone(place, rule, fits_cou
         if place != 3:
             assert new.stages[j] == old.stages[j]  # to the bit
         else:  # complementarity is with the last model, which is new
-            unchanged = {"complementarity_rate": None, "fused": True}
+            unchanged = {"complementarity_rate": None, "fused": True, "n_gain": None, "n_loss": None}
             assert new.stages[j].model_copy(update=unchanged) == old.stages[j].model_copy(update=unchanged)
     if place != 3 and not rule:
         assert new.threshold == old.threshold

@@ -47,6 +47,22 @@ def test_the_fixed_keys_are_there(policies, method):
         assert content["stages"][0]["alpha"] is content["stages"][0]["beta"] is None
 
 
+@pytest.mark.parametrize("method", ["base", "rf"])
+def test_files_from_before_a_field_was_there_are_read_and_keep_their_id(policies, method):
+    content = json.loads(policies[method].to_json())
+    for name in ("safe", "guards", "reference", "curve", "search"):
+        del content[name]
+    del content["expected"]["cost_deviation"]
+    for stage in content["stages"]:
+        for name in {"offsets", "isotonic", "n_gain", "n_loss"} & stage.keys():
+            del stage[name]
+        if method == "rf":
+            del stage["fused"]
+    old = cauc_ray.Policy.of(content)
+    assert old.id == policies[method].id
+    assert old != policies[method]
+
+
 def edited(policy, changes):
     content = json.loads(policy.to_json())
     for key, value in changes.items():

@@ -104,7 +104,7 @@ def test_a_search_finds_what_fitting_every_sub_chain_finds(method, rule, seed, n
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_grown_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
     calibration, validation = splits(8, 130, ragged=ragged)
-    growth = {"base": BaseGrowth, "rf": RFGrowth}[method](calibration, validation)
+    growth = {"base": BaseGrowth, "rf": RFGrowth}[method](calibration, validation, "temperature")
     for places in sub_chains(len(POOL)):
         grown = None
         for place in places:

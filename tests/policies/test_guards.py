@@ -1,0 +1,214 @@
+"""Every guard on planted logits: it fires where it must, says its numbers, and is the same however logits are cut."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain
+
+from cauc_ray.errors import CaucWarning, GuardError
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.signs import signs_of
+from cauc_ray.policies.calibration_guards import FEWEST_EXAMPLES
+from cauc_ray.policies.cost_guards import as_expected
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.guards import require_quiet
+from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import trace_policy
+
+seeds = st.integers(0, 2**32 - 1)
+fits = st.sampled_from([fit_base, fit_rf])
+
+
+def splits(seed, n=200, **options):
+    return tuple(chain(seed, n, shift=shift, **options) for shift in (0, 1))
+
+
+def guards_of(policy, name):
+    return [guard for guard in policy.guards if guard.name == name]
+
+
+def at_costs(data, *costs):
+    return replace(data, costs=Costs("GFLOPs", np.array(costs)))
+
+
+def alone(data, place):
+    return data.logits[place].argmax(axis=1) == data.labels
+
+
+@given(seeds, fits, st.floats(0.3, 1.1), st.floats(1, 30), st.booleans())
+@settings(max_examples=40)
+def test_costs_and_accuracies_are_compared_with_the_models_own(seed, fit, threshold, of_last, per_call):
+    options = {"strengths": (1.0, 2.0), "per_call": per_call}
+    calibration, validation = splits(seed, **options)
+    if not per_call:
+        calibration, validation = (at_costs(data, 1.0, max(1.01, of_last)) for data in (calibration, validation))
+    policy = fit(calibration, validation, ThresholdRule(threshold=threshold))
+    answers, measures = measure_replay(policy, validation)
+    correct, means = answers.predictions == validation.labels, validation.costs.means
+    (dear,) = guards_of(policy, "cost-above-largest")
+    assert dear.fired == (measures.cost > means[1] * (1 + 1e-9))
+    affordable = [place for place in (0, 1) if means[place] <= measures.cost * (1 + 1e-9)]
+    best = max(alone(validation, place).mean() for place in affordable)
+    (below,) = guards_of(policy, "below-single-model")
+    assert below.fired == (correct.mean() < best)
+    assert below.figures["single_accuracy"] == best
+    assert f"{100 * best:.1f} %" in below.says
+
+
+@given(seeds)
+@settings(max_examples=30)
+def test_fusions_are_judged_by_the_rows_where_they_change_what_is_right(seed):
+    calibration, validation = splits(seed)
+    policy = fit_rf(calibration, validation)
+    trace = trace_policy(policy, validation)
+    fused, stops = trace.predictions == validation.labels[:, None], trace.stops(policy.threshold)
+    noisy, hurting = ({g.stage: g for g in guards_of(policy, name)} for name in ("fusion-within-noise", "fusion-hurts"))
+    for place in (1, 2):
+        name, own = policy.models[place], alone(validation, place)
+        found = signs_of(fused[:, place], own)
+        differs = bool((fused[:, place] != own).any())
+        assert noisy[name].fired == (differs and found.p_gain > 0.05)
+        rows = stops >= place
+        if rows.any():
+            assert hurting[name].fired == (signs_of(fused[rows, place], own[rows]).p_loss <= 0.05)
+        else:
+            assert name not in hurting
+
+
+@given(seeds)
+@settings(max_examples=30)
+def test_base_is_judged_by_its_gains_and_losses_and_refits_judge_anew(seed):
+    calibration, validation = splits(seed)
+    policy = fit_base(calibration, validation)
+    for guard, stage in zip(guards_of(policy, "fusion-within-noise"), policy.stages, strict=False):
+        assert guard.stage == stage.name
+        assert (stage.n_gain - stage.n_loss) / 200 == stage.complementarity_rate
+        assert guard.fired == (
+            guard.figures["p_gain"] > 0.05 < guard.figures["p_loss"] and stage.n_gain + stage.n_loss > 0
+        )
+        assert ("admitted" in guard.says) == stage.fused
+    assert refit(policy, calibration, validation) == policy
+    # A file from before gains and losses were kept: they are counted again.
+    old = [stage.model_copy(update={"n_gain": None, "n_loss": None}) for stage in policy.stages]
+    assert refit(policy.model_copy(update={"stages": tuple(old), "guards": ()}), calibration, validation) == policy
+
+
+@given(seeds, fits)
+@settings(max_examples=20)
+def test_a_chain_is_compared_with_itself_without_each_stage(seed, fit):
+    calibration, validation = (at_costs(data, 1.0, 1.5, 2.0) for data in splits(seed))
+    policy = fit(calibration, validation, ThresholdRule(threshold=0.8))
+    measures = measure_replay(policy, validation)[1]
+    parts = []
+    for place in range(3):
+        stages = [stage for other, stage in enumerate(policy.stages) if other != place]
+        if fit is fit_base:
+            stages[-1] = stages[-1].model_copy(update={"fused": True})
+        part = policy.model_copy(update={"stages": tuple(stages)})
+        others = [other for other in range(3) if other != place]
+        found = measure_replay(part, validation.of_models(others))[1]
+        if found.cost <= measures.cost * (1 + 1e-9):
+            parts.append(found.accuracy.value)
+    (guard,) = guards_of(policy, "worse-than-part")  # without the last stage no policy costs more
+    assert guard.figures["part_accuracy"] == pytest.approx(max(parts))
+    assert guard.fired == (measures.accuracy.value < max(parts))
+
+
+@pytest.mark.parametrize("fit", [fit_base, fit_rf])
+def test_few_examples_and_temperatures_that_they_leave_open_are_said(fit):
+    few, enough = (fit(*splits(3, n, strengths=(1.0, 2.0))) for n in (FEWEST_EXAMPLES - 1, FEWEST_EXAMPLES))
+    assert [guards_of(policy, "few-examples")[0].fired for policy in (few, enough)] == [True, False]
+    # A model that hardly knows anything has no temperature to speak of.
+    vague = fit(*splits(5, 400, strengths=(0.25, 2.0)))
+    first = vague.stages[0]
+    guard = guards_of(vague, "temperature-uncertain")[0]
+    assert guard.stage == "m0"
+    assert guard.fired
+    assert guard.figures["relative_error"] == first.diagnostics.standard_error / first.temperature
+
+
+@pytest.mark.parametrize("fit", [fit_base, fit_rf])
+def test_separable_and_uninformative_logits_are_said(fit):
+    data = splits(0, 500, strengths=(1.0, 2.0))
+
+    def with_first(logits_of):
+        return tuple(replace(d, logits=(logits_of(d).astype(np.float32), d.logits[1])) for d in data)
+
+    telling = with_first(lambda d: np.eye(5)[d.labels] * np.random.default_rng(0).uniform(1, 2, (len(d), 1)))
+    with pytest.warns(CaucWarning, match="separable"):
+        policy = fit(*telling)
+    guard = guards_of(policy, "separable")[0]
+    assert guard.fired
+    assert "told apart" in guard.says
+    blind = with_first(lambda d: np.random.default_rng(1).standard_normal((len(d), 5)))
+    with pytest.warns(CaucWarning, match="uninformative"):
+        policy = fit(*blind)
+    assert "nothing of the labels" in guards_of(policy, "separable")[0].says
+    assert guards_of(policy, "uninformative-confidence")[0].fired
+
+
+def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
+    calibration, validation = splits(1, 2000, strengths=(1.0, 2.0))
+    policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.8))
+    rng = np.random.default_rng(0)
+    same = [
+        as_expected(
+            policy.expected,
+            measure_replay(policy, chain(1, 2000, strengths=(1.0, 2.0), shift=s))[0].costs,
+            "x",
+            None,
+            "u",
+        )
+        for s in range(2, 12)
+    ]
+    assert sum(guard.fired for guard in same) <= 1
+    costs = measure_replay(policy, validation)[0].costs
+    other = as_expected(policy.expected, rng.choice(costs, 2000) + 1.0, "test", 3.5, "GFLOPs")
+    assert other.fired
+    for said in ("GFLOPs", "test", "validation", "3.5", f"{policy.expected.cost:.4g}"):
+        assert said in other.says
+    assert as_expected(policy.expected.model_copy(update={"cost_deviation": None}), costs, "x", None, "u") is None
+
+
+@given(seeds, fits)
+@settings(max_examples=20)
+def test_guards_are_no_part_of_what_decides_and_go_with_the_threshold(seed, fit):
+    calibration, validation = splits(seed)
+    policy = fit(calibration, validation)
+    assert policy.model_copy(update={"guards": ()}).id == policy.id
+    assert policy.with_threshold(policy.threshold).guards == policy.guards
+    assert policy.with_threshold(policy.threshold + 0.1).guards == ()
+
+
+def test_fits_without_labelled_validation_are_guarded_by_calibration():
+    calibration, validation = splits(2)
+    unlabelled = replace(validation, labels=np.where(np.arange(200) % 2, validation.labels, -1))
+    policy = fit_base(calibration, unlabelled)
+    rows = np.arange(200) % 2 == 1
+    (below,) = guards_of(policy, "below-single-model")
+    assert below.figures["n"] == rows.sum()
+    alone_there = fit_base(calibration)
+    assert "cost-shift" not in {guard.name for guard in alone_there.guards}
+    assert all(" calibration " in guard.says for guard in guards_of(alone_there, "below-single-model"))
+
+
+def test_one_model_is_guarded_as_far_as_there_is_anything_to_guard():
+    policy = fit_rf(*splits(2, strengths=(2.0,)), ThresholdRule(threshold=0.5))
+    assert {guard.name for guard in policy.guards} == {"few-examples", "separable", "temperature-uncertain"}
+
+
+def test_strictness_names_all_that_have_fired_in_one_line():
+    policy = fit_rf(*splits(2, 100))
+    fired = [guard for guard in policy.guards if guard.fired]
+    assert len(fired) > 1
+    with pytest.raises(GuardError) as error:
+        require_quiet(policy.guards)
+    assert str(error.value).startswith(f"{fired[0].name}: {fired[0].says}; and ")
+    assert all(guard.name in str(error.value) for guard in fired)
+    assert "\n" not in str(error.value)
+    assert error.value.guards == tuple(fired)
+    require_quiet([guard for guard in policy.guards if not guard.fired])

@@ -1,0 +1,167 @@
+"""Safe policies: fused where that is supported, never behind a single model on validation, else as plain ones."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from synthetic import chain
+
+from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.signs import signs_of
+from cauc_ray.policies.cauc_rf import RFPolicy
+from cauc_ray.policies.methods import fit_policy
+from cauc_ray.policies.replay import measure_replay, replay
+from cauc_ray.policies.safe import fit_safe, refit_safe
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import trace_policy
+
+# Some of the models that are drawn know nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is uninformative on its:cauc_ray.errors.CaucWarning")
+
+NAMES = ("calibration", "validation")
+seeds = st.integers(0, 2**32 - 1)
+methods = st.sampled_from(["base", "rf"])
+strengths = st.lists(st.floats(0.2, 2.6), min_size=2, max_size=4).map(tuple)
+
+
+def splits(seed, strengths, n=150, **options):
+    return tuple(chain(seed, n, strengths=strengths, shift=shift, **options) for shift in (0, 1))
+
+
+def dearer(data, steepness):
+    """Return a chain each of whose models costs so many times as much as the one before it."""
+    return replace(data, costs=Costs("GFLOPs", float(steepness) ** np.arange(len(data.models))))
+
+
+def of_model(data, place, objective):
+    answers = data.logits[place].argmax(axis=1)
+    return macro_f1(answers, data.labels) if objective == "macro-f1" else float(np.mean(answers == data.labels))
+
+
+def quality_of(policy, data, objective="accuracy"):
+    found = measure_replay(policy, data.of_models([data.models.index(name) for name in policy.models]))[1]
+    return (found.macro_f1 if objective == "macro-f1" else found.accuracy.value), found.cost
+
+
+@given(seeds, methods, strengths, st.floats(1.05, 5), st.one_of(st.none(), st.floats(0.5, 30)))
+@settings(max_examples=80)
+def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed, method, strengths, steepness, budget):
+    calibration, validation = (dearer(data, steepness) for data in splits(seed, strengths))
+    try:
+        policy = fit_safe(method, calibration, validation, ThresholdRule(budget=budget), NAMES)
+    except BudgetError:
+        return
+    quality, cost = quality_of(policy, validation)
+    assert (quality, cost) == (policy.expected.accuracy.value, policy.expected.cost)
+    costs = validation.costs.means
+    limit = costs[-1] if budget is None else budget
+    assert policy.safe.limit == limit
+    assert cost <= limit * (1 + 1e-9)
+    for place in range(len(costs)):
+        own = of_model(validation, place, "accuracy")
+        if costs[place] <= limit:
+            assert own < quality or (own == quality and costs[place] >= cost * (1 - 1e-9))
+
+
+@given(seeds, methods, strengths, st.floats(0.2, 1.1))
+@settings(max_examples=40)
+def test_a_threshold_that_is_given_stays_and_no_cheaper_model_is_better(seed, method, strengths, threshold):
+    calibration, validation = splits(seed, strengths)
+    policy = fit_safe(method, calibration, validation, ThresholdRule(threshold=threshold), NAMES)
+    assert policy.threshold == threshold
+    quality, cost = quality_of(policy, validation)
+    for place, own_cost in enumerate(validation.costs.means):
+        if own_cost <= cost:
+            assert of_model(validation, place, "accuracy") <= quality
+
+
+@given(seeds, methods, st.floats(2, 40))
+@settings(max_examples=20)
+def test_the_objective_is_what_counts(seed, method, budget):
+    calibration, validation = splits(seed, (0.6, 1.2, 2.0), per_call=True)
+    rule = ThresholdRule(budget=budget, objective="macro-f1")
+    policy = fit_safe(method, calibration, validation, rule, NAMES)
+    quality, cost = quality_of(policy, validation, "macro-f1")
+    assert cost <= budget * (1 + 1e-9)
+    for place, own_cost in enumerate(validation.costs.means):
+        if own_cost <= budget:
+            assert of_model(validation, place, "macro-f1") <= quality
+
+
+@given(seeds, methods)
+@settings(max_examples=30)
+def test_safe_is_plain_where_all_is_supported(seed, method):
+    calibration, validation = (dearer(data, 6) for data in splits(seed, (1.4, 1.6), n=900))
+    plain = fit_policy(method, calibration, validation, ThresholdRule(), NAMES)
+    quality, cost = quality_of(plain, validation)
+    large = of_model(validation, 1, "accuracy")
+    fused = trace_policy(plain, validation).predictions[:, -1] == validation.labels
+    supported = signs_of(fused, validation.logits[1].argmax(axis=1) == validation.labels).gains
+    if method == "base":
+        first = plain.stages[0]
+        gains = signs_of(np.arange(900) < first.n_gain, (np.arange(900) >= 900 - first.n_loss)).gains
+        supported = first.fused and gains and supported
+    assume(supported and cost <= 6 and quality > max(large, of_model(validation, 0, "accuracy")))
+    safe = fit_safe(method, calibration, validation, ThresholdRule(), NAMES)
+    assert safe.safe.says == "nothing had to be changed"
+    assert safe.safe.unfused == ()
+    assert safe.model_copy(update={"safe": None}) == plain
+    assert safe.id == plain.id
+
+
+@given(seeds)
+@settings(max_examples=30)
+def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_itself_elsewhere(seed):
+    calibration, validation = (dearer(data, 4) for data in splits(seed, (0.8, 1.3, 1.8), n=300))
+    policy = fit_policy("rf", calibration, validation, ThresholdRule(threshold=0.9), NAMES, safe=True)
+    for place in (1, 2):
+        stages = tuple(
+            stage.model_copy(update={"fused": stage.fused or other == place})
+            for other, stage in enumerate(policy.stages)
+        )
+        fused = trace_policy(policy.model_copy(update={"stages": stages}), validation).predictions[:, place]
+        own = validation.logits[place].argmax(axis=1)
+        assert policy.stages[place].fused == signs_of(fused == validation.labels, own == validation.labels).gains
+        if not policy.stages[place].fused:
+            assert (trace_policy(policy, validation).predictions[:, place] == own).all()
+    # What a stage after an unfused one is fitted to is that one's own answers.
+    if not policy.stages[1].fused:
+        later = fit_policy("rf", calibration.of_models([1, 2]), None, ThresholdRule(threshold=0.9), NAMES)
+        assert (policy.stages[2].alpha, policy.stages[2].beta) == (later.stages[1].alpha, later.stages[1].beta)
+
+
+@given(seeds, methods)
+@settings(max_examples=20)
+def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed, method):
+    calibration, validation = splits(seed, (1.0, 1.2))
+    policy = fit_safe(method, calibration, validation, ThresholdRule(), NAMES)
+    own = [calibration.models.index(name) for name in policy.models]
+    again = refit_safe(policy, calibration.of_models(own), validation.of_models(own))
+    assert again.stages == policy.stages
+    assert again.safe is not None
+    if len(own) == 2:
+        assert again == policy
+    assert type(policy).of(policy.model_dump(mode="json")) == policy
+    assert policy.with_threshold(policy.threshold + 0.5).safe is None
+
+
+def test_an_old_file_says_nothing_of_fusing_and_fuses(tmp_path):
+    calibration, validation = splits(0, (1.0, 2.0))
+    policy = fit_policy("rf", calibration, validation, ThresholdRule(), NAMES)
+    content = policy.model_dump(mode="json", exclude={"safe": True, "guards": True})
+    for stage in content["stages"]:
+        del stage["fused"]
+    read = RFPolicy.of(content)
+    assert (replay(read, validation).predictions == replay(policy, validation).predictions).all()
+
+
+def test_a_safe_policy_needs_labels_to_compare_on():
+    calibration, validation = splits(0, (1.0, 2.0))
+    with pytest.raises(ConfigError, match="on a validation split; give one"):
+        fit_safe("rf", calibration, None, ThresholdRule(threshold=0.5), NAMES)
+    with pytest.raises(DataError, match="has no label; comparing with single models"):
+        fit_safe("rf", calibration, replace(validation, labels=validation.labels * 0 - 1), ThresholdRule(), NAMES)

@@ -1,0 +1,180 @@
+"""Watching a policy: its reference, the sums, and what is announced of traffic that has changed or has not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import chain
+
+from cauc_ray.errors import PolicyError
+from cauc_ray.numbers.metrics import calibration_error
+from cauc_ray.numbers.reliability import spiegelhalter_z
+from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.reference import Answered
+from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import trace_policy
+from cauc_ray.policies.watch import NEEDED, Watch, Watched
+from cauc_ray.policies.watch_report import watch_report
+from cauc_ray.policies.watched_sums import StageSums
+
+METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
+
+
+def fitted(fit=fit_rf, **options):
+    return fit(chain(1, 1500, **options), chain(1, 1500, shift=1, **options), ThresholdRule(budget=12.0))
+
+
+def outcomes(policy, data):
+    """Return a policy's answers on a chain, which are right, and which the whole cascade would have given."""
+    trace = trace_policy(policy, data)
+    answered = Answered.of_trace(trace, policy.threshold, data)
+    return answered, answered.predictions == data.labels, answered.predictions == trace.predictions[:, -1]
+
+
+def watched(policy, data, watch=None):
+    watch = watch or Watch(policy)
+    answered, correct, agreed = outcomes(policy, data)
+    early = answered.stages < len(policy.stages) - 1
+    watch.add(answered)
+    watch.add_outcomes(answered.stages, answered.confidences, correct)
+    watch.add_agreements(answered.stages[early], agreed[early])
+    return watch
+
+
+@METHODS
+@pytest.mark.parametrize("per_call", [False, True])
+def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_call):
+    policy = fitted(fit, per_call=per_call)
+    validation = chain(1, 1500, shift=1, per_call=per_call)
+    result, measures = measure_replay(policy, validation)
+    answered, correct, agreed = outcomes(policy, validation)
+    for name in ("stages", "predictions", "confidences", "costs"):
+        assert np.array_equal(getattr(answered, name), getattr(result, name)), name
+    reference = policy.reference
+    for place, stage in enumerate(reference.stages):
+        here = result.stages == place
+        assert sum(stage.confidences) == sum(map(sum, stage.answers)) == measures.stages[place].answered == here.sum()
+        assert sum(stage.right) == correct[here].sum()
+        assert stage.agreed == agreed[here].sum()
+        assert stage.cost == pytest.approx(result.costs[here].mean())
+        for b, n in enumerate(stage.confidences):
+            inside = (result.confidences >= b / 10) & (result.confidences < (b + 1) / 10 + (b == 9))
+            assert n == (here & inside).sum()
+    report = watch_report(policy, watched(policy, validation).watched())
+    assert report["cost"][0] == pytest.approx(report["reference_cost"])
+    for stage in report["stages"]:
+        assert stage["answered"] == pytest.approx(stage["reference_answered"])
+        assert stage["accepted_accuracy"][0] == pytest.approx(stage["reference_accepted_accuracy"])
+        assert stage["calibration_error"] == pytest.approx(stage["reference_calibration_error"])
+
+
+def test_a_reference_decides_no_answer_and_belongs_to_one_threshold():
+    policy = fitted()
+    assert policy.model_copy(update={"reference": None}).id == policy.id
+    assert policy.with_threshold(policy.threshold).reference == policy.reference
+    assert policy.with_threshold(policy.threshold / 2).reference is None
+    assert Policy.of(policy.model_dump(mode="json")) == policy
+    for without in (policy.with_threshold(0.5), fit_base(chain(1))):
+        assert without.reference is None
+        with pytest.raises(PolicyError, match="nothing that answers could be compared with"):
+            Watch(without)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"name": "other"}, "the reference is of"),
+        ({"right": [9999] + [0] * 9}, "contradict"),
+        ({"agreed": 9999}, "contradict"),
+        ({"confidences": [1, 2]}, "10 bins"),
+        ({"answers": [[0] * 8] * 8}, "8 groups"),
+        ({"answers": [[1] * 8]}, "contradict"),
+    ],
+)
+def test_a_reference_that_cannot_be_is_refused(change, says):
+    content = fitted().model_dump(mode="json")
+    content["reference"]["stages"][0] |= change
+    with pytest.raises(PolicyError, match=says):
+        Policy.of(content)
+
+
+@METHODS
+def test_new_rows_of_the_same_models_stay_quiet_and_changed_ones_do_not(fit):
+    policy = fitted(fit)
+    for seed in range(12):
+        assert watched(policy, chain(seed + 50, 1000)).watched().holds
+    for change, speaks in (
+        ({"strengths": (0.2, 0.9, 2.4)}, {"confidence", "answers", "calibration"}),
+        ({"strengths": (2.2, 2.4, 2.6)}, {"confidence"}),
+    ):
+        evidence = watched(policy, chain(60, 500, **change)).watched().evidence
+        against = {name for name, one in evidence.items() if not one.holds}
+        assert against & speaks
+        assert all(0 < evidence[name].at <= 500 and evidence[name].log10 >= NEEDED for name in against)
+
+
+def test_wrong_labels_alone_speak_through_what_needs_labels():
+    policy, data = fitted(), chain(60, 1500)
+    wrong = np.random.default_rng(0).random(len(data)) < 0.3
+    evidence = watched(policy, replace(data, labels=np.where(wrong, (data.labels + 1) % 5, data.labels))).watched()
+    against = {name for name, one in evidence.evidence.items() if not one.holds}
+    assert against == {"calibration", "accuracy"}
+
+
+@given(st.integers(0, 2**32), st.integers(1, 200), st.integers(1, 200))
+@settings(max_examples=25, deadline=None)
+def test_sums_add_up_to_the_measures_of_all_rows(seed, n_one, n_other):
+    rng = np.random.default_rng(seed)
+    n = n_one + n_other
+    confidences, costs = rng.uniform(0.2, 1, n), rng.exponential(1, n)
+    correct = rng.random(n) < confidences
+    sums = StageSums()
+    for rows in (slice(None, n_one), slice(n_one, None)):
+        sums += StageSums.of_answers(confidences[rows], costs[rows])
+        sums += StageSums.of_outcomes(confidences[rows], correct[rows])
+    assert sums.calibration_error == pytest.approx(calibration_error(confidences, correct))
+    z = spiegelhalter_z(confidences, correct)
+    assert sums.calibration_test.z == pytest.approx(z.z)
+    assert sums.calibration_test.p_value == pytest.approx(z.p_value, abs=1e-12)
+    assert sums.mean_cost[0] == pytest.approx(costs.mean())
+    assert sums.mean_cost[1] == pytest.approx(1.96 * costs.std() / n**0.5)
+    assert (sums.n, sums.n_outcomes, sums.right) == (n, n, correct.sum())
+
+
+def test_several_watches_share_the_rate_and_what_they_saw_adds_up():
+    policy = fitted()
+    parts = [watched(policy, chain(80 + seed, 400), Watch(policy, n_watches=2)).watched() for seed in range(2)]
+    merged = Watched.merged(parts)
+    assert merged.holds
+    for place, sums in enumerate(merged.stages):
+        assert sums.n == sum(part.stages[place].n for part in parts)
+    alone = watched(policy, chain(80, 400)).watched()
+    for name, one in alone.evidence.items():
+        assert one.log10 - parts[0].evidence[name].log10 == pytest.approx(np.log10(2))
+        assert merged.evidence[name].n == sum(part.evidence[name].n for part in parts)
+    changed = watched(policy, chain(60, 2000, strengths=(0.2, 0.9, 2.4)), Watch(policy, n_watches=2)).watched()
+    assert not Watched.merged([parts[0], changed]).holds
+
+
+@pytest.mark.parametrize("method", [fit_base, fit_rf], ids=["base", "rf"])
+def test_another_prompt_is_found_within_500_examples_and_the_same_one_is_not(shared_logits, method):
+    from cauc_ray.data.logits import LogitTable
+
+    models = ("qwen-1_8b", "qwen-7b", "qwen-14b")
+    tables = {
+        name: LogitTable(shared_logits / f"emotion10k_{name}") for name in ("task_icl0", "base_icl1", "task_icl1")
+    }
+    for name, table in tables.items():
+        policy = method(table.read_chain(models, "calibration"), table.read_chain(models, "validation"))
+        for other, of_other in tables.items():
+            answered, correct, _ = outcomes(policy, of_other.read_chain(models, "test"))
+            for seed in range(3):
+                rows = np.random.default_rng(seed).permutation(len(correct))[: 2000 if other == name else 500]
+                watch = Watch(policy)
+                watch.add(answered.at(rows))
+                watch.add_outcomes(answered.stages[rows], answered.confidences[rows], correct[rows])
+                assert watch.watched().holds == (other == name), (name, other, seed)
