@@ -83,12 +83,14 @@ class PoolServing(Section):
     """How a pool is served.
 
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
-    may wait for a stage in one router.   tracing: "module:function", called once in each router, that configures
-    OpenTelemetry.
+    may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
+    the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
+    configures OpenTelemetry.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
     max_body_mb: float = Field(default=64.0, gt=0)
     max_queued_rows: int = Field(default=8192, ge=1)
+    shadow: float = Field(default=0.0, ge=0, le=1)
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +18,9 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.serving.crowd import Crowd
 from cauc_ray.serving.faults import RequestError, Trouble
-from cauc_ray.serving.flight import Flight, Group, Payload
+from cauc_ray.serving.flight import Early, Flight, Group, Payload
 from cauc_ray.serving.lane import Lane, LaneLimits, StageClient
+from cauc_ray.serving.shadows import Shadows, Tell
 
 RETRY_AFTER_S = 1.0
 
@@ -39,6 +41,12 @@ class Observer(Protocol):
 
     def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
         """Count rows that a stage should have answered."""
+
+    def shadowed(self, stage: int, costs: Floats) -> None:
+        """Note what a stage's answers cost that nobody waits for, by row."""
+
+    def shadow_rows(self, outcome: str, n: int) -> None:
+        """Count chosen early answers: compared with the whole cascade's, or dropped."""
 
 
 class Cascade:
@@ -65,6 +73,8 @@ class Cascade:
             )
             more = self._expects_more(stage)
             self.lanes.append(Lane(stage, spec.name, limits, client, self, more, spec.replicas.min))
+        dropped = partial(observer.shadow_rows, "dropped")
+        self._shadows = Shadows(pool.serving.shadow, self.lanes, self, dropped)
 
     async def answer(
         self, policy: Policy, columns: Batch, n: int, *, last_stage: int | None = None, wants_scores: bool = False
@@ -83,6 +93,27 @@ class Cascade:
             finally:
                 self._withdraw(flight)
         return flight
+
+    def compare(self, flight: Flight, tell: Tell) -> None:
+        """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
+
+        tell: told the stages and whether they agree; not called for what comes to nothing.
+        """
+
+        def compared(stages: Ints, agreed: Bools) -> None:
+            self._observer.shadow_rows("compared", len(stages))
+            tell(stages, agreed)
+
+        self._shadows.offer(flight, compared)
+
+    def go_on(self, flight: Flight, stage: int, state: Floats) -> None:
+        """Send all rows of a request to a stage, with the state that they bring along."""
+        rows = np.arange(flight.n)
+        self._send(flight, stage, rows, Payload(flight.columns), rows, state)
+
+    def give_up(self, flight: Flight) -> None:
+        """Forget what of a request still waits."""
+        self._withdraw(flight)
 
     def called(self, stage: int, n_rows: int, call_s: float) -> None:
         """Note a call that a lane has made."""
@@ -114,6 +145,9 @@ class Cascade:
         """Let a group that a stage has not answered stop with the best so far, or refuse its request."""
         flight = group.flight
         if flight.done.done():
+            return
+        if flight.shadow:
+            flight.fail(RequestError(reason, 503))
             return
         if stage > 0 and self._degrades:
             flight.degraded[group.rows] = True
@@ -162,7 +196,10 @@ class Cascade:
         else:
             costs = np.full(len(places), policy.stages[stage].cost)
         now = self._clock()
-        self._observer.answered(stage, step.confidences, costs, [now - group.ready_at for group, _ in groups])
+        if groups[0][0].flight.shadow:
+            self._observer.shadowed(stage, costs)
+        else:
+            self._observer.answered(stage, step.confidences, costs, [now - group.ready_at for group, _ in groups])
         start = 0
         for group, _ in groups:
             taken = slice(start, start + len(group))
@@ -178,15 +215,29 @@ class Cascade:
         goes_on: Bools = ~step.accepted[taken]
         n_on = int(goes_on.sum())
         n_stop = len(group) - n_on
-        self._observer.rows(stage, "accepted", n_stop)
+        if not flight.shadow:
+            self._count(stage, n_stop, n_on, flight)
+            self._choose_early(stage, group, step, taken)
         if stage == flight.last_stage:
-            self._observer.rows(stage, "capped", n_on)
             n_stop, n_on = len(group), 0
         if n_on:
-            self._observer.rows(stage, "deferred", n_on)
             on = np.flatnonzero(goes_on)
             self._send(flight, stage + 1, group.rows[on], group.payload, group.places[on], step.state[taken][on])
         flight.finish(n_stop)
+
+    def _count(self, stage: int, n_stop: int, n_on: int, flight: Flight) -> None:
+        self._observer.rows(stage, "accepted", n_stop)
+        self._observer.rows(stage, "capped" if stage == flight.last_stage else "deferred", n_on)
+
+    def _choose_early(self, stage: int, group: Group, step: Step, taken: slice) -> None:
+        """Choose by lot which of the rows that stop here shall be compared with what the whole cascade answers."""
+        flight = group.flight
+        if self._shadows.share == 0 or stage == len(self.lanes) - 1 or flight.capped:
+            return
+        accepted = np.flatnonzero(step.accepted[taken])
+        chosen = accepted[self._shadows.chosen(len(accepted))]
+        if len(chosen):
+            flight.early.append(Early(stage, group.rows[chosen], step.state[taken][chosen]))
 
     def _send(
         self, flight: Flight, stage: int, rows: Ints, payload: Payload, places: Ints, state: Floats | None

@@ -66,6 +66,8 @@ def build_face(router: Router) -> ASGIApp:
         app.post(f"{path}/infer", dependencies=_bearer(pages.infer_asks), **pages.infer(versioned=has))(face.infer)
     app.get(f"{model}/policy", dependencies=_bearer(pages.policy_asks), **pages.policy())(face.policy)
     app.put(f"{model}/policy", dependencies=_bearer(pages.change_asks), **pages.set_policy())(face.set_policy)
+    app.get(f"{model}/watch", dependencies=_bearer(pages.policy_asks), **pages.watch())(face.watch)
+    app.post(f"{model}/feedback", dependencies=_bearer(pages.infer_asks), **pages.feedback())(face.feedback)
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(Exception, _broken)
@@ -172,6 +174,17 @@ class _Face:
         if isinstance(content, dict) and isinstance(content.get("policy"), str):
             raise RequestError("'policy' is the content of a policy file; paths on the server are not read")
         return JSONResponse(await self._router.set_policy(content))
+
+    async def watch(self, request: Request) -> Response:
+        self._require_model(request)
+        authorize(request.headers, self._token, self._policy_token)
+        return JSONResponse(await self._router.watch())
+
+    async def feedback(self, request: Request) -> Response:
+        self._require_model(request)
+        authorize(request.headers, self._token)
+        body = await _body(request, self._max_body)
+        return JSONResponse(self._router.feedback(body))
 
     async def infer(self, request: Request) -> Response:
         started = time.perf_counter()

@@ -14,6 +14,18 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Answers of a stage before the last that were chosen to be asked on.
+
+    rows: int (m,), places in the request.   state: float64 (m, S), what they would have brought along.
+    """
+
+    stage: int
+    rows: Ints
+    state: Floats
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A request of n rows. Its policy is the one that was in force when it came, to the end.
@@ -23,6 +35,8 @@ class Flight:
     confidences: float64 (n,), stages: int8 (n,), the best answers so far and the stages that gave them.
     costs: float64 (n,), of all calls so far.   degraded: bool (n,), rows that a stage should have had but could
     not.   scores: float64 (n, K), of the best answers, kept only where they are wanted.   called: bool (M,).
+    before: int32 (n,), what the stage before the one that answered had answered, -1 where there is none.
+    shadow: whether nobody waits for it, and it is counted apart.   early: rows of others that shall have such a one.
     reason: why rows are degraded, as of the first one.   spans_ns: by stage, when rows were first ready for it and
     when they were last answered, since the epoch.
     """
@@ -32,8 +46,10 @@ class Flight:
     n: int
     last_stage: int
     wants_scores: bool = False
+    shadow: bool = False
     kind_of_columns: frozenset[tuple[str, str]] = field(init=False)
     predictions: Ints = field(init=False)
+    before: Ints = field(init=False)
     confidences: Floats = field(init=False)
     stages: Ints = field(init=False)
     costs: Floats = field(init=False)
@@ -41,6 +57,7 @@ class Flight:
     called: Bools = field(init=False)
     scores: Floats | None = None
     reason: str | None = None
+    early: list[Early] = field(default_factory=list)
     spans_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
     n_open: int = field(init=False)
     groups: set[Group] = field(default_factory=set)
@@ -50,6 +67,7 @@ class Flight:
         # Joined arrays of two types would become one type, and a model may read them otherwise.
         self.kind_of_columns = frozenset((name, column.dtype.str) for name, column in self.columns.items())
         self.predictions = np.full(self.n, -1, dtype=np.int32)
+        self.before = np.full(self.n, -1, dtype=np.int32)
         self.confidences = np.full(self.n, np.nan)
         self.stages = np.full(self.n, -1, dtype=np.int8)
         self.costs = np.zeros(self.n)
@@ -57,6 +75,11 @@ class Flight:
         self.called = np.zeros(len(self.policy.stages), dtype=bool)
         self.n_open = self.n
         self.done = asyncio.get_running_loop().create_future()
+
+    @property
+    def capped(self) -> bool:
+        """Return whether some of the policy's stages are not to be called."""
+        return self.last_stage < len(self.policy.stages) - 1
 
     def note(self, stage: int, rows: Ints, step: Step, taken: slice, costs: Floats, waited_s: float) -> None:
         """Take a step's answers for some rows as the best so far.
@@ -69,6 +92,7 @@ class Flight:
         self.spans_ns[stage] = first, now
         self.called[stage] = True
         self.costs[rows] += costs
+        self.before[rows] = self.predictions[rows]
         self.predictions[rows] = step.predictions[taken]
         self.confidences[rows] = step.confidences[taken]
         self.stages[rows] = stage

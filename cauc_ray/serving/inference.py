@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,6 +73,9 @@ class Inference:
             last_stage=last_stage(request.parameters, in_force.policy),
             wants_scores=any(output.name == "probabilities" for output in request.outputs or ()),
         )
+        self._router.watching.answered(flight, in_force.id)
+        if flight.early:
+            self._router.cascade.compare(flight, partial(self._router.watching.agreements, in_force.id))
         parameters = self._parameters(flight, in_force.id)
         names = DEFAULT_OUTPUTS if request.outputs is None else tuple(output.name for output in request.outputs)
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, flight)) for name in names]

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.watch import Watched
 from cauc_ray.serving.faults import Trouble
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -30,6 +31,23 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
     "cauc_serve_policy": ("gauge", ("model", "policy"), "1 for the policy in force, 0 for earlier ones"),
     "cauc_serve_policy_changes": ("counter", ("model", "outcome"), "Changes of the policy, by outcome"),
+    "cauc_serve_watch_holds": ("gauge", ("model",), "1 while answers are like validation's, 0 once they are not"),
+    "cauc_serve_watch_evidence": (
+        "gauge",
+        ("model", "feature"),
+        "Most evidence so far that answers are no longer like validation's, log10; 1.3 is needed",
+    ),
+    "cauc_serve_watch_accuracy": ("gauge", ("model", "stage"), "Accuracy of a stage's answers, by feedback"),
+    "cauc_serve_watch_calibration_error": (
+        "gauge",
+        ("model", "stage"),
+        "Calibration error of a stage's answers, by feedback",
+    ),
+    "cauc_serve_watch_agreement": ("gauge", ("model", "stage"), "Share of answers that the whole cascade gives too"),
+    "cauc_serve_watch_cost": ("gauge", ("model", "stage", "unit"), "Mean cost of a stage's answers, of all calls"),
+    "cauc_serve_feedback_rows": ("counter", ("model", "outcome"), "Rows of feedback, by outcome"),
+    "cauc_serve_shadow_rows": ("counter", ("model", "outcome"), "Early answers that were chosen to be compared"),
+    "cauc_serve_shadow_cost": ("counter", ("model", "stage", "unit"), "What comparisons cost, in the policy's unit"),
 }
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
 _BOUNDARIES = {
@@ -89,6 +107,35 @@ class ServingMetrics:
     def policy_change(self, outcome: Literal["taken", "refused", "rolled_back"]) -> None:
         """Count what became of a change."""
         self._inc("cauc_serve_policy_changes", 1, outcome=outcome)
+
+    def watched(self, watched: Watched) -> None:
+        """Tell what has been seen of the answers of the policy in force."""
+        self._set("cauc_serve_watch_holds", float(watched.holds))
+        for feature, evidence in watched.evidence.items():
+            self._set("cauc_serve_watch_evidence", max(0.0, evidence.log10), feature=feature)
+        for stage, sums in zip(self._stages, watched.stages, strict=True):
+            if sums.mean_cost is not None:
+                self._set("cauc_serve_watch_cost", sums.mean_cost[0], stage=stage, unit=self._unit)
+            if sums.calibration_error is not None:
+                self._set("cauc_serve_watch_accuracy", sums.accuracy.value, stage=stage)
+                self._set("cauc_serve_watch_calibration_error", sums.calibration_error, stage=stage)
+            if sums.n_compared:
+                self._set("cauc_serve_watch_agreement", sums.agreement.value, stage=stage)
+
+    def feedback(self, outcome: Literal["counted", "cut_short", "other_policy", "not_watched"], n: int) -> None:
+        """Count rows of feedback."""
+        self._inc("cauc_serve_feedback_rows", n, outcome=outcome)
+
+    def shadowed(self, stage: int, costs: Floats) -> None:
+        """Note what a stage's answers cost that nobody waits for."""
+        self._inc("cauc_serve_shadow_cost", float(costs.sum()), stage=self._stages[stage], unit=self._unit)
+
+    def shadow_rows(self, outcome: str, n: int) -> None:
+        """Count early answers that were chosen to be compared."""
+        self._inc("cauc_serve_shadow_rows", n, outcome=outcome)
+
+    def _set(self, name: str, value: float, **tags: str) -> None:
+        self._metrics[name].set(value, tags={"model": self._model, **tags})
 
     def _inc(self, name: str, amount: float, **tags: str) -> None:
         if amount > 0:  # Ray refuses 0

@@ -38,6 +38,8 @@ _SET_ERRORS = {
     413: "The body is too long.",
     503: "Not every replica took it; the one before is in force again.",
 }
+_FEEDBACK_ERRORS = {400: "The feedback makes no sense.", 413: "The body is too long, or has too many rows."}
+_WATCH_ERRORS = {503: "Not every replica has answered."}
 _UNKNOWN = {404: "There is no such model or version."}
 _UNAUTHORIZED = {401: "No token, or none that is valid here."}
 
@@ -109,6 +111,19 @@ class Pages:
         errors = _errors(_SET_ERRORS | _UNKNOWN | (_UNAUTHORIZED if self.change_asks else {}))
         body = {_JSON: {"schema": schemas.POLICY_CHANGE, "example": {"threshold": 0.8}}}
         return _says("Change the policy, on all replicas or none", ok, errors, self._path(False), body)
+
+    def watch(self) -> Says:
+        """Return what is said of the address that tells whether the policy still holds."""
+        errors = _errors(_WATCH_ERRORS | _UNKNOWN | (_UNAUTHORIZED if self.policy_asks else {}))
+        ok = _answer(schemas.WATCH, "What all replicas have seen since the policy is in force.")
+        return _says("Whether the policy in force still holds", ok, errors, self._path(False))
+
+    def feedback(self) -> Says:
+        """Return what is said of the address that takes what has become known of answers."""
+        errors = _errors(_FEEDBACK_ERRORS | _UNKNOWN | (_UNAUTHORIZED if self.infer_asks else {}))
+        body = {_JSON: {"schema": schemas.FEEDBACK, "example": schemas.FEEDBACK_EXAMPLE}}
+        ok = _answer(schemas.FEEDBACK_TAKEN, "How many rows are counted, and why not all, if so.")
+        return _says("Tell which answers were right", ok, errors, self._path(False), body)
 
     def _path(self, versioned: bool) -> list[Says]:
         parts = {"name": self.model, **({"version": self.version} if versioned else {})}

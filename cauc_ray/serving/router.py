@@ -18,14 +18,18 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.cascade import Cascade
 from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.feedback import Feedback
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.policies_live import KeptPolicy, PolicyChange, PolicyStore, digest
 from cauc_ray.serving.stages import ServeClient
+from cauc_ray.serving.watching import WatchedHere, Watching, report_of
 
 ROUTER = "Router"
 # How often a replica looks for a policy that was set at another, and for the replicas of stages.
 POLICY_PERIOD_S = 0.25
 STAGES_PERIOD_S = 1.0
+# How often a replica computes what it has watched.
+WATCH_PERIOD_S = 1.0
 # All replicas must have taken a policy within this, else it is taken back.
 ADOPTION_DEADLINE_S = 3.0
 
@@ -72,6 +76,7 @@ class Router:
         self.refused: str | None = None
         self.facts: list[ModelFacts | None] = [None] * len(self.specs)
         self.metrics = ServingMetrics(model, policy.models, policy.cost_unit)
+        self.watching = Watching(policy, self.in_force.id, self.metrics, pool.serving.router.replicas.max)
         self._clients = [ServeClient(handle) for handle in stages]
         self._store = PolicyStore(key)
         self._adopting = threading.Lock()
@@ -92,7 +97,8 @@ class Router:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
             self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics)
-            self._tasks = [asyncio.create_task(self._follow_policy()), asyncio.create_task(self._follow_stages())]
+            follow = (self._follow_policy(), self._follow_stages(), self._follow_answers())
+            self._tasks = [asyncio.create_task(one) for one in follow]
         return self._cascade
 
     @property
@@ -136,6 +142,42 @@ class Router:
             raise RequestError(f"not every replica took policy {after.id}; {before.id} is in force again", 503, 1.0)
         self.metrics.policy_change("taken")
         return {"policy_id": after.id, "previous": before.id, "replicas": n_replicas}
+
+    async def watched(self) -> WatchedHere:
+        """Return what this replica has seen of the answers of the policy in force."""
+        return await asyncio.to_thread(self.watching.settle)
+
+    async def watch(self) -> dict[str, Any]:
+        """Return what all replicas have seen of the answers of the policy in force. Raises RequestError (503)."""
+        handle = serve.get_deployment_handle(ROUTER, serve.get_replica_context().app_name)
+        in_force = self.in_force
+        try:
+            told = await handle.broadcast("watched").results_async(timeout_s=ADOPTION_DEADLINE_S)
+        except Exception as error:  # a replica that is just ending fails in many ways
+            logger.warning(f"a router has not said what it has watched: {type(error).__name__}")
+            raise RequestError("not every replica said what it has seen", 503, 1.0) from error
+        return report_of(in_force.policy, in_force.id, told)
+
+    def feedback(self, body: bytes) -> dict[str, Any]:
+        """Take what has become known of answers. Raises RequestError where it makes no sense."""
+        in_force = self.in_force
+        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
+        n, n_counted, says = len(feedback), 0, None
+        if feedback.policy_id != in_force.id:
+            says = f"policy {in_force.id} is in force; what is known of another's answers is not counted"
+            self.metrics.feedback("other_policy", n)
+        elif in_force.policy.reference is None:
+            says = f"policy {in_force.id} has nothing to compare its answers with; nothing is counted"
+            self.metrics.feedback("not_watched", n)
+        else:
+            own = feedback.given_by(in_force.policy)
+            self.watching.outcomes(in_force.id, own.stages, own.confidences, own.correct)
+            n_counted = len(own)
+            if n_counted < n:
+                says = f"{n - n_counted} answers were cut short, by a request or a fault, and are not counted"
+            self.metrics.feedback("counted", n_counted)
+            self.metrics.feedback("cut_short", n - n_counted)
+        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -191,6 +233,8 @@ class Router:
             return
         before, after = self.in_force, InForce.of(kept.policy)
         self.in_force = after
+        if after.id != before.id or after.policy.reference != before.policy.reference:
+            self.watching.begin(after.policy, after.id)
         if after.id != before.id:
             self.metrics.policy(after.id, before.id)
             logger.info(f"policy {after.id} is in force after {before.id}")
@@ -203,6 +247,15 @@ class Router:
                 await asyncio.to_thread(self._adopt_kept)
             except (PolicyError, RuntimeError, ConnectionError) as error:
                 logger.warning(f"the kept policy cannot be read: {error}")
+
+    async def _follow_answers(self) -> None:
+        """Compute what was watched."""
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            try:
+                await asyncio.to_thread(self.watching.settle)
+            except Exception:  # an answer does not depend on it
+                logger.exception("answers could not be watched")
 
     async def _follow_stages(self) -> None:
         """Learn how many replicas the stages have, and what their models say of themselves."""

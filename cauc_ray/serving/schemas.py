@@ -84,6 +84,54 @@ POLICY_CHANGE: Schema = {
 POLICY_CHANGED = _object(
     {"policy_id": TEXT, "previous": TEXT, "replicas": {"type": "integer"}}, "policy_id", "previous", "replicas"
 )
+FEEDBACK: Schema = {
+    **_object(
+        {
+            "policy_id": {**TEXT, "description": "as the answers' parameters said"},
+            **{
+                name: {"type": "array", "items": item, "description": says}
+                for name, item, says in (
+                    ("prediction", {"type": "integer", "minimum": 0}, "as answered"),
+                    ("confidence", {"type": "number", "minimum": 0, "maximum": 1}, "as answered"),
+                    ("stage", {"type": "integer", "minimum": 0}, "as answered; name it among a request's outputs"),
+                    ("label", {"type": "integer", "minimum": 0}, "what would have been right"),
+                )
+            },
+        },
+        "policy_id",
+        "prediction",
+        "confidence",
+        "stage",
+        "label",
+    ),
+    "additionalProperties": False,
+}
+FEEDBACK_EXAMPLE = {"policy_id": "0" * 12, "prediction": [3], "confidence": [0.93], "stage": [0], "label": [3]}
+FEEDBACK_TAKEN = _object(
+    {"policy_id": TEXT, "rows": {"type": "integer"}, "counted": {"type": "integer"}, "says": _or_null(TEXT)},
+    "policy_id",
+    "rows",
+    "counted",
+)
+WATCH = _object(
+    {
+        "policy_id": TEXT,
+        "holds": {"type": ["boolean", "null"], "description": "null where the policy has nothing to be compared with"},
+        "says": {**TEXT, "description": "the same in words, and what spoke against it first"},
+        "routers": {"type": "integer", "description": "replicas that have said what they saw"},
+        "n": {"type": "integer", "description": "answers"},
+        "n_labelled": {"type": "integer", "description": "rows of feedback"},
+        "n_compared": {"type": "integer", "description": "rows of the shadow sample"},
+        "false_alarm_rate": {"type": "number"},
+        "needed": {"type": "number", "description": "evidence from which on the policy no longer holds, log10"},
+        "features": {"type": "array", "items": {"type": "object"}},
+        "stages": {"type": "array", "items": {"type": "object"}},
+    },
+    "policy_id",
+    "holds",
+    "says",
+    "routers",
+)
 RESPONSE = _object(
     {
         "model_name": TEXT,

@@ -11,6 +11,8 @@ import promql_parser as promql
 import pytest
 import ray
 
+from cauc_ray.policies.watch import Evidence, Watched
+from cauc_ray.policies.watched_sums import StageSums
 from cauc_ray.serving.metrics import METRICS, ServingMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana.json").read_text())
@@ -172,6 +174,13 @@ class Teller:
         metrics.queued([2])
         metrics.policy("after", "before")
         metrics.policy_change("taken")
+        confidences, costs = np.array([0.7, 0.4]), np.array([0.2, 0.3])
+        sums = StageSums.of_answers(confidences, costs) + StageSums.of_outcomes(confidences, costs > 0)
+        sums += StageSums.of_agreements(costs > 0)
+        metrics.watched(Watched((sums,), {"confidence": Evidence(2, 0.1)}))
+        metrics.feedback("counted", 2)
+        metrics.shadowed(0, costs)
+        metrics.shadow_rows("compared", 2)
 
 
 def scrape():

@@ -57,6 +57,8 @@ class Counts:
     troubles: dict[tuple[int, str], int] = field(default_factory=dict)
     calls: list[tuple[int, int]] = field(default_factory=list)
     cost: float = 0.0
+    shadow_cost: dict[int, float] = field(default_factory=dict)
+    shadows: dict[str, int] = field(default_factory=dict)
 
     def rows(self, stage, outcome, n):
         self.outcomes[stage, outcome] = self.outcomes.get((stage, outcome), 0) + n
@@ -71,16 +73,22 @@ class Counts:
     def degraded(self, stage, trouble, n):
         self.troubles[stage, trouble] = self.troubles.get((stage, trouble), 0) + n
 
+    def shadowed(self, stage, costs):
+        self.shadow_cost[stage] = self.shadow_cost.get(stage, 0.0) + float(costs.sum())
+
+    def shadow_rows(self, outcome, n):
+        self.shadows[outcome] = self.shadows.get(outcome, 0) + n
+
 
 def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Pool:
-    """Return a pool of models that nobody loads; serving: of each stage, `max_queued_rows` of the pool."""
-    most = serving.pop("max_queued_rows", 8192)
+    """Return a pool of models that nobody loads; serving: of each stage, `max_queued_rows` and `shadow` of the pool."""
+    of_pool = {"max_queued_rows": serving.pop("max_queued_rows", 8192), "shadow": serving.pop("shadow", 0.0)}
     stages = [
         {"name": name, "model": {"kind": "python", "factory": "a:b"}, "batch_size": 8, "serving": serving}
         for name in names
     ]
     content = {"name": "p", "task": "image-classification", "on_failure": on_failure, "stages": stages}
-    return pool_of({**content, "serving": {"max_queued_rows": most}}, None)
+    return pool_of({**content, "serving": of_pool}, None)
 
 
 def cascade_of(pool: Pool, stages: Sequence[Stage]) -> tuple[Cascade, Counts]:

@@ -1,0 +1,123 @@
+"""The shadow sample: of a share of early answers, what the rest of the cascade would have made of them.
+
+Rows go on from where they stopped, after their request has been answered, and only to stages that are idle: at most one
+call's worth at a time, so that a request never waits for more than one of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.sweep import STOP_NONE
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.lane import Lane
+
+# How often the stages are looked at, how long rows wait for them to be idle, and how many may wait.
+PERIOD_S = 0.02
+PATIENCE_S = 10.0
+MOST_WAITING = 1000
+
+# Told the stages that gave the answers, int (n,), and which of them the whole cascade gave too, bool (n,).
+Tell: TypeAlias = Callable[[Ints, Bools], None]
+
+
+class Sender(Protocol):
+    """Who has the cascade answer rows."""
+
+    def go_on(self, flight: Flight, stage: int, state: Floats) -> None:
+        """Send all rows of a request to a stage, with the state that they bring along."""
+
+    def give_up(self, flight: Flight) -> None:
+        """Forget what of a request still waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Rows that a stage has answered.   columns: of these, each (n, ...).   until: on the loop's clock."""
+
+    policy: Policy
+    stage: int
+    columns: Batch
+    predictions: Ints
+    state: Floats
+    tell: Tell
+    until: float
+
+
+class Shadows:
+    """Chooses early answers by lot, and has them asked on when their stages are idle.
+
+    share: of early answers.   on_dropped: told of how many nothing came: stages were busy, or failed.
+    """
+
+    def __init__(self, share: float, lanes: Sequence[Lane], sender: Sender, on_dropped: Callable[[int], None]) -> None:
+        self.share = share
+        self._lanes, self._sender, self._on_dropped = lanes, sender, on_dropped
+        self._loop = asyncio.get_running_loop()
+        self._lot = np.random.default_rng(0)
+        self._waiting: deque[_Waiting] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looks = False
+
+    def chosen(self, n: int) -> Ints:
+        """Return which of n early answers are chosen, int (m,)."""
+        return np.flatnonzero(self._lot.random(n) < self.share)
+
+    def offer(self, flight: Flight, tell: Tell) -> None:
+        """Take what was chosen of a request that has been answered.   tell: told what became of it, if anything."""
+        until = self._loop.time() + PATIENCE_S
+        for early in flight.early:
+            if sum(len(waiting.predictions) for waiting in self._waiting) + len(early.rows) > MOST_WAITING:
+                self._on_dropped(len(early.rows))
+                continue
+            columns = {name: column[early.rows] for name, column in flight.columns.items()}
+            predictions = flight.predictions[early.rows]
+            self._waiting.append(_Waiting(flight.policy, early.stage, columns, predictions, early.state, tell, until))
+        if self._waiting and not self._looks:
+            self._looks = True
+            self._loop.call_later(PERIOD_S, self._look)
+
+    def _look(self) -> None:
+        """Send on what may go, and come back while anything waits."""
+        now = self._loop.time()
+        for waiting in [one for one in self._waiting if one.until <= now]:
+            self._waiting.remove(waiting)
+            self._on_dropped(len(waiting.predictions))
+        # Looked at once: the first rows that are sent make a stage busy.
+        idle = [not any(lane.busy for lane in self._lanes[stage:]) for stage in range(len(self._lanes))]
+        n_left = min(lane.limits.batch_size for lane in self._lanes)
+        for waiting in list(self._waiting):
+            if n_left > 0 and idle[waiting.stage + 1]:
+                n_left -= len(waiting.predictions)
+                self._waiting.remove(waiting)
+                task = self._loop.create_task(self._ask(waiting))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        self._looks = bool(self._waiting)
+        if self._looks:
+            self._loop.call_later(PERIOD_S, self._look)
+
+    async def _ask(self, waiting: _Waiting) -> None:
+        n = len(waiting.predictions)
+        # Of no use to stop early: the last stage's word is wanted.
+        policy = waiting.policy.model_copy(update={"threshold": STOP_NONE})
+        flight = Flight(policy, waiting.columns, n, len(self._lanes) - 1, shadow=True)
+        try:
+            self._sender.go_on(flight, waiting.stage + 1, waiting.state)
+            await flight.done
+        except RequestError:
+            self._on_dropped(n)
+        else:
+            waiting.tell(np.full(n, waiting.stage), flight.predictions == waiting.predictions)
+        finally:
+            self._sender.give_up(flight)

@@ -1,0 +1,171 @@
+"""A service that watches itself, on real Ray Serve: new rows stay quiet, changed models do not."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import synthetic
+import yaml
+from runs import saved_pool
+
+import cauc_ray
+from cauc_ray.data.logits import write_logits
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.replay import replay
+from cauc_ray.policies.threshold import ThresholdRule
+
+# Rows of the same models as validation's, and of models whose first two have become worse.
+N_SAME, N_OTHER = 800, 500
+DEADLINE_S = 60.0
+
+
+class Watched:
+    """A saved chain of both kinds of rows, and its policy."""
+
+    def __init__(self, folder):
+        same = synthetic.chain(11, N_SAME)
+        other = synthetic.chain(12, N_OTHER, strengths=(0.0, 0.0, 0.5))
+        self.ids = {
+            "same": [f"same-{row}" for row in range(N_SAME)],
+            "other": [f"other-{row}" for row in range(N_OTHER)],
+        }
+        for stage, model in enumerate(same.models):
+            write_logits(
+                folder / "LOGITS",
+                model,
+                "test",
+                example_ids=[*self.ids["same"], *self.ids["other"]],
+                labels=np.concatenate([same.labels, other.labels]),
+                logits=[*same.logits[stage], *other.logits[stage]],
+                costs=None,
+            )
+        self.labels = dict(zip([*self.ids["same"], *self.ids["other"]], [*same.labels, *other.labels], strict=True))
+        fitting = (synthetic.chain(13, 1500), synthetic.chain(13, 1500, shift=1))
+        self.policy = fit_rf(*fitting, ThresholdRule(budget=12.0))
+        self.other = fit_rf(*fitting, ThresholdRule(budget=9.0))
+        self.same = same
+        path = saved_pool(folder, serving={"batch_size": 16, "timeout_s": 20})
+        content = yaml.safe_load(path.read_text())
+        router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
+        content["serving"] = {"shadow": 0.5, "router": router}
+        path.write_text(yaml.safe_dump(content))
+        self.pool = path
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    return Watched(tmp_path_factory.mktemp("watched"))
+
+
+@pytest.fixture(scope="module")
+def service(watched, ray_session):
+    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as running:
+        yield running
+
+
+def http(service, path, content=None):
+    """Return the status and content of a request: GET, or POST of some JSON."""
+    data = None if content is None else json.dumps(content).encode()
+    try:
+        with urllib.request.urlopen(f"{service.url}/v2/models/six/{path}", data, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def ask(service, ids):
+    """Return what feedback says of answers, all but the labels, and their costs."""
+    inputs = [{"name": "example_id", "shape": [len(ids)], "datatype": "BYTES", "data": list(ids)}]
+    names = ("prediction", "confidence", "stage", "cost")
+    status, content = http(service, "infer", {"inputs": inputs, "outputs": [{"name": name} for name in names]})
+    assert status == 200, content
+    outputs = {output["name"]: output["data"] for output in content["outputs"]}
+    costs = outputs.pop("cost")
+    return {"policy_id": content["parameters"]["policy_id"], **outputs}, costs
+
+
+def traffic(watched, service, ids, size=20):
+    """Ask for rows and tell their labels, and return what the feedback was answered."""
+    told = []
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        said, _ = ask(service, part)
+        label = [int(watched.labels[one]) for one in part]
+        status, content = http(service, "feedback", {**said, "label": label})
+        assert status == 200, content
+        told.append(content)
+    return told
+
+
+def seen(service, ready):
+    """Return what is watched once that is as it should be, at the latest when time is over."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        status, content = http(service, "watch")
+        assert status == 200, content
+        if ready(content) or time.monotonic() > deadline:
+            return content
+        time.sleep(0.2)
+
+
+def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_announced(watched, service):
+    policy_id = watched.policy.id
+    told = traffic(watched, service, watched.ids["same"])
+    assert {(one["policy_id"], one["says"]) for one in told} == {(policy_id, None)}
+    assert sum(one["counted"] for one in told) == N_SAME
+    content = seen(service, lambda content: content["n"] == N_SAME == content["n_labelled"] and content["n_compared"])
+    expected = replay(watched.policy, watched.same)
+    assert (content["holds"], content["says"], content["routers"]) == (True, "holds", 2)
+    assert content["policy_id"] == policy_id
+    assert content["cost"][0] == pytest.approx(expected.costs.mean())
+    correct = expected.predictions == watched.same.labels
+    for place, stage in enumerate(content["stages"]):
+        here = expected.stages == place
+        assert (stage["n"], stage["n_labelled"]) == (here.sum(), here.sum())
+        assert stage["accepted_accuracy"][0] == pytest.approx(correct[here].mean())
+        assert stage["n_compared"] <= (0 if place == 2 else here.sum())
+
+    try:
+        said, _ = ask(service, watched.ids["same"][:5])
+        cauc_ray.set_policy(watched.other, url=service.url)
+        content = seen(service, lambda content: content["policy_id"] != policy_id)
+        assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
+        status, late = http(service, "feedback", {**said, "label": [0] * 5})
+        assert (status, late["counted"], late["rows"]) == (200, 0, 5)
+        assert f"policy {watched.other.id} is in force" in late["says"]
+        cauc_ray.set_policy(url=service.url, threshold=0.5)
+        content = seen(service, lambda content: content["holds"] is None)
+        assert "nothing to compare" in content["says"]
+    finally:
+        cauc_ray.set_policy(watched.policy, url=service.url)
+
+    traffic(watched, service, watched.ids["other"])
+    content = seen(service, lambda content: not content["holds"])
+    assert content["holds"] is False
+    assert content["n"] <= N_OTHER
+    assert content["says"].startswith("no longer holds: ")
+
+
+def test_early_answers_are_compared_and_no_answer_depends_on_it(watched, service):
+    said, costs = ask(service, watched.ids["same"])
+    expected = replay(watched.policy, watched.same)
+    assert np.array_equal(said["prediction"], expected.predictions)
+    assert np.allclose(costs, expected.costs)
+
+
+def test_feedback_without_sense_is_refused(watched, service):
+    said, _ = ask(service, watched.ids["same"][:2])
+    for content in ({}, [], {**said, "label": [1]}, {**said, "label": [1, 2], "stage": [7, 0]}):
+        status, error = http(service, "feedback", content)
+        assert (status, list(error)) == (400, ["error"])
+    assert http(service, "watch/other")[0] == 404
+
+
+def test_the_pages_describe_both_addresses(service):
+    with urllib.request.urlopen(f"{service.url}/openapi.json", timeout=60) as answer:
+        paths = json.load(answer)["paths"]
+    assert "post" in paths["/v2/models/{name}/feedback"]
+    assert "get" in paths["/v2/models/{name}/watch"]

@@ -1,0 +1,257 @@
+"""What a router watches, without Ray: the shadow sample, what counts as the policy's own answers, and feedback."""
+
+import asyncio
+import json
+import logging
+
+import numpy as np
+import pytest
+from lanes import Stage, a_pool, cascade_of, columns_of
+from synthetic import chain
+from virtual_time import run_virtually
+
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.replay import replay
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import trace_policy
+from cauc_ray.serving import watching
+from cauc_ray.serving.faults import RequestError, StageError
+from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S
+from cauc_ray.serving.watching import Watching, report_of
+
+DATA = chain(3, n=400, ragged=True)
+POLICY = fit_rf(chain(3, n=1000, shift=1), chain(3, n=1000, shift=2), ThresholdRule(budget=12.0))
+EXPECTED = replay(POLICY, DATA)
+TRACE = trace_policy(POLICY, DATA)
+COSTS = np.array([stage.cost for stage in POLICY.stages])
+
+
+class Told:
+    """Remembers what it is told of agreements, and of what was watched."""
+
+    def __init__(self):
+        self.stages, self.agreed, self.seen = [], [], []
+
+    def agreements(self, stages, agreed):
+        self.stages += stages.tolist()
+        self.agreed += agreed.tolist()
+
+    def watched(self, watched):
+        self.seen.append(watched)
+
+
+async def ask(cascade, rows, **options):
+    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), **options)
+
+
+def shadowed(share):
+    """Answer requests of five rows one after another, offer each for comparison, and wait.
+
+    Returns what is counted, what agreements are told, the rows that the stages had, and the answers.
+    """
+
+    async def main():
+        mine = [Stage(f"logits{stage}") for stage in range(3)]
+        cascade, counts = cascade_of(a_pool(DATA.models, shadow=share), mine)
+        told, flights = Told(), []
+        for rows in np.arange(len(DATA)).reshape(-1, 5):
+            flights.append(await ask(cascade, rows))
+            calls = [len(stage.batches) for stage in mine]
+            cascade.compare(flights[-1], told.agreements)
+            assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
+        await asyncio.sleep(PATIENCE_S + 1)
+        return counts, told, [sum(map(len, stage.batches)) for stage in mine], flights
+
+    return run_virtually(main())
+
+
+def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_them():
+    counts, told, had, flights = shadowed(1.0)
+    early = EXPECTED.stages < 2
+    agreed = EXPECTED.predictions == TRACE.predictions[:, -1]
+    assert sorted(zip(told.stages, told.agreed, strict=True)) == sorted(
+        zip(EXPECTED.stages[early].tolist(), agreed[early].tolist(), strict=True)
+    )
+    assert 0 < agreed[early].mean() < 1
+    assert counts.shadows == {"compared": early.sum()}
+    # A row goes on from where it stopped; what that costs is counted apart, and no answer is another.
+    assert had == [len(DATA)] * 3
+    assert counts.cost == pytest.approx(EXPECTED.costs.sum())
+    assert sum(counts.shadow_cost.values()) == pytest.approx(COSTS.sum() * len(DATA) - EXPECTED.costs.sum())
+    assert sum(n for (_, outcome), n in counts.outcomes.items() if outcome == "accepted") == len(DATA)
+    predictions = np.concatenate([flight.predictions for flight in flights])
+    assert np.array_equal(predictions, EXPECTED.predictions)
+
+
+def test_a_share_is_chosen_by_lot_and_always_the_same():
+    counts, told, _, _ = shadowed(0.25)
+    n_early = int((EXPECTED.stages < 2).sum())
+    n = counts.shadows["compared"]
+    assert abs(n - n_early / 4) < 4 * (n_early * 0.25 * 0.75) ** 0.5
+    again, told_again, _, _ = shadowed(0.25)
+    assert (again.shadows, told_again.agreed) == (counts.shadows, told.agreed)
+    none, told, had, _ = shadowed(0.0)
+    assert none.shadows == {}
+    assert had[0] == len(DATA)
+    assert had[2] == (EXPECTED.stages == 2).sum()
+
+
+def test_rows_that_a_request_caps_are_not_compared():
+    async def main():
+        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), [Stage(f"logits{stage}") for stage in range(3)])
+        flight = await ask(cascade, np.arange(100), last_stage=1)
+        cascade.compare(flight, Told().agreements)
+        await asyncio.sleep(PATIENCE_S)
+        return flight, counts
+
+    flight, counts = run_virtually(main())
+    assert flight.capped
+    assert (flight.early, counts.shadows) == ([], {})
+
+
+def test_a_stage_that_is_busy_is_left_alone():
+    """Stages that always have a request's rows get no other ones, which are dropped in the end."""
+    calls = []
+
+    async def main():
+        async def slow(call, batch):
+            calls.append(batch["row"].tolist())
+            await asyncio.sleep(0.05)
+
+        mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
+        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0, timeout_s=60.0), mine)
+        late = np.flatnonzero(EXPECTED.stages == 2)
+        early = np.flatnonzero(EXPECTED.stages == 0)[:20]
+        stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
+
+        async def keep_busy():
+            while asyncio.get_running_loop().time() < stop:
+                await ask(cascade, late[:8])
+
+        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        cascade.compare(await ask(cascade, early), Told().agreements)
+        await asyncio.gather(*busy)
+        return counts, set(early.tolist())
+
+    counts, early = run_virtually(main())
+    assert counts.shadows == {"dropped": 20}
+    assert not any(early & set(rows) for rows in calls)
+
+
+def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
+    async def fail(call, batch):
+        raise StageError("down", "gone")
+
+    async def main():
+        mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
+        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
+        told, early = Told(), np.flatnonzero(EXPECTED.stages == 0)
+        cascade.compare(await ask(cascade, early[:10]), told.agreements)
+        await asyncio.sleep(1)
+        assert (counts.shadows, told.agreed) == ({"dropped": 10}, [])
+        for _ in range(3 + MOST_WAITING // 20):
+            cascade.compare(await ask(cascade, early[:20]), told.agreements)
+        assert counts.shadows["dropped"] == 10 + 60
+        return counts
+
+    counts = run_virtually(main())
+    assert not counts.troubles
+    assert {outcome for (_, outcome), n in counts.outcomes.items() if n} == {"accepted"}
+
+
+def answered(rows, data=DATA, **options):
+    async def main():
+        cascade, _ = cascade_of(a_pool(data.models), [Stage(f"logits{stage}") for stage in range(3)])
+        return await cascade.answer(POLICY, columns_of(data.logits, rows), len(rows), **options)
+
+    return run_virtually(main())
+
+
+def test_a_flight_knows_what_the_stage_before_answered():
+    flight = answered(np.arange(len(DATA)))
+    for row, stage in enumerate(flight.stages):
+        assert flight.before[row] == (TRACE.predictions[row, stage - 1] if stage else -1)
+
+
+def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog):
+    told = Told()
+    watch = Watching(POLICY, POLICY.id, told, n_routers=1)
+    watch.answered(answered(np.arange(50)), POLICY.id)
+    watch.answered(answered(np.arange(50), last_stage=1), POLICY.id)
+    watch.answered(answered(np.arange(50)), "another")
+    degraded = answered(np.arange(50))
+    degraded.degraded[:30] = True
+    watch.answered(degraded, POLICY.id)
+    seen = watch.settle()
+    assert sum(sums.n for sums in seen.watched.stages) == 70
+    assert watch.settle().watched.stages[0].n == seen.watched.stages[0].n
+    none = np.zeros(4000, dtype=int)
+    watch.outcomes("another", none, np.full(4000, 0.9), none == 0)
+    assert watch.settle().watched.stages[0].n_outcomes == 0
+    with caplog.at_level(logging.WARNING, logger="ray.serve"):
+        for _ in range(3):
+            watch.outcomes(POLICY.id, none, np.full(4000, 0.9), none == 1)
+            assert not watch.settle().watched.holds
+    assert [record.message.startswith(f"policy {POLICY.id} no longer holds: ") for record in caplog.records] == [True]
+    assert not told.seen[-1].holds
+    assert report_of(POLICY, POLICY.id, [watch.settle()])["holds"] is False
+    other = POLICY.with_threshold(0.5)
+    watch.begin(other, other.id)
+    watch.answered(answered(np.arange(50)), other.id)
+    assert watch.settle().watched is None
+    assert report_of(other, other.id, [watch.settle()])["holds"] is None
+    watch.begin(POLICY, POLICY.id)
+    assert watch.settle().watched.holds
+
+
+def test_a_flood_is_watched_in_part():
+    watch = Watching(POLICY, POLICY.id, Told(), n_routers=1)
+    flight = answered(np.arange(len(DATA)))
+    for _ in range(20):
+        watch.answered(flight, POLICY.id)
+    assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT
+    watch.answered(flight, POLICY.id)
+    assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT + len(DATA)
+
+
+def body(**changes):
+    whole = {"policy_id": "p", "prediction": [1, 2], "confidence": [0.99, 0.3], "stage": [0, 0], "label": [1, 1]}
+    return json.dumps({**whole, **changes}).encode()
+
+
+def test_feedback_is_read_and_answers_that_were_cut_short_are_told_apart():
+    feedback = Feedback.read(body(), POLICY, 10)
+    assert (len(feedback), feedback.policy_id, feedback.correct.tolist()) == (2, "p", [True, False])
+    assert feedback.given_by(POLICY).confidences.tolist() == [0.99]
+    last = Feedback.read(body(stage=[0, 2]), POLICY, 10)
+    assert len(last.given_by(POLICY)) == 2
+    # The answers of a replay are all its own, also as the float32 that a client is given.
+    said = Feedback(POLICY.id, EXPECTED.stages, EXPECTED.confidences.astype(np.float32).astype(float), DATA.labels > 0)
+    assert len(said.given_by(POLICY)) == len(DATA)
+
+
+@pytest.mark.parametrize(
+    ("bad", "status", "says"),
+    [
+        (b"", 400, "not understood"),
+        (b"[]", 400, "not understood"),
+        (body(prediction=[]), 400, "prediction"),
+        (body(label=[1]), 400, "2 of prediction, 2 of confidence, 2 of stage, 1 of label"),
+        (body(confidence=[0.5, 1.5]), 400, "confidence"),
+        (body(confidence=[0.5, "a"]), 400, "confidence"),
+        (body(stage=[0, 3]), 400, "a stage is 0 to 2, not 3"),
+        (body(stage=[0, -1]), 400, "stage"),
+        (body(label=[1.5, 1]), 400, "label"),
+        (body(label=[2**40, 1]), 400, "label"),
+        (body(extra=1), 400, "extra"),
+        (body(prediction=[1] * 11, confidence=[0.5] * 11, stage=[0] * 11, label=[1] * 11), 413, "at most 10 rows"),
+    ],
+)
+def test_feedback_that_makes_no_sense_is_refused(bad, status, says):
+    with pytest.raises(RequestError) as error:
+        Feedback.read(bad, POLICY, 10)
+    assert error.value.status == status
+    assert says in error.value.message
+    assert "\n" not in error.value.message
