@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cauc_ray.errors import CaucError, CaucWarning
+    from cauc_ray.front.checking import check
     from cauc_ray.front.collecting import collect
     from cauc_ray.front.comparing import compare
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
     from cauc_ray.front.planning.plan import plan
+    from cauc_ray.front.report.writing import report
     from cauc_ray.front.serving import serve, set_policy
     from cauc_ray.front.sharding import calibrate
     from cauc_ray.front.submitting import submit
@@ -27,12 +29,14 @@ _PUBLIC = {
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
     "calibrate": "cauc_ray.front.sharding",
+    "check": "cauc_ray.front.checking",
     "collect": "cauc_ray.front.collecting",
     "compare": "cauc_ray.front.comparing",
     "evaluate": "cauc_ray.front.offline",
     "fit": "cauc_ray.front.offline",
     "plan": "cauc_ray.front.planning.plan",
     "replace_model": "cauc_ray.front.offline",
+    "report": "cauc_ray.front.report.writing",
     "run": "cauc_ray.front.online",
     "serve": "cauc_ray.front.serving",
     "set_policy": "cauc_ray.front.serving",
@@ -45,12 +49,14 @@ __all__ = [
     "CaucWarning",
     "Policy",
     "calibrate",
+    "check",
     "collect",
     "compare",
     "evaluate",
     "fit",
     "plan",
     "replace_model",
+    "report",
     "run",
     "serve",
     "set_policy",

@@ -40,6 +40,22 @@ def shared_logits() -> Path:
     return folder
 
 
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Return a function that runs `cauc` in an empty folder: its exit code, standard output and errors."""
+    from cauc_ray.front.command import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return ended.value.code, said.out, said.err
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def ray_session():
     """One Ray session of this machine for all tests that need no particular cluster."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.metrics import aurc, brier, calibration_error, nll
 from cauc_ray.numbers.reliability import spiegelhalter_z
 from cauc_ray.numbers.softmax import log_softmax, top_option
@@ -14,7 +15,6 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.policy import scaled
 from cauc_ray.policies.replay import measure_replay
 from cauc_ray.policies.trace import Examples
 
@@ -39,7 +39,7 @@ def calibration_of(fitting: Fitting, test: Examples) -> dict[str, Any]:
     policy = fit_base(fitting.calibration.chain)
     models = []
     for stage, logits in zip(policy.stages, test.chain.logits, strict=True):
-        before, after = (_figures(scaled(logits, t), test.chain.labels) for t in (1.0, stage.temperature))
+        before, after = (_figures(by.scores(logits), test.chain.labels) for by in (UNCALIBRATED, stage.calibrator))
         models.append({"model": stage.name, "temperature": stage.temperature, "before": before, "after": after})
     return {"models": models, "base": {"threshold": policy.threshold, "stages": _stages(policy, test)}}
 

@@ -14,9 +14,15 @@ from typing import NoReturn
 from cauc_ray import __version__
 from cauc_ray.errors import CaucError, CaucWarning
 
+# The exit code of a check whose policy no longer holds.
+NO_LONGER_HOLDS = 3
+
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own or a closed pipe."""
+    """Run `cauc` and exit: 0, or 2 on bad input, 130 when interrupted, 1 on a fault of our own or a closed pipe.
+
+    3 where a check finds that a policy no longer holds.
+    """
     # A stream that the caller has closed is None; nobody reads what goes there.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
@@ -38,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if options.json and result is not None:
             print(json.dumps(result, allow_nan=False))
         sys.stdout.flush()
-        sys.exit(0)
+        sys.exit(NO_LONGER_HOLDS if options.verb == "check" and result and not result["holds"] else 0)
     except CaucError as error:
         if options.debug:
             raise
@@ -110,6 +116,12 @@ def _parser() -> _Parser:
     fit.add_argument("logits", metavar="LOGITS")
     _add_chain(fit)
     fit.add_argument("--method", choices=["base", "rf"], default="base", help="CAUC Base (default) or CAUC-RF")
+    fit.add_argument(
+        "--calibrator",
+        choices=["temperature", "offsets", "isotonic"],
+        default="temperature",
+        help="of each model: its temperature (default), with an offset for each option, or with a map of confidences",
+    )
     how = fit.add_mutually_exclusive_group()
     how.add_argument("--budget", type=float, metavar="B", help="mean cost per example to choose the threshold for")
     how.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
@@ -120,6 +132,10 @@ def _parser() -> _Parser:
     fit.add_argument(
         "--search", action="store_true", help="fit the best sub-chain of --models, at most 12, in any order"
     )
+    fit.add_argument(
+        "--safe", action="store_true", help="fuse where supported only, never behind a single model on validation"
+    )
+    fit.add_argument("--strict", action="store_true", help="take every guard that fires for an error")
     fit.add_argument("-o", "--output", metavar="FILE", required=True, help="the policy file to write")
 
     evaluate = _verb(verbs, "evaluate", "replay a policy on saved logits")
@@ -127,6 +143,12 @@ def _parser() -> _Parser:
     evaluate.add_argument("--policy", metavar="FILE", required=True)
     evaluate.add_argument("--split", default="test", help="the split to replay (default: test)")
     evaluate.add_argument("--predictions", metavar="FILE", help="write the answers to this Parquet file")
+
+    check = _verb(verbs, "check", "say whether a policy still holds on saved logits; exit 3 where it does not")
+    check.add_argument("logits", metavar="LOGITS")
+    check.add_argument("--policy", metavar="FILE", required=True, help="fitted with labelled validation")
+    check.add_argument("--split", default="test", help="the split to check (default: test)")
+    check.add_argument("--seed", type=int, default=0, help="of the order in which examples come (default: 0)")
 
     sweep = _verb(verbs, "sweep", "trace accuracy over cost for several methods")
     sweep.add_argument("logits", metavar="LOGITS")
@@ -224,6 +246,13 @@ def _parser() -> _Parser:
     number.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
     change.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (default: %(default)s)")
     change.add_argument("--name", help="of the model (default: the only one)")
+
+    report = _verb(verbs, "report", "write one self-contained HTML page on a policy, and its policy card")
+    report.add_argument("folder", metavar="DIR", help="where its policy, logit table, run or comparison lie")
+    report.add_argument("--policy", metavar="FILE", help="where there are several (default: the one that a run was of)")
+    report.add_argument("--logits", metavar="LOGITS", help="what the policy was fitted on, if not the only one in DIR")
+    report.add_argument("--split", default="test", help="where final figures are measured (default: test)")
+    report.add_argument("-o", "--output", metavar="FILE", help="the page to write (default: DIR/report.html)")
 
     inspect = _verb(verbs, "inspect", "say what a file or folder of cauc-ray holds")
     inspect.add_argument("file", metavar="FILE")

@@ -16,15 +16,21 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.predictions import predictions_table
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.front.examples import ExampleReader
+from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.calibrated import require_calibrator
+from cauc_ray.policies.cost_guards import as_expected
+from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.fitting import refit
+from cauc_ray.policies.guards import require_quiet
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.replay import Measures, Replay, measure_replay
+from cauc_ray.policies.safe import fit_safe, refit_safe
 from cauc_ray.policies.searching import check_pool, search_chains
 from cauc_ray.policies.stage_guarantees import StageGuarantees, measure_guarantees
 from cauc_ray.policies.threshold import ThresholdRule
@@ -45,6 +51,9 @@ def fit(
     objective: Objective = "accuracy",
     certify: str | None = None,
     search: bool = False,
+    strict: bool = False,
+    safe: bool = False,
+    calibrator: CalibratorKind = "temperature",
 ) -> Policy:
     """Fit a policy on a logit table.
 
@@ -55,27 +64,55 @@ def fit(
     the last stage are wrong at most so often; validation's labels say so.
     search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is that
     of its models alone, and says under search what else there was (see policies.searching).
+    strict: take every guard that fires (policies.guards) for an error.
+    safe: fuse only where that is supported, and fall back on a single model where the chain is no better on validation
+    (see policies.safe); not with search or certify.
+    calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set beside it; "isotonic",
+    with a map of the confidence to how often such answers were right, for Base with one or two models.
     Raises CaucError: DataError for the table, ConfigError for the arguments, BudgetError for the budget, RiskError
-    where no threshold is certified.
+    where no threshold is certified, GuardError where a guard has fired that must not.
     """
     limit = None if certify is None else RiskLimit.parse(certify)
     table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective, limit)
     names = (calibration_split, validation_split)
+    policy = _fit(table, models, method, names, costs, rule, calibrator, search, safe)
+    if strict:
+        require_quiet(policy.guards)
+    return policy
+
+
+def _fit(
+    table: LogitTable,
+    models: Sequence[str],
+    method: str,
+    names: tuple[str, str],
+    costs: Sequence[float] | None,
+    rule: ThresholdRule,
+    calibrator: CalibratorKind,
+    search: bool,
+    safe: bool,
+) -> Policy:
+    require_calibrator(calibrator, method, len(models))
     if search:
-        if limit is not None:
+        if safe:
+            raise ConfigError("a search measures chains without the guards of a safe policy; leave one of both out")
+        if rule.certify is not None:
             raise ConfigError(
                 "a chain that was searched for on validation cannot be certified there; leave one of both out"
             )
         check_pool(models)
     calibration, validation = _read_fitting_splits(table, models, names, costs=costs)
     if not search:
-        return fit_policy(method, calibration, validation, rule, names)
-    found = search_chains(method, calibration, validation, rule, validation_split)
+        if safe:
+            return fit_safe(method, calibration, validation, rule, names, calibrator=calibrator)
+        return fit_policy(method, calibration, validation, rule, names, calibrator=calibrator)
+    found = search_chains(method, calibration, validation, rule, names[1], calibrator=calibrator)
     chain = found.chosen.models
     if costs is not None:
         costs = [costs[list(models).index(name)] for name in chain]
     # Read again: an example that only other models failed on counts here.
-    policy = fit_policy(method, *_read_fitting_splits(table, chain, names, costs=costs), rule, names)
+    splits = _read_fitting_splits(table, chain, names, costs=costs)
+    policy = fit_policy(method, *splits, rule, names, calibrator=calibrator)
     return policy.model_copy(update={"search": found})
 
 
@@ -84,7 +121,7 @@ def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str,
 
     logits: a table with the remaining and the new models on the examples that the policy was fitted on.
     replacements: new model by the one that it replaces. The costs of the remaining models stay.
-    Every other number stays as it is, bit for bit: Base keeps the other models' temperatures and, unless the
+    Every other number stays as it is, bit for bit: Base keeps the other models' calibrators and, unless the
     last model went, their complementarity; RF keeps all before the first replaced stage. Raises CaucError.
     """
     for name in replacements:
@@ -93,8 +130,9 @@ def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str,
     table = LogitTable(logits)
     models = [replacements.get(name, name) for name in policy.models]
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
+    again = refit if policy.safe is None else refit_safe
     if policy.costs == "per-call":
-        return refit(policy, *_read_fitting_splits(table, models, names, per_call_costs=True))
+        return again(policy, *_read_fitting_splits(table, models, names, per_call_costs=True))
     info = table.info()
     declared = {m.name: m.cost for m in info.models} if info else {}
     costs = []
@@ -102,14 +140,15 @@ def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str,
         if model != stage.name and model not in declared:
             raise DataError(f"{table.path} has no pool.json that gives the cost of {model!r}")
         costs.append(stage.cost if model == stage.name else declared[model])
-    return refit(policy, *_read_fitting_splits(table, models, names, costs=costs))
+    return again(policy, *_read_fitting_splits(table, models, names, costs=costs))
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """A policy's answers on a split of a logit table, and what they are worth.
 
-    guarantees: of each stage, what its threshold promises there; None for the last.
+    guarantees: of each stage, what its threshold promises there; None for the last.   guards: of what was realised
+    there against what was expected.
     """
 
     policy: Policy
@@ -117,11 +156,15 @@ class Evaluation:
     replay: Replay
     measures: Measures
     guarantees: tuple[StageGuarantees | None, ...]
+    guards: tuple[Guard, ...]
 
     @classmethod
     def of(cls, policy: Policy, chain: Chain) -> Evaluation:
         """Evaluate a policy on a chain."""
-        return cls(policy, chain, *measure_replay(policy, chain), measure_guarantees(policy, chain))
+        answers, measures = measure_replay(policy, chain)
+        on_cost = as_expected(policy.expected, answers.costs, chain.source, policy.budget, policy.cost_unit)
+        guards = () if on_cost is None else (on_cost,)
+        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards)
 
     def predictions(self) -> pa.Table:
         """Return the answers as a predictions table."""

@@ -19,7 +19,11 @@ from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.sharded import DEADLINE_S, ShardedChain, Sharding, Shards, ShardsWatched, sharded
 from cauc_ray.front.offline import Evaluation
 from cauc_ray.models.resources import Resources
+from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.policies.calibrated import require_calibrator
+from cauc_ray.policies.guards import require_quiet
 from cauc_ray.policies.methods import fit_policy
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
@@ -51,6 +55,9 @@ def calibrate(
     budget: float | None = None,
     threshold: float | None = None,
     objective: Objective = "accuracy",
+    certify: str | None = None,
+    strict: bool = False,
+    calibrator: CalibratorKind = "temperature",
     shards: int | None = None,
     resources: Resources | Mapping[str, Any] | None = None,
     deadline_s: float = DEADLINE_S,
@@ -68,7 +75,9 @@ def calibrate(
     and, while a threshold is chosen, 12 bytes for each of its models; a shard holds some 70 bytes a row, and blocks.
     Raises CaucError as fit() does, ExecutionError where the shards do not fit on the cluster or give no answer.
     """
-    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective)
+    require_calibrator(calibrator, method, len(models))
+    limit = None if certify is None else RiskLimit.parse(certify)
+    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective, limit)
     names = (calibration_split, validation_split)
     if calibration_split == validation_split:
         raise ConfigError(f"calibration and validation must be two splits, both are {calibration_split!r}")
@@ -82,8 +91,11 @@ def calibrate(
     sharding = _sharding(shards, resources, deadline_s)
     with _sharded(chains, sharding, kept, address, on_pass) as (held, (calibration, *validation)):
         started = time.perf_counter()
-        policy = fit_policy(method, calibration, validation[0] if validation else None, rule, names)
+        held_out = validation[0] if validation else None
+        policy = fit_policy(method, calibration, held_out, rule, names, calibrator=calibrator)
         fit_s = time.perf_counter() - started
+    if strict:
+        require_quiet(policy.guards)
     return Calibration(policy, tuple(len(heads) for heads in chains), held.watched, read_s, fit_s)
 
 

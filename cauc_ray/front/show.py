@@ -9,10 +9,18 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.front.tables import add_row, amount, line, new_table, number, percent, print_table
-from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
-from cauc_ray.policies.cauc_rf import RFStage
-from cauc_ray.policies.evidence import ChainSearch, MeasuredShare, RiskCertificate
+from cauc_ray.front.show_policy import show_policy, warn
+from cauc_ray.front.tables import (
+    add_row,
+    amount,
+    line,
+    new_table,
+    number,
+    percent,
+    print_table,
+    relative,
+    with_interval,
+)
 from cauc_ray.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -36,7 +44,7 @@ def collected(summary: Mapping[str, Any]) -> None:
     for model in summary["models"]:
         cells = [f"{split['rows']:,}" for split in model["splits"].values()]
         if unit is not None:
-            cells += [_with_interval(model["accuracy"], model["accuracy_interval"]), number(model["cost"])]
+            cells += [with_interval(model["accuracy"], model["accuracy_interval"]), number(model["cost"])]
         add_row(table, model["name"], *cells, f"{model['n_failed']:,}", number(model["rows_per_s"]))
     print_table(table)
     for model in summary["models"]:
@@ -46,103 +54,13 @@ def collected(summary: Mapping[str, Any]) -> None:
         line(f"why rows failed: {summary['logits']}/failed")
 
 
-def policy(policy: Policy) -> None:
-    """Show a policy: its numbers by stage, how its threshold came about, what to expect."""
-    is_base = isinstance(policy, BasePolicy)
-    own_headings = ["CR", "fused"] if is_base else ["alpha", "beta"]
-    title = f"CAUC {'Base' if is_base else 'RF'}, policy {policy.id}, costs in {policy.cost_unit}"
-    table = new_table(title, ["stage", "cost", "T", "ECE", *own_headings, "answered", "accuracy"])
-    whole = policy.expected
-    by_stage = [None] * len(policy.stages) if whole is None else whole.stages
-    for stage, expected in zip(policy.stages, by_stage, strict=True):
-        at = stage.diagnostics
-        error = "" if at.standard_error is None else f" ± {at.standard_error:.2g}"
-        clamped = "" if at.status == "converged" else f" ({at.status})"
-        if isinstance(stage, BaseStage):
-            own = [percent(stage.complementarity_rate, sign=True), "yes" if stage.fused else "no"]
-        elif isinstance(stage, RFStage):
-            own = [number(stage.alpha), number(stage.beta)]
-        add_row(
-            table,
-            stage.name,
-            number(stage.cost),
-            f"{stage.temperature:.4g}{error}{clamped}",
-            f"{at.calibration_error_before:.3f} → {at.calibration_error_after:.3f}",
-            *own,
-            percent(None if whole is None or expected is None else expected.answered / whole.n),
-            _share(None if expected is None else expected.accepted_accuracy),
-        )
-    print_table(table)
-    how = {
-        "reference-accuracy": "the last model's accuracy on {split}",
-        "best": "best {objective} on {split}",
-        "budget": "best {objective} on {split} within a budget of {budget:g} {unit}",
-        "given": "given",
-        "certified": "certified on {split}",
-    }[policy.threshold_choice.rule]
-    choice = policy.threshold_choice
-    how = how.format(split=choice.split, objective=choice.objective, budget=policy.budget or 0, unit=policy.cost_unit)
-    line(f"threshold {policy.threshold:.6g}: {how}")
-    if choice.certificate is not None:
-        line(_certified(choice.certificate))
-    if whole is None:
-        line("what to expect at this threshold was not measured")
-    else:
-        line(
-            f"on {whole.split} ({whole.n:,} examples): accuracy {_share(whole.accuracy)}, "
-            f"cost {number(whole.cost)} {policy.cost_unit}{_relative(whole.relative_cost)}"
-        )
-    if policy.curve:
-        first, last = policy.curve[0], policy.curve[-1]
-        line(
-            f"curve of {len(policy.curve)} points: {choice.objective or 'accuracy'} {percent(first.quality)} at "
-            f"{number(first.cost)} {policy.cost_unit} to {percent(last.quality)} at {number(last.cost)}"
-        )
-    if policy.search is not None:
-        _search(policy.search, policy.cost_unit)
-
-
-def _search(found: ChainSearch, unit: str) -> None:
-    """Show what a search chose, and what else there was."""
-    within = "" if found.budget is None else f" within {found.budget:g} {unit}"
-    title = f"best {found.objective} on {found.split}{within}, of {found.n_chains:,} chains of {len(found.pool)} models"
-    headings = ["", "models", found.split, f"cost ({unit})", "held out", "held-out cost"]
-    table = new_table(title, headings)
-    table.columns[1].justify = "left"
-    named = {"chosen": found.chosen, "best pair": found.pair, "all models": found.full, "best model": found.single}
-    for name, chain in named.items():
-        if chain is not None:
-            held_out = percent(chain.holdout_quality), number(chain.holdout_cost)
-            add_row(table, name, " → ".join(chain.models), percent(chain.quality), number(chain.cost), *held_out)
-    for other in found.runners_up:
-        add_row(table, "next best", " → ".join(other.models), percent(other.quality), number(other.cost), "", "")
-    print_table(table)
-    line(
-        f"{found.n_measured:,} chains measured, {found.n_chains - found.n_measured:,} proven worse; "
-        f"the best of so many looks better on {found.split} than it is"
-    )
-    if found.n_halves:
-        line(
-            f"held out: chosen on one half of {found.split}, measured on the other, the mean of {found.n_halves}; "
-            f"{found.n_same} of these halves chose the same chain"
-        )
-
-
-def _certified(at: RiskCertificate) -> str:
-    """Say what is certified of early answers, and what coverage the promise costs."""
-    answered, plug_in = at.n_accepted / at.n, at.plug_in_accepted / at.n
-    return (
-        f"certified with {100 * at.confidence:g} % confidence: at most {100 * at.risk:g} % of early answers are wrong "
-        f"(bound {percent(at.upper_bound)}; {at.n_wrong:,} of {at.n_accepted:,} were). "
-        f"{percent(answered)} are answered early, {100 * (plug_in - answered):.1f} points less than at "
-        f"{at.plug_in_threshold:.6g}, which keeps to it on these examples and promises nothing"
-    )
+# What calibrates a policy's models, where it is not the temperature alone.
 
 
 def _early(of: Mapping[str, Any]) -> str:
     """Say how often early answers are wrong, and what was certified of that."""
     said = f"answered before the last stage: {percent(of['coverage'])}; wrong of these: "
-    said += _with_interval(of["risk"], of["risk_interval"])
+    said += with_interval(of["risk"], of["risk_interval"])
     if of["certified_risk"] is None:
         return said
     return f"{said}, certified at most {100 * of['certified_risk']:g} % ({100 * of['certified_confidence']:g} % sure)"
@@ -162,7 +80,7 @@ def evaluation(result: Mapping[str, Any]) -> None:
             stage["name"],
             f"{stage['reached']:,}",
             f"{stage['answered']:,}",
-            _with_interval(stage["accepted_accuracy"], stage["accepted_accuracy_interval"]),
+            with_interval(stage["accepted_accuracy"], stage["accepted_accuracy_interval"]),
             *(percent(of[figure]) for figure in figures),
         )
     print_table(table)
@@ -172,10 +90,42 @@ def evaluation(result: Mapping[str, Any]) -> None:
         )
     line(_early(result["early"]))
     line(
-        f"accuracy {_with_interval(result['accuracy'], result['accuracy_interval'])}, macro-F1 "
+        f"accuracy {with_interval(result['accuracy'], result['accuracy_interval'])}, macro-F1 "
         f"{percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
     )
-    line(f"cost {number(result['cost'])} {result['cost_unit']}{_relative(result['relative_cost'])}")
+    line(f"cost {number(result['cost'])} {result['cost_unit']}{relative(result['relative_cost'])}")
+    warn(result["guards"])
+
+
+def watched(found: Mapping[str, Any]) -> None:
+    """Show what was watched of a policy, each figure beside the reference's, and whether it holds."""
+    headings = ["stage", "answered", f"cost ({found['cost_unit']})", "accuracy", "ECE", "by chance", "z", "agreement"]
+    table = new_table(f"policy {found['policy_id']} on {found['source']}; in brackets: on validation", headings)
+    for stage in found["stages"]:
+        add_row(
+            table,
+            stage["name"],
+            f"{percent(stage['answered'])} [{percent(stage['reference_answered'])}]",
+            f"{number((stage['cost'] or [None])[0])} [{number(stage['reference_cost'])}]",
+            f"{_of_three(stage['accepted_accuracy'])} [{percent(stage['reference_accepted_accuracy'])}]",
+            f"{number(stage['calibration_error'])} [{number(stage['reference_calibration_error'])}]",
+            number(stage["calibration_error_by_chance"]),
+            number(stage["z"]),
+            f"{_of_three(stage['agreement'])} [{percent(stage['reference_agreement'])}]",
+        )
+    print_table(table)
+    evidence = new_table(
+        f"evidence of a change, in powers of ten: {found['needed']:.1f} is needed", ["", "rows", "most"]
+    )
+    for feature in found["features"]:
+        add_row(evidence, feature["name"], f"{feature['n']:,}", number(feature["evidence"]))
+    print_table(evidence)
+    cost = found["cost"]
+    line(
+        f"{found['n']:,} examples, {found['n_labelled']:,} labelled; cost {number(cost[0])} ({number(cost[1])} – "
+        f"{number(cost[2])}) {found['cost_unit']}, {number(found['reference_cost'])} on validation"
+    )
+    line(f"the policy {found['says']}")
 
 
 def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
@@ -218,7 +168,7 @@ def comparison(result: Mapping[str, Any]) -> None:
         add_row(
             at_budget,
             row["method"] if row["steered"] else f"{row['method']} *",
-            _with_interval(row["accuracy"], row["accuracy_interval"]),
+            with_interval(row["accuracy"], row["accuracy_interval"]),
             _points(row["gain"], row["gain_interval"]),
             percent(row["by_lot"]),
             percent(row["macro_f1"]),
@@ -262,7 +212,7 @@ def _calibration(found: Mapping[str, Any]) -> None:
         add_row(table, model["model"], number(model["temperature"]), *pairs)
     print_table(table)
     for stage in found["base"]["stages"]:
-        risk = _with_interval(stage["risk"], stage["risk_interval"])
+        risk = with_interval(stage["risk"], stage["risk_interval"])
         line(
             f"base accepted {percent(stage['coverage'])} of what reached {stage['stage']}; wrong of these: {risk}, "
             f"promised {percent(stage['promised'])} at most"
@@ -302,9 +252,9 @@ def run_summary(summary: Mapping[str, Any]) -> None:
         )
     print_table(table)
     of = summary["accuracy"]
-    accuracy = f"accuracy {_with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
+    accuracy = f"accuracy {with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
     cost, last = f"cost {number(summary['cost'])} {unit} a row", stages[-1]["name"]
-    line(f"{summary['n']:,} rows: {accuracy}{cost}{_relative(summary['relative_cost'])}")
+    line(f"{summary['n']:,} rows: {accuracy}{cost}{relative(summary['relative_cost'])}")
     line(
         f"saved {percent(summary['saving'])} of the last model's cost ({percent(summary['expected_saving'])} "
         f"expected); {percent(summary['last_stage_avoided'])} of rows never called {last} "
@@ -315,6 +265,7 @@ def run_summary(summary: Mapping[str, Any]) -> None:
         f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started; "
         f"replicas waited {amount(waiting_s)} of {amount(waiting_s + compute_s)} s"
     )
+    warn(summary["guards"])
     trouble = {
         "rows failed (see failed/)": summary["n_failed"],
         "rows answered without a stage that was down": summary["degraded"],
@@ -324,10 +275,17 @@ def run_summary(summary: Mapping[str, Any]) -> None:
         line("; ".join(f"{what}: {n:,}" for what, n in trouble.items() if n))
 
 
+def report(result: Mapping[str, Any]) -> None:
+    """Say what a report found, and where it is."""
+    line(f"policy {result['policy_id']}: {result['verdict']}")
+    line(result["consequence"])
+    line(f"written to {result['page']}, its policy card to {result['card']}")
+
+
 def inspection(found: Mapping[str, Any]) -> None:
     """Show what was found in a file, key by key."""
     if found["kind"] == "policy":
-        policy(Policy.load(found["path"]))
+        show_policy(Policy.load(found["path"]))
         return
     table = Table(
         title=Text(f"{found['path']}: {found['kind']}"), title_justify="left", show_header=False, box=box.SIMPLE
@@ -358,14 +316,8 @@ def demo(result: Mapping[str, Any]) -> None:
     line(f"everything is in {result['folder']}: " + ", ".join(result["files"]))
 
 
-def _share(share: MeasuredShare | None) -> str:
-    return "–" if share is None else _with_interval(share.value, [share.low, share.high])
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    if value is None or interval is None:
-        return "–"
-    return f"{percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
+def _of_three(share: Sequence[float] | None) -> str:
+    return "–" if share is None else with_interval(share[0], share[1:])
 
 
 def _points(value: float, interval: Sequence[float]) -> str:
@@ -375,7 +327,3 @@ def _points(value: float, interval: Sequence[float]) -> str:
 
 def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"{amount(ratio)} ×"
-
-
-def _relative(relative: float | None) -> str:
-    return "" if relative is None else f", {relative:.2f} of the last model alone"

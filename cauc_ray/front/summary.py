@@ -7,11 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.data.files import parquet_files, read_parquet
 from cauc_ray.numbers.metrics import share
+from cauc_ray.policies.cost_guards import as_expected
 from cauc_ray.policies.policy import Policy
 
 
@@ -24,7 +26,7 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
     lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
     for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
-    what the policy foretold, None where it foretold nothing.
+    what the policy foretold, None where it foretold nothing; guards say whether rows cost what it foretold.
     """
     predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
     called = {} if ledger is None else _by_stage(ledger)  # no row may have been readable
@@ -80,7 +82,16 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         "last_stage_avoided": 1 - stages[-1]["reached"] / n,
         "expected_last_stage_avoided": _rest(expected_reach),
         "stages": stages,
+        "guards": _guards(predictions, policy),
     }
+
+
+def _guards(predictions: pa.Table | None, policy: Policy) -> list[dict[str, Any]]:
+    costs = np.empty(0) if predictions is None else predictions.column("cost").drop_null().to_numpy()
+    if not len(costs):
+        return []
+    guard = as_expected(policy.expected, costs.astype(np.float64), "this input", policy.budget, policy.cost_unit)
+    return [] if guard is None else [guard.model_dump()]
 
 
 _NO_CALLS: dict[str, Any] = {

@@ -60,3 +60,15 @@ def percent(value: float | None, *, sign: bool = False) -> str:
     if value is None:
         return "–"
     return f"{100 * value:+.2f} %" if sign else f"{100 * value:.1f} %"
+
+
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """Return a share with its interval in percent, a dash for none."""
+    if value is None or interval is None:
+        return "–"
+    return f"{percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
+
+
+def relative(cost: float | None) -> str:
+    """Return how a relative cost ends a sentence, nothing for none."""
+    return "" if cost is None else f", {cost:.2f} of the last model alone"

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cauc_ray.front import live, offline, show, tables
+from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.inspection import inspect_path
-from cauc_ray.numbers.metrics import Share, share
+from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -60,10 +61,13 @@ def fit(options: Namespace) -> dict[str, Any]:
             objective=options.objective,
             certify=options.certify,
             search=options.search,
+            strict=options.strict,
+            safe=options.safe,
+            calibrator=options.calibrator,
         )
         offline.save_policy(policy, options.output)
     if not options.json:
-        show.policy(policy)
+        show_policy(policy)
         tables.line(f"written to {options.output}")
     return {"policy": options.output, "policy_id": policy.id, **policy.model_dump(mode="json")}
 
@@ -83,56 +87,16 @@ def evaluate(options: Namespace) -> dict[str, Any]:
     return result
 
 
-def evaluation_summary(evaluation: offline.Evaluation) -> dict[str, Any]:
-    """Return an evaluation as `cauc evaluate --json` prints it."""
-    policy, measures = evaluation.policy, evaluation.measures
-    return {
-        "method": policy.method,
-        "policy_id": policy.id,
-        "source": evaluation.chain.source,
-        "n": measures.n,
-        "n_labelled": measures.n_labelled,
-        "accuracy": measures.accuracy.value if measures.accuracy else None,
-        "accuracy_interval": _interval(measures.accuracy),
-        "macro_f1": measures.macro_f1,
-        "cost": measures.cost,
-        "cost_unit": policy.cost_unit,
-        "relative_cost": measures.relative_cost,
-        "threshold": policy.threshold,
-        "last_stage_avoided": 1 - measures.stages[-1].reached / measures.n,
-        "stages": [
-            {
-                "name": stage.name,
-                "reached": stage.reached,
-                "answered": stage.answered,
-                "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy.n else None,
-                "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
-                "guarantees": None if guarantees is None else guarantees.as_json(),
-            }
-            for stage, guarantees in zip(measures.stages, evaluation.guarantees, strict=True)
-        ],
-        "early": _early(evaluation),
-    }
+def check(options: Namespace) -> dict[str, Any]:
+    """Say whether a policy still holds on saved logits."""
+    from cauc_ray.front import checking
 
-
-def _early(evaluation: offline.Evaluation) -> dict[str, Any]:
-    """Return how often answers given before the last stage are wrong, and what was certified of that, if it was."""
-    inner = [stage.accepted_accuracy for stage in evaluation.measures.stages[:-1]]
-    n = sum(answers.n for answers in inner)
-    right = share(sum(round(answers.n * answers.value) for answers in inner if answers.n), n)
-    certificate = evaluation.policy.threshold_choice.certificate
-    return {
-        "n": n,
-        "coverage": n / evaluation.measures.n_labelled if evaluation.measures.n_labelled else None,
-        "risk": 1 - right.value if n else None,
-        "risk_interval": [1 - right.high, 1 - right.low] if n else None,
-        "certified_risk": None if certificate is None else certificate.risk,
-        "certified_confidence": None if certificate is None else certificate.confidence,
-    }
-
-
-def _interval(share: Share | None) -> list[float] | None:
-    return [share.low, share.high] if share is not None and share.n else None
+    policy = Policy.load(options.policy)
+    with live.busy("checking"):
+        found = checking.check(options.logits, policy, split=options.split, seed=options.seed).as_json()
+    if not options.json:
+        show.watched(found)
+    return found
 
 
 def sweep(options: Namespace) -> dict[str, Any]:
@@ -350,6 +314,20 @@ def inspect(options: Namespace) -> dict[str, Any]:
     return found
 
 
+def report(options: Namespace) -> dict[str, Any]:
+    """Write a policy's page and card."""
+    from cauc_ray.front.report import writing
+
+    with live.busy("reporting"):
+        written = writing.report(
+            options.folder, policy=options.policy, logits=options.logits, split=options.split, output=options.output
+        )
+    result = written.as_json()
+    if not options.json:
+        show.report(result)
+    return result
+
+
 def demo(options: Namespace) -> dict[str, Any]:
     """Run the demo."""
     from cauc_ray.front.demo import run_demo
@@ -361,6 +339,7 @@ def demo(options: Namespace) -> dict[str, Any]:
 
 
 VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
+    "check": check,
     "collect": collect,
     "compare": compare,
     "demo": demo,
@@ -369,6 +348,7 @@ VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
     "inspect": inspect,
     "plan": plan,
     "policy": policy,
+    "report": report,
     "run": run,
     "serve": serve,
     "submit": submit,

@@ -7,7 +7,6 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import ConfigError
-from cauc_ray.front.command import main
 
 CHAIN = ["--models", "m0,m1,m2"]
 LIMIT = "risk<=0.1@0.9"
@@ -21,18 +20,10 @@ def table(tmp_path_factory):
 
 
 @pytest.fixture
-def cauc(table, tmp_path, monkeypatch, capsys):
-    """Return a function that runs the command in a folder of its own: exit code, standard output, errors."""
-    monkeypatch.chdir(tmp_path)
+def cauc(table, tmp_path, command):
     (tmp_path / "LOGITS").symlink_to(table)
 
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main(list(arguments))
-        said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err
-
-    return run
+    return command
 
 
 @pytest.mark.parametrize("method", ["base", "rf"])

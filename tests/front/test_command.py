@@ -47,18 +47,10 @@ def policy(home):
 
 
 @pytest.fixture
-def cauc(home, tmp_path, monkeypatch, capsys):
-    """Return a function that runs the command in a folder of its own: exit code, standard output, errors."""
-    monkeypatch.chdir(tmp_path)
+def cauc(home, tmp_path, command):
     (tmp_path / "LOGITS").symlink_to(home / "LOGITS")
 
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err
-
-    return run
+    return command
 
 
 def test_fit_evaluate_and_predictions(cauc, tmp_path):

@@ -142,3 +142,15 @@ def test_it_is_served_as_it_is_replayed(demo, ray_session):
         assert int(found["label"][row]) == expected["prediction"]
     assert first["prediction"] == found["prediction"][:8]
     assert first["stage"] == found["stage"][:8]
+
+
+def test_its_folder_has_a_report_of_the_policy_that_was_run(demo, tmp_path):
+    folder, _ = demo
+    report = cauc_ray.report(folder, output=tmp_path / "report.html")
+    said = report.as_json()
+    assert said["policy"] == str(folder / "policies" / "rf-20.json")
+    assert (said["run"], said["sweep"]) == (str(folder / "run"), str(folder / "sweep.parquet"))
+    run = report.content.timing
+    answered = {stage.name: stage.answered for stage in report.content.measured.evaluation.measures.stages}
+    assert {stage.name: stage.answered for stage in run.stages} == answered
+    assert all(stage.replicas >= 1 and stage.nodes == 1 for stage in run.stages)

@@ -12,7 +12,6 @@ from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
-from cauc_ray.front.command import main
 from cauc_ray.policies.policy import Policy
 from cauc_ray.schemas import schema_path
 
@@ -24,19 +23,6 @@ def table(tmp_path_factory):
     folder = tmp_path_factory.mktemp("search") / "LOGITS"
     write_table(folder, n=250, strengths=(0.8, 1.4, 1.5, 2.4))
     return folder
-
-
-@pytest.fixture
-def cauc(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main([str(argument) for argument in arguments])
-        said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err
-
-    return run
 
 
 @pytest.mark.parametrize("method", ["base", "rf"])
@@ -83,9 +69,9 @@ def test_no_direct_fit_of_the_whole_pool_or_of_a_pair_is_better(shared_logits, m
     assert on_test.low <= found.search.chosen.holdout_quality <= on_test.high
 
 
-def test_the_command_writes_the_policy_and_shows_what_else_there_was(cauc, table):
+def test_the_command_writes_the_policy_and_shows_what_else_there_was(command, table):
     arguments = ("fit", table, "--models", "m3,m1,m0,m2", "--method", "rf", "--budget", 8, "--search", "-o", "p.json")
-    code, out, err = cauc(*arguments)
+    code, out, err = command(*arguments)
     assert (code, err) == (0, "")
     assert "of 15 chains of 4 models" in out
     for row in ("chosen", "best pair", "all models", "best model", "next best"):
@@ -94,11 +80,11 @@ def test_the_command_writes_the_policy_and_shows_what_else_there_was(cauc, table
     assert policy.search.pool == tuple(POOL)
     content = json.loads(Path("p.json").read_text())
     jsonschema.validate(content, json.loads(schema_path("policy").read_text()))
-    code, out, _ = cauc(*arguments, "--json")
+    code, out, _ = command(*arguments, "--json")
     assert code == 0
     assert json.loads(out)["search"] == content["search"]
-    assert "of 15 chains of 4 models" in cauc("inspect", "p.json")[1]
-    code, out, _ = cauc("evaluate", table, "--policy", "p.json", "--json")
+    assert "of 15 chains of 4 models" in command("inspect", "p.json")[1]
+    code, out, _ = command("evaluate", table, "--policy", "p.json", "--json")
     assert json.loads(out)["policy_id"] == policy.id
 
 
@@ -126,17 +112,19 @@ def test_another_budget_keeps_the_record_of_the_search(table):
     assert (changed.budget, changed.search) == (6.0, policy.search)
 
 
-def test_bad_input_is_one_line(cauc, table, tmp_path):
-    code, _, err = cauc("fit", table, "--models", ",".join(POOL), "--budget", 0.5, "--search", "-o", "p.json")
+def test_bad_input_is_one_line(command, table, tmp_path):
+    code, _, err = command("fit", table, "--models", ",".join(POOL), "--budget", 0.5, "--search", "-o", "p.json")
     assert code == 2
     assert err.count("\n") == 1
     assert "budget 0.5 GFLOPs is below what the cheapest chain costs, 1 GFLOPs ('m0' alone)" in err
     thirteen = ",".join(f"m{place}" for place in range(13))
-    code, _, err = cauc("fit", table, "--models", thirteen, "--search", "-o", "p.json")
+    code, _, err = command("fit", table, "--models", thirteen, "--search", "-o", "p.json")
     assert code == 2
     assert err.count("\n") == 1
     assert "up to 12 models, got 13" in err
-    code, _, err = cauc("fit", table, "--models", "m0,m1", "--validation-split", "nowhere", "--search", "-o", "p.json")
+    code, _, err = command(
+        "fit", table, "--models", "m0,m1", "--validation-split", "nowhere", "--search", "-o", "p.json"
+    )
     assert (code, err.count("\n")) == (2, 1)
     assert "validation split" in err
     assert list(tmp_path.iterdir()) == []

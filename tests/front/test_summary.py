@@ -45,6 +45,8 @@ def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, batch=None, **
 def summary_of(out, calls, stages, failed=(), degraded=None):
     """Write tables, each in two parts, and return their summary.   stages: which one answered, of each row."""
     columns = {"example_id": [str(n) for n in range(len(stages))], "stage": pa.array(stages, pa.int8())}
+    paid = [sum(list(COST.values())[: stage + 1]) for stage in stages]
+    columns["cost"] = pa.array(paid, pa.float32())
     if degraded is not None:
         columns["degraded"] = degraded
     tables = {"predictions": pa.table(columns), "ledger": pa.Table.from_pylist(calls, schema=LEDGER_SCHEMA)}
@@ -91,11 +93,27 @@ def test_a_run_of_a_few_calls(tmp_path):
     assert (found["degraded"], found["n_failed"]) == (0, 0)
 
 
+def test_rows_that_cost_other_than_foretold_are_warned_of(tmp_path, capsys):
+    share = POLICY.expected.stages[1].reached / POLICY.expected.n
+    for n_deferred, name in ((round(2000 * share), "as foretold"), (2000, "all deferred")):
+        calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
+        found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
+        (guard,) = found["guards"]
+        assert guard["name"] == "cost-shift"
+        assert guard["fired"] == (name == "all deferred")
+        of_row = COST["small"] + n_deferred / 2000 * COST["large"]
+        assert guard["figures"]["cost"] == pytest.approx(of_row, rel=1e-6)
+        timed = {"run_id": "r", "run_s": 1.0, "elapsed_s": 2.0}
+        show.run_summary(found | timed)
+        assert ("warning: cost-shift: " in capsys.readouterr().out) == guard["fired"]
+
+
 def test_a_policy_that_foretells_nothing_leaves_only_that_open(tmp_path, capsys):
     calls = [call("small", 0, 0.0, 1.0, accepted=2)]
     known = summary_of(tmp_path, calls, [0, 0])
     found = summarise(tmp_path, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
-    open_keys = {key for key in known if known[key] != found[key]}
+    assert found["guards"] == []
+    open_keys = {key for key in known if known[key] != found[key]} - {"guards"}
     assert open_keys == {"expected_relative_cost", "expected_saving", "expected_last_stage_avoided"}
     assert all(found[key] is None for key in open_keys)
     show.run_summary({"run_id": "r", **found, "run_s": 1.0, "elapsed_s": 2.0})

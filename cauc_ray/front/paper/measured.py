@@ -18,7 +18,7 @@ from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.policy import Policy, scaled
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.replay import Measures
 
 # Where a confidence is called high (paper, figure on calibration).
@@ -157,15 +157,15 @@ def measure_reliability(root: Path, figure: ReliabilityFigure) -> dict[str, Mode
 
 
 def _reliability(table: LogitTable, model: str) -> ModelReliability:
-    temperature = fit_base(table.read_chain([model], "calibration")).stages[0].temperature
+    stage = fit_base(table.read_chain([model], "calibration")).stages[0]
     test = table.read_chain([model], "test")
     test.require_labels("a figure of calibration")
     predictions, raw = top_option(test.logits[0].astype(np.float64))
-    _, calibrated = top_option(scaled(test.logits[0], temperature))
+    _, calibrated = top_option(stage.scores(test.logits[0]))
     correct = predictions == test.labels
     return ModelReliability(
         model=model,
-        temperature=temperature,
+        temperature=stage.temperature,
         accuracy=float(correct.mean()),
         before=reliability_bins(raw, correct),
         after=reliability_bins(calibrated, correct),

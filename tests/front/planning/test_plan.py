@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import partial
 from itertools import pairwise
 
 import pyarrow as pa
@@ -17,7 +18,6 @@ import cauc_ray
 from cauc_ray.data.files import write_json
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
-from cauc_ray.front.command import main
 from cauc_ray.front.planning.plan import expected_deferral
 
 # Seconds of a call and of a row, and what a replica occupies.
@@ -211,16 +211,9 @@ def test_deferral_rates_are_the_expected_ones(home):
 
 
 @pytest.fixture
-def cauc(home, monkeypatch, capsys):
+def cauc(home, monkeypatch, command):
     monkeypatch.chdir(home)
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main(["plan", *map(str, arguments)])
-        said = capsys.readouterr()
-        return exit_.value.code, said.out, said.err
-
-    return run
+    return partial(command, "plan")
 
 
 def test_the_command_shows_and_prints_the_same(cauc, planned):
