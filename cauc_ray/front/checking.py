@@ -54,7 +54,7 @@ def check(logits: str | Path, policy: Policy, *, split: str = "test", seed: int 
     watch = Watch(policy)
     chain = read_policy_chain(logits, policy, split)
     policy.check_chain(chain)
-    trace = trace_policy(policy, chain)
+    trace = trace_policy(policy, chain, likeliest=True)
     order = np.random.default_rng(seed).permutation(len(chain))
     answered = Answered.of_trace(trace, policy.threshold, chain).at(order)
     watch.add(answered)

@@ -27,8 +27,9 @@ _TRUST = 0.4
 class ShareDrift:
     """Tests whether the shares of K categories, within each of G contexts, are still those of reference rows.
 
-    Both predictions are Dirichlet's, with the reference's shares as their mean, so that their ratio needs counts alone.
-    How often a context comes is not tested. The state is counts and evidence, no rows.
+    Both predictions are Dirichlet's, so that their ratio needs counts alone. One that stays begins with the
+    reference's shares as its mean, one that changes with what the former has come to by then: it shall win by what is
+    new alone. How often a context comes is not tested. The state is counts and evidence, no rows.
     """
 
     def __init__(self, reference: Ints) -> None:
@@ -44,6 +45,7 @@ class ShareDrift:
         self._counts = np.zeros(cells.size)
         self._begun_at = np.zeros(0, dtype=np.int64)
         self._begun = np.zeros((0, cells.size))
+        self._begun_means = np.zeros((0, cells.size))
         self._log_weights = np.zeros(0)
         self._log_ratios = np.zeros((0, len(_CONCENTRATIONS)))
 
@@ -80,6 +82,8 @@ class ShareDrift:
         kept = np.arange(j) if j <= MOST_BEGINNINGS else np.r_[0, 2 : MOST_BEGINNINGS + 1]
         self._begun_at = np.append(self._begun_at[kept], self.n)
         self._begun = np.vstack([self._begun[kept], self._counts])
+        same, n = (np.repeat(of, self._n_categories) for of in (self._same, self._of_contexts(self._counts)))
+        self._begun_means = np.vstack([self._begun_means[kept], (same * self._means + self._counts) / (same + n)])
         self._log_weights = np.append(self._log_weights[kept], np.log(weight / len(_CONCENTRATIONS)))
         self._log_ratios = np.vstack([self._log_ratios[kept], np.zeros(len(_CONCENTRATIONS))])
 
@@ -87,14 +91,15 @@ class ShareDrift:
         """Take rows among which no change begins."""
         seen = self._counts[cells] + _earlier(cells)
         in_context = self._of_contexts(self._counts)[contexts] + _earlier(contexts)
-        means, same = self._means[cells], self._same[contexts]
-        log_same = np.log((same * means + seen) / (same + in_context))
+        same = self._same[contexts]
+        log_same = np.log((same * self._means[cells] + seen) / (same + in_context))
 
         # By row, beginning and concentration.
+        means = self._begun_means[:, cells].T[:, :, None]
         seen_since = (seen - self._begun[:, cells]).T[:, :, None]
         in_context_since = (in_context - self._of_contexts(self._begun)[:, contexts]).T[:, :, None]
         changed = self._changed[contexts][:, None, :]
-        log_changed = np.log((changed * means[:, None, None] + seen_since) / (changed + in_context_since))
+        log_changed = np.log((changed * means + seen_since) / (changed + in_context_since))
         ratios = self._log_ratios + np.cumsum(log_changed - log_same[:, None, None], axis=0)
 
         self._log_ratios = ratios[-1]

@@ -44,6 +44,27 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
     return option.astype(np.int32), 1.0 / row_sums(terms)
 
 
+def likeliest(scores: Floats, n: int) -> Ints:
+    """Return each row's n best options, best first, int64 (N, n); a row that has fewer repeats its last one.
+
+    scores: float (N, K), as top_option takes them; of equals the lowest index comes first.
+
+    >>> likeliest(np.array([[0.0, 2.0, 1.0], [3.0, 1.0, -np.inf]]), 3)
+    array([[1, 2, 0],
+           [0, 1, 1]])
+    """
+    left = np.array(scores, dtype=np.float64, order="C")
+    flat, firsts = left.reshape(-1), np.arange(0, left.size, left.shape[1])
+    at = firsts + left.argmax(axis=1)
+    found = [at]
+    for _ in range(n - 1):
+        flat[at] = -np.inf
+        following = firsts + left.argmax(axis=1)
+        at = np.where(flat[following] == -np.inf, at, following)
+        found.append(at)
+    return np.stack(found, axis=1) - firsts[:, None]
+
+
 def softmax(scores: Floats) -> Floats:
     """Return each row's probabilities, float64 (N, K), 0 where there is no such option.
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from cauc_ray.numbers.isotonic import Isotonic
 from cauc_ray.numbers.metrics import Share
 from cauc_ray.numbers.temperature import FitStatus
 
 MOST_CURVE_POINTS = 100
-# In a reference: bins of confidence, and groups of options.
+# In a reference: bins of confidence, groups of options, and how many of an answer's likeliest options count.
 N_BINS = 10
 N_GROUPS = 8
+N_LIKELIEST = 3
 
 
 class FrozenModel(BaseModel):
@@ -189,19 +190,22 @@ class Guard(FrozenModel):
     figures: dict[str, float]
 
 
+Likeliest = Annotated[str, StringConstraints(pattern=f"^[0-{N_GROUPS - 1}]{{{N_LIKELIEST}}}$")]
+
+
 class StageReference(FrozenModel):
     """What the answers of a stage were like on the validation split; all counts are of rows.
 
     confidences: by equal-width bins of the answers' confidences.   right: how many of each bin were right.
-    answers: by the answer of the stage before and by this one's, options counted as reference.option_group does; one
-    row of them for the first stage.   agreed: how many answers the whole cascade would have given too.
+    likeliest: by the three likeliest options of an answer in their order, a digit each, options modulo eight.
+    agreed: how many answers the whole cascade would have given too.
     cost: mean of its answers.   calibration_error: over 15 equal-width bins. Both null where it answered nothing.
     """
 
     name: str
     confidences: tuple[int, ...]
     right: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
+    likeliest: Mapping[Likeliest, int]
     agreed: int = Field(ge=0)
     cost: float | None = Field(ge=0)
     calibration_error: float | None = Field(ge=0, le=1)
@@ -220,17 +224,13 @@ def require_counts(reference: Reference, models: Sequence[str]) -> None:
     names = [stage.name for stage in reference.stages]
     if names != list(models):
         raise ValueError(f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}")
-    for place, stage in enumerate(reference.stages):
-        answers = [len(row) for row in stage.answers]
-        if (
-            answers != [N_GROUPS] * (N_GROUPS if place else 1)
-            or not len(stage.confidences) == len(stage.right) == N_BINS
-        ):
-            raise ValueError(f"the reference of {stage.name!r} has not {N_BINS} bins and {N_GROUPS} groups of options")
+    for stage in reference.stages:
+        if not len(stage.confidences) == len(stage.right) == N_BINS:
+            raise ValueError(f"the reference of {stage.name!r} has not {N_BINS} bins")
         n = sum(stage.confidences)
-        rows = [*stage.confidences, *stage.right, *(count for row in stage.answers for count in row)]
+        rows = [*stage.confidences, *stage.right, *stage.likeliest.values()]
         exceeding = any(right > of for right, of in zip(stage.right, stage.confidences, strict=True))
-        if min(rows) < 0 or exceeding or stage.agreed > n or sum(map(sum, stage.answers)) != n:
+        if min(rows) < 0 or exceeding or stage.agreed > n or sum(stage.likeliest.values()) != n:
             raise ValueError(f"the counts in the reference of {stage.name!r} contradict each other")
 
 

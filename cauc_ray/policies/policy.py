@@ -20,10 +20,13 @@ from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError, ex
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.costs import LARGEST
+from cauc_ray.numbers.softmax import likeliest
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import (
     MOST_CURVE_POINTS,
+    N_GROUPS,
+    N_LIKELIEST,
     ChainSearch,
     CurvePoint,
     Expectation,
@@ -87,6 +90,15 @@ class Step:
     accepted: Bools
     state: Floats
     scores: Floats
+
+    def likeliest(self) -> Ints:
+        """Return as one number which options each answer finds likeliest, in their order: int16 (n,).
+
+        The N_LIKELIEST options, modulo N_GROUPS, are the number's digits to that base; see softmax.likeliest.
+        """
+        digits = likeliest(self.scores, N_LIKELIEST) % N_GROUPS
+        codes: Ints = (digits @ (N_GROUPS ** np.arange(N_LIKELIEST)[::-1])).astype(np.int16)
+        return codes
 
 
 # By method; the classes enter themselves.

@@ -9,7 +9,7 @@ import numpy as np
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.metrics import calibration_error, equal_width_bins
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.evidence import N_BINS, N_GROUPS, Reference, StageReference
+from cauc_ray.policies.evidence import N_BINS, N_GROUPS, N_LIKELIEST, Reference, StageReference
 from cauc_ray.policies.trace import Trace
 
 
@@ -17,13 +17,13 @@ from cauc_ray.policies.trace import Trace
 class Answered:
     """Answers of a cascade as they are watched; all arrays (n,), in the order in which they were given.
 
-    stages: int, which gave them.   predictions: int.   before: int, what the stage before answered, -1 at the first.
-    confidences, costs: float64.
+    stages: int, which gave them.   predictions: int.   likeliest: int, their likeliest options, as Step.likeliest has
+    them.   confidences, costs: float64.
     """
 
     stages: Ints
     predictions: Ints
-    before: Ints
+    likeliest: Ints
     confidences: Floats
     costs: Floats
 
@@ -32,16 +32,18 @@ class Answered:
 
     @classmethod
     def of_trace(cls, trace: Trace, threshold: float, chain: Chain) -> Answered:
-        """Return what a policy answers at a threshold, from all of its steps."""
-        stops, rows = trace.stops(threshold), np.arange(len(trace.predictions))
-        before = np.where(stops > 0, trace.predictions[rows, np.maximum(stops - 1, 0)], -1)
-        predictions, confidences = trace.predictions[rows, stops], trace.confidences[rows, stops]
-        return cls(stops, predictions, before, confidences, chain.costs.of_stops(stops))
+        """Return what a policy answers at a threshold, from all of its steps; the trace has likeliest options."""
+        assert trace.likeliest is not None
+        stops = trace.stops(threshold)
+        at = np.arange(len(stops)), stops
+        return cls(
+            stops, trace.predictions[at], trace.likeliest[at], trace.confidences[at], chain.costs.of_stops(stops)
+        )
 
     def at(self, rows: Ints | Bools | slice) -> Answered:
         """Return some of the answers."""
         return Answered(
-            self.stages[rows], self.predictions[rows], self.before[rows], self.confidences[rows], self.costs[rows]
+            self.stages[rows], self.predictions[rows], self.likeliest[rows], self.confidences[rows], self.costs[rows]
         )
 
 
@@ -50,9 +52,12 @@ def bins_of(confidences: Floats) -> Ints:
     return equal_width_bins(confidences, N_BINS)
 
 
-def option_group(options: Ints) -> Ints:
-    """Return as which option a reference counts each: a few, however many there are, -1 as the first."""
-    return np.where(options < 0, 0, options % N_GROUPS)
+def counts_of_likeliest(stage: StageReference) -> Ints:
+    """Return how many answers of a stage had each code of likeliest options, int (N_GROUPS ** N_LIKELIEST,)."""
+    counts = np.zeros(N_GROUPS**N_LIKELIEST, dtype=np.int64)
+    for digits, count in stage.likeliest.items():
+        counts[int(digits, N_GROUPS)] = count
+    return counts
 
 
 def reference_of(trace: Trace, threshold: float, chain: Chain, split: str) -> Reference:
@@ -64,14 +69,16 @@ def reference_of(trace: Trace, threshold: float, chain: Chain, split: str) -> Re
     for place, name in enumerate(chain.models):
         here = answered.stages == place
         bins = bins_of(answered.confidences[here])
-        answers = np.zeros((N_GROUPS if place else 1, N_GROUPS), dtype=int)
-        np.add.at(answers, (option_group(answered.before[here]), option_group(answered.predictions[here])), 1)
+        codes, counts = np.unique(answered.likeliest[here], return_counts=True)
         stages.append(
             StageReference(
                 name=name,
                 confidences=tuple(np.bincount(bins, minlength=N_BINS).tolist()),
                 right=tuple(np.bincount(bins[correct[here]], minlength=N_BINS).tolist()),
-                answers=tuple(tuple(row) for row in answers.tolist()),
+                likeliest={
+                    np.base_repr(code, N_GROUPS).zfill(N_LIKELIEST): int(count)
+                    for code, count in zip(codes, counts, strict=True)
+                },
                 agreed=int(agreed[here].sum()),
                 cost=float(answered.costs[here].mean()) if here.any() else None,
                 calibration_error=(

@@ -141,7 +141,7 @@ class _Swept:
 
 def _sweep(policy: AnyPolicy, validation: Chain, objective: Objective) -> _Swept:
     policy.check_chain(validation)
-    trace = trace_policy(policy, validation)
+    trace = trace_policy(policy, validation, likeliest=True)
     return _Swept(trace, trace.frontier(validation, objective))
 
 

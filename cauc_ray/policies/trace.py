@@ -65,11 +65,13 @@ class Trace:
 
     predictions: int32 (N, S).   confidences: float64 (N, S); the last step's stop nobody, all do who come there.
     calls: bool (S, M), which models were called for an example that stops at a step.
+    likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where nobody asked for it.
     """
 
     predictions: Ints
     confidences: Floats
     calls: Bools
+    likeliest: Ints | None = None
 
     def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
         """Return all operating points on the chain's examples, which have labels."""
@@ -113,35 +115,41 @@ class PolicyCascade:
         return trace_policy(self.policy, examples.chain)
 
 
-def trace_policy(policy: Policy, chain: Chain) -> Trace:
-    """Take every step of a policy for every example of a chain."""
-    parts = chain.each(partial(_trace_part, policy))
-    predictions, confidences = (
-        in_order([part.ranks for part in parts], values)
-        for values in ([part.predictions for part in parts], [part.confidences for part in parts])
+def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
+    """Take every step of a policy for every example of a chain.   likeliest: whether the trace shall have it."""
+    parts = chain.each(partial(_trace_part, policy, likeliest))
+    ranks = [part.ranks for part in parts]
+    return Trace(
+        in_order(ranks, [part.predictions for part in parts]),
+        in_order(ranks, [part.confidences for part in parts]),
+        calls_in_turn(len(policy.stages)),
+        in_order(ranks, [part.likeliest for part in parts]) if likeliest else None,
     )
-    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)))
 
 
 @dataclass(frozen=True, slots=True)
 class _PartTrace:
-    """The steps of some rows.   ranks: int (n,).   predictions: int32 (n, M).   confidences: float64 (n, M)."""
+    """The steps of some rows.   ranks: int (n,).   The others: (n, M), as a trace has them; likeliest only if asked."""
 
     ranks: Ints
     predictions: Ints
     confidences: Floats
+    likeliest: Ints
 
 
-def _trace_part(policy: Policy, part: ChainPart) -> _PartTrace:
+def _trace_part(policy: Policy, with_likeliest: bool, part: ChainPart) -> _PartTrace:
     n, m = len(part), len(part.logits)
     predictions, confidences = np.empty((n, m), dtype=np.int32), np.empty((n, m))
+    codes = np.empty((n, m if with_likeliest else 0), dtype=np.int16)
     for rows in part.blocks():
         state = None
         for stage, logits in enumerate(part.logits):
             step = policy.step(stage, logits[rows], state)
             predictions[rows, stage], confidences[rows, stage] = step.predictions, step.confidences
+            if with_likeliest:
+                codes[rows, stage] = step.likeliest()
             state = step.state
-    return _PartTrace(part.ranks, predictions, confidences)
+    return _PartTrace(part.ranks, predictions, confidences, codes)
 
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:

@@ -11,9 +11,9 @@ import numpy as np
 from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.drift import ShareDrift
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.evidence import N_BINS, N_GROUPS, Reference
+from cauc_ray.policies.evidence import N_BINS, N_GROUPS, N_LIKELIEST, Reference
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.reference import Answered, bins_of, option_group
+from cauc_ray.policies.reference import Answered, bins_of, counts_of_likeliest
 from cauc_ray.policies.watched_sums import StageSums
 
 # How probable it is that a policy which holds is ever said not to, however long it is watched.
@@ -22,7 +22,7 @@ NEEDED = -math.log10(FALSE_ALARM_RATE)
 # Each feature is tested by itself, with so much of that rate.
 FEATURES: Mapping[str, float] = {
     "confidence": 0.3,  # which stages answer, how confidently: hence deferral, and cost
-    "answers": 0.3,  # which options are answered, and after which answers of the stage before
+    "answers": 0.3,  # which options an answer finds likeliest, and in which order
     "calibration": 0.2,  # how often answers of a stage are right at a confidence
     "accuracy": 0.1,  # how often answers of a stage are right
     "agreement": 0.1,  # how often the whole cascade would have given a stage's answer
@@ -115,8 +115,7 @@ class Watch:
         """Take answers, in their order; no label is needed."""
         none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
         self._features["confidence"].add(none, stages * N_BINS + bins_of(answered.confidences))
-        turns = option_group(answered.before) * N_GROUPS + option_group(answered.predictions)
-        self._features["answers"].add(none, stages * N_GROUPS**2 + turns)
+        self._features["answers"].add(none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
         for stage in np.unique(stages):
             here = stages == stage
             self._sums[stage] += StageSums.of_answers(answered.confidences[here], answered.costs[here])
@@ -151,9 +150,7 @@ class Watch:
 def _counts(reference: Reference) -> Mapping[str, Ints]:
     """Return for each feature how many validation rows had each category in each context."""
     n, right = (np.array([getattr(stage, what) for stage in reference.stages]) for what in ("confidences", "right"))
-    answers = np.zeros((len(n), N_GROUPS, N_GROUPS), dtype=np.int64)
-    for stage, of_stage in zip(answers, reference.stages, strict=True):
-        stage[: len(of_stage.answers)] = of_stage.answers
+    answers = np.concatenate([counts_of_likeliest(stage) for stage in reference.stages])
     of_stages, agreed = n.sum(axis=1), np.array([stage.agreed for stage in reference.stages])
     return {
         "confidence": n.reshape(1, -1),

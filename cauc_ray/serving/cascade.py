@@ -195,6 +195,7 @@ class Cascade:
             costs = answers.costs[places]
         else:
             costs = np.full(len(places), policy.stages[stage].cost)
+        likeliest = None if policy.reference is None else step.likeliest()
         now = self._clock()
         if groups[0][0].flight.shadow:
             self._observer.shadowed(stage, costs)
@@ -203,15 +204,15 @@ class Cascade:
         start = 0
         for group, _ in groups:
             taken = slice(start, start + len(group))
-            self._move(stage, group, step, costs[taken], taken)
+            self._move(stage, group, step, costs[taken], None if likeliest is None else likeliest[taken], taken)
             start = taken.stop
 
-    def _move(self, stage: int, group: Group, step: Step, costs: Floats, taken: slice) -> None:
+    def _move(self, stage: int, group: Group, step: Step, costs: Floats, likeliest: Ints | None, taken: slice) -> None:
         """Let a group's rows stop or go on."""
         flight = group.flight
         if flight.done.done():
             return
-        flight.note(stage, group.rows, step, taken, costs, self._clock() - group.ready_at)
+        flight.note(stage, group.rows, step, taken, costs, likeliest, self._clock() - group.ready_at)
         goes_on: Bools = ~step.accepted[taken]
         n_on = int(goes_on.sum())
         n_stop = len(group) - n_on

@@ -35,7 +35,8 @@ class Flight:
     confidences: float64 (n,), stages: int8 (n,), the best answers so far and the stages that gave them.
     costs: float64 (n,), of all calls so far.   degraded: bool (n,), rows that a stage should have had but could
     not.   scores: float64 (n, K), of the best answers, kept only where they are wanted.   called: bool (M,).
-    before: int32 (n,), what the stage before the one that answered had answered, -1 where there is none.
+    likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
+    the policy has a reference.
     shadow: whether nobody waits for it, and it is counted apart.   early: rows of others that shall have such a one.
     reason: why rows are degraded, as of the first one.   spans_ns: by stage, when rows were first ready for it and
     when they were last answered, since the epoch.
@@ -49,7 +50,7 @@ class Flight:
     shadow: bool = False
     kind_of_columns: frozenset[tuple[str, str]] = field(init=False)
     predictions: Ints = field(init=False)
-    before: Ints = field(init=False)
+    likeliest: Ints = field(init=False)
     confidences: Floats = field(init=False)
     stages: Ints = field(init=False)
     costs: Floats = field(init=False)
@@ -67,7 +68,7 @@ class Flight:
         # Joined arrays of two types would become one type, and a model may read them otherwise.
         self.kind_of_columns = frozenset((name, column.dtype.str) for name, column in self.columns.items())
         self.predictions = np.full(self.n, -1, dtype=np.int32)
-        self.before = np.full(self.n, -1, dtype=np.int32)
+        self.likeliest = np.full(self.n, -1, dtype=np.int16)
         self.confidences = np.full(self.n, np.nan)
         self.stages = np.full(self.n, -1, dtype=np.int8)
         self.costs = np.zeros(self.n)
@@ -81,21 +82,25 @@ class Flight:
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(self, stage: int, rows: Ints, step: Step, taken: slice, costs: Floats, waited_s: float) -> None:
+    def note(
+        self, stage: int, rows: Ints, step: Step, taken: slice, costs: Floats, likeliest: Ints | None, waited_s: float
+    ) -> None:
         """Take a step's answers for some rows as the best so far.
 
         rows: int (m,), places in the request.   taken: the m rows of the step that are theirs.   costs: float64
-        (m,), of the call.   waited_s: since they were ready for the stage.
+        (m,), of the call.   likeliest: int16 (m,), None where it is not kept.   waited_s: since they were ready for
+        the stage.
         """
         now = time.time_ns()
         first, _ = self.spans_ns.get(stage, (now - int(waited_s * 1e9), now))
         self.spans_ns[stage] = first, now
         self.called[stage] = True
         self.costs[rows] += costs
-        self.before[rows] = self.predictions[rows]
         self.predictions[rows] = step.predictions[taken]
         self.confidences[rows] = step.confidences[taken]
         self.stages[rows] = stage
+        if likeliest is not None:
+            self.likeliest[rows] = likeliest
         if self.wants_scores:
             self._keep_scores(rows, step.scores[taken])
 

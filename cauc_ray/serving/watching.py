@@ -72,7 +72,7 @@ class Watching:
         kept = self._of(policy_id)
         if kept is None or kept.n_rows >= MOST_KEPT or flight.capped:
             return
-        answered = Answered(flight.stages, flight.predictions, flight.before, flight.confidences, flight.costs)
+        answered = Answered(flight.stages, flight.predictions, flight.likeliest, flight.confidences, flight.costs)
         kept.answers.append(answered.at(~flight.degraded) if flight.degraded.any() else answered)
         kept.n_rows += flight.n
 
@@ -133,4 +133,4 @@ def _joined(parts: Sequence[Answered]) -> Answered:
     def whole(name: str) -> Any:
         return np.concatenate([getattr(part, name) for part in parts])
 
-    return Answered(whole("stages"), whole("predictions"), whole("before"), whole("confidences"), whole("costs"))
+    return Answered(whole("stages"), whole("predictions"), whole("likeliest"), whole("confidences"), whole("costs"))

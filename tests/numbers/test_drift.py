@@ -17,14 +17,21 @@ def log_dirichlet(counts, pseudo):
     return total + (gammaln(pseudo + counts) - gammaln(pseudo)).sum()
 
 
-def log_predicted(reference, cells, k, concentration=None):
-    """Return the log probability of rows; concentration: of changed shares, None for those of the reference."""
-    seen = np.bincount(cells, minlength=reference.size).reshape(reference.shape)
+def log_predicted(reference, cells, k, concentration=None, before=()):
+    """Return the log probability of rows; concentration: of shares that change after those before, None for no change.
+
+    before: rows from which, beside the reference, the shares are known that change.
+    """
+    seen, known = (
+        np.bincount(np.asarray(of, dtype=np.int64), minlength=reference.size).reshape(reference.shape)
+        for of in (cells, before)
+    )
     found = 0.0
-    for own, counts in zip(reference + _UNSEEN / k, seen, strict=True):
+    for own, earlier, counts in zip(reference + _UNSEEN / k, known, seen, strict=True):
         same = _TRUST * own.sum()
         size = same if concentration is None else min(concentration, same / 2)
-        found += log_dirichlet(counts, size * own / own.sum())
+        pseudo = _TRUST * own + earlier
+        found += log_dirichlet(counts, size * pseudo / pseudo.sum())
     return found
 
 
@@ -37,7 +44,7 @@ def slow_evidence(reference, contexts, categories):
         weight = 0.5 if j == 0 else 0.5 / (j * (j + 1))
         same = log_predicted(reference, cells, k) - log_predicted(reference, cells[:begin], k)
         for concentration in _CONCENTRATIONS:
-            changed = log_predicted(reference, cells[begin:], k, concentration)
+            changed = log_predicted(reference, cells[begin:], k, concentration, cells[:begin])
             terms.append(np.log(weight / len(_CONCENTRATIONS)) + changed - same)
     return np.logaddexp.reduce(terms)
 

@@ -7,7 +7,7 @@ from scipy.special import log_softmax as scipy_log_softmax
 from scipy.special import softmax as scipy_softmax
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.softmax import log_softmax, row_sums, softmax, top_option
+from cauc_ray.numbers.softmax import likeliest, log_softmax, row_sums, softmax, top_option
 
 matrices = hnp.arrays(
     np.float64, st.tuples(st.integers(1, 40), st.integers(1, 70)), elements=st.floats(-50, 50, width=32)
@@ -58,6 +58,17 @@ def test_row_sums_are_sums(terms):
 
 def test_ties_go_to_the_lowest_index():
     assert top_option(np.array([[1.0, 3.0, 3.0]]))[0].tolist() == [1]
+
+
+@given(matrices, st.integers(1, 5), st.integers(0, 3))
+def test_the_likeliest_options_are_those_of_a_stable_sort_and_the_last_one_repeats(scores, n, padding):
+    n_options = scores.shape[1]
+    padded = np.pad(np.round(scores), ((0, 0), (0, padding)), constant_values=-np.inf)
+    given_scores = padded.copy()
+    expected = np.argsort(-np.round(scores), axis=1, kind="stable")[:, np.minimum(np.arange(n), n_options - 1)]
+    for layout in (padded, np.asfortranarray(padded)):
+        assert (likeliest(layout, n) == expected).all()
+    assert (padded == given_scores).all()
 
 
 @pytest.mark.parametrize("row", [[-np.inf, -np.inf], [np.nan, 1.0], [np.inf, 1.0]])

@@ -23,7 +23,7 @@ from cauc_ray.serving.watching import Watching, report_of
 DATA = chain(3, n=400, ragged=True)
 POLICY = fit_rf(chain(3, n=1000, shift=1), chain(3, n=1000, shift=2), ThresholdRule(budget=12.0))
 EXPECTED = replay(POLICY, DATA)
-TRACE = trace_policy(POLICY, DATA)
+TRACE = trace_policy(POLICY, DATA, likeliest=True)
 COSTS = np.array([stage.cost for stage in POLICY.stages])
 
 
@@ -161,18 +161,19 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
     assert {outcome for (_, outcome), n in counts.outcomes.items() if n} == {"accepted"}
 
 
-def answered(rows, data=DATA, **options):
+def answered(rows, data=DATA, policy=POLICY, **options):
     async def main():
         cascade, _ = cascade_of(a_pool(data.models), [Stage(f"logits{stage}") for stage in range(3)])
-        return await cascade.answer(POLICY, columns_of(data.logits, rows), len(rows), **options)
+        return await cascade.answer(policy, columns_of(data.logits, rows), len(rows), **options)
 
     return run_virtually(main())
 
 
-def test_a_flight_knows_what_the_stage_before_answered():
+def test_a_flight_knows_the_likeliest_options_of_its_answers_where_they_are_watched():
     flight = answered(np.arange(len(DATA)))
-    for row, stage in enumerate(flight.stages):
-        assert flight.before[row] == (TRACE.predictions[row, stage - 1] if stage else -1)
+    assert np.array_equal(flight.likeliest, TRACE.likeliest[np.arange(len(DATA)), flight.stages])
+    unwatched = answered(np.arange(20), policy=POLICY.with_threshold(0.5))
+    assert (unwatched.likeliest == -1).all()
 
 
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog):
