@@ -37,7 +37,8 @@ class CalibrateJob(ShardedJob):
 
     models: the chain, cheapest first.   costs: of a call of each; the table's where left out.   budget, threshold: at
     most one of them.   objective: what a chosen threshold maximises.   certify: a risk, such as "risk<=0.05@0.95".
-    strict: whether a guard that fires ends the job.   calibrator: of every model.
+    strict: whether a guard that fires ends the job.   safe: whether fusions and the chain are guarded (docs/guards.md).
+    calibrator: of every model.
     """
 
     logits: FilePath
@@ -51,6 +52,7 @@ class CalibrateJob(ShardedJob):
     objective: Literal["accuracy", "macro-f1"] = "accuracy"
     certify: str | None = None
     strict: bool = False
+    safe: bool = False
     calibrator: CalibratorKind = "temperature"
 
 
@@ -68,6 +70,7 @@ def work(config: CalibrateJob, run: JobRun) -> JobResult:
         objective=config.objective,
         certify=config.certify,
         strict=config.strict,
+        safe=config.safe,
         calibrator=config.calibrator,
         shards=config.shards,
         resources=config.resources,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -185,17 +186,30 @@ class ShardedChain(Chain):
     """A chain in shards.
 
     number: its place among the chains that the shards hold.   width: most options that a row has.   record: where fits
-    are kept, None to keep none.
+    are kept, None to keep none.   places: of its models among those of which the shards hold logits, None for all.
     """
 
     shards: Shards
     number: int
     width: int
     record: FitRecord | None
+    places: tuple[int, ...] | None = None
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards. Raises ExecutionError where one has no answer in time, CaucError as the question does."""
-        return self.shards.ask(self.number, ask, self.width)
+        question = ask if self.places is None else partial(_ask_of_models, self.places, ask)
+        return self.shards.ask(self.number, question, self.width)
+
+    def of_models(self, places: Sequence[int]) -> ShardedChain:
+        """Return the chain of some of the models, in the order of their places here; its fits are not kept."""
+        held = range(len(self.models)) if self.places is None else self.places
+        return replace(
+            self,
+            models=tuple(self.models[place] for place in places),
+            costs=self.costs.of_models(places),
+            record=None,
+            places=tuple(held[place] for place in places),
+        )
 
     @property
     def narrow(self) -> bool:
@@ -205,6 +219,10 @@ class ShardedChain(Chain):
     def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
         """Return a fit that is on record, else compute it and put it there."""
         return compute() if self.record is None else self.record.remembered(what, compute)
+
+
+def _ask_of_models(places: tuple[int, ...], ask: Callable[[ChainPart], T], part: ChainPart) -> T:
+    return ask(part.of_models(places))
 
 
 @contextmanager

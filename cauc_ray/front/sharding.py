@@ -26,6 +26,7 @@ from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.guards import require_quiet
 from cauc_ray.policies.methods import fit_policy
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.safe import fit_safe, require_safe_rule
 from cauc_ray.policies.threshold import ThresholdRule
 
 
@@ -57,6 +58,7 @@ def calibrate(
     objective: Objective = "accuracy",
     certify: str | None = None,
     strict: bool = False,
+    safe: bool = False,
     calibrator: CalibratorKind = "temperature",
     shards: int | None = None,
     resources: Resources | Mapping[str, Any] | None = None,
@@ -79,6 +81,8 @@ def calibrate(
     limit = None if certify is None else RiskLimit.parse(certify)
     table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective, limit)
     names = (calibration_split, validation_split)
+    if safe:
+        require_safe_rule(rule)
     if calibration_split == validation_split:
         raise ConfigError(f"calibration and validation must be two splits, both are {calibration_split!r}")
     table.require_chain(models, costs)
@@ -92,7 +96,8 @@ def calibrate(
     with _sharded(chains, sharding, kept, address, on_pass) as (held, (calibration, *validation)):
         started = time.perf_counter()
         held_out = validation[0] if validation else None
-        policy = fit_policy(method, calibration, held_out, rule, names, calibrator=calibrator)
+        fit = fit_safe if safe else fit_policy
+        policy = fit(method, calibration, held_out, rule, names, calibrator=calibrator)
         fit_s = time.perf_counter() - started
     if strict:
         require_quiet(policy.guards)

@@ -49,6 +49,11 @@ class ChainPart:
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
+    def of_models(self, places: Sequence[int]) -> ChainPart:
+        """Return the part of some of the models, in the order of their places here; its cache stays here, too."""
+        cache = self.cache.setdefault(f"of_models {list(places)}", {})
+        return ChainPart(tuple(self.logits[place] for place in places), self.labels, self.ranks, cache)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(ABC):
@@ -78,6 +83,10 @@ class Chain(ABC):
     @abstractmethod
     def narrow(self) -> bool:
         """Return whether fits on the logits as they are compute in float32."""
+
+    @abstractmethod
+    def of_models(self, places: Sequence[int]) -> Chain:
+        """Return the chain of some of the models, in the order of their places here."""
 
     def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
         """Return a fit on these examples, computed now unless it is known from before.   what: says which."""
@@ -123,12 +132,11 @@ class ChainLogits(Chain):
 
     def of_models(self, places: Sequence[int]) -> ChainLogits:
         """Return the chain of some of the models, in the order of their places here."""
-        per_call = self.costs.per_call[..., list(places)]
         return replace(
             self,
             models=tuple(self.models[place] for place in places),
             logits=tuple(self.logits[place] for place in places),
-            costs=Costs(self.costs.unit, per_call),
+            costs=self.costs.of_models(places),
         )
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +47,10 @@ class Costs:
     def means(self) -> Floats:
         """Return the mean cost of one call of each model, float64 (M,)."""
         return self.per_call if self.per_call.ndim == 1 else self.per_call.mean(axis=0)
+
+    def of_models(self, places: Sequence[int]) -> Costs:
+        """Return the costs of some of the models, in the order of their places here."""
+        return Costs(self.unit, self.per_call[..., list(places)])
 
     def of_calls(self, calls: Bools) -> Floats:
         """Return what sets of calls cost, float64 (S,), or (N, S) where calls differ.   calls: bool (S, M)."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.metrics import accuracy, macro_f1
 from cauc_ray.numbers.sweep import Objective, most_within
 from cauc_ray.numbers.types import Ints
@@ -24,8 +24,8 @@ from cauc_ray.policies.trace import answers_alone
 
 def fit_safe(
     method: str,
-    calibration: ChainLogits,
-    validation: ChainLogits | None,
+    calibration: Chain,
+    validation: Chain | None,
     rule: ThresholdRule,
     names: tuple[str, str],
     *,
@@ -43,10 +43,7 @@ def fit_safe(
     stays; the policy is then compared with the models that cost no more than it does.
     Arguments and errors are those of fit_policy; validation is needed, with all of its labels.
     """
-    if rule.certify is not None:
-        raise ConfigError(
-            "validation that has admitted fusions cannot certify a risk as well; leave --safe or --certify out"
-        )
+    require_safe_rule(rule)
     if validation is None:
         raise ConfigError("a safe policy is compared with single models on a validation split; give one")
     validation.require_labels("comparing with single models")
@@ -77,7 +74,15 @@ def fit_safe(
     return policy.model_copy(update={"safe": choice, "guards": guards})
 
 
-def refit_safe(policy: Policy, calibration: ChainLogits, validation: ChainLogits | None) -> Policy:
+def require_safe_rule(rule: ThresholdRule) -> None:
+    """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
+    if rule.certify is not None:
+        raise ConfigError(
+            "validation that has admitted fusions cannot certify a risk as well; leave --safe or --certify out"
+        )
+
+
+def refit_safe(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
     """Refit a safe policy as refit does, and guard it anew."""
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
     rule = rule_of(policy, calibration)
@@ -102,17 +107,17 @@ class _Found:
         return self.quality < single.quality or most_within(single.cost) < self.cost
 
 
-def _found(policy: Policy, validation: ChainLogits, objective: Objective) -> _Found:
+def _found(policy: Policy, validation: Chain, objective: Objective) -> _Found:
     answers = replay(policy, validation)
     quality = _quality(answers.predictions, validation, objective)
     return _Found("the chain", quality, float(answers.costs.mean()))
 
 
-def _quality(predictions: Ints, validation: ChainLogits, objective: Objective) -> float:
+def _quality(predictions: Ints, validation: Chain, objective: Objective) -> float:
     return (accuracy if objective == "accuracy" else macro_f1)(predictions, validation.labels)
 
 
-def _limit(policy: Policy, validation: ChainLogits, rule: ThresholdRule) -> float:
+def _limit(policy: Policy, validation: Chain, rule: ThresholdRule) -> float:
     """Return what a policy may cost; with a threshold that is given, what it does cost."""
     if rule.budget is not None:
         return rule.budget
@@ -121,7 +126,7 @@ def _limit(policy: Policy, validation: ChainLogits, rule: ThresholdRule) -> floa
     return float(validation.costs.means[-1])
 
 
-def _best_single(policy: Policy, validation: ChainLogits, limit: float, objective: Objective) -> _Found | None:
+def _best_single(policy: Policy, validation: Chain, limit: float, objective: Objective) -> _Found | None:
     """Return the best model within the limit, among equals the cheaper."""
     alone = answers_alone(policy, validation)
     found = [
@@ -133,7 +138,7 @@ def _best_single(policy: Policy, validation: ChainLogits, limit: float, objectiv
 
 
 def _best_within(
-    policy: Policy, calibration: ChainLogits, validation: ChainLogits, limit: float, rule: ThresholdRule
+    policy: Policy, calibration: Chain, validation: Chain, limit: float, rule: ThresholdRule
 ) -> Policy | None:
     """Choose the threshold anew, None where none is within the limit."""
     within = ThresholdRule(budget=limit, objective=rule.objective)

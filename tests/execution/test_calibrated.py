@@ -1,6 +1,7 @@
-"""Policies with offsets or isotonic maps: fitted by shards, and run live."""
+"""Policies with offsets or isotonic maps, and safe ones: fitted by shards, and run live."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -54,6 +55,24 @@ def test_a_fit_on_shards_is_that_of_one_process(table, ray_session, models, opti
     assert_same(json.loads(found.to_json()), json.loads(expected.to_json()))
 
 
+@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize(
+    ("costs", "says"),
+    [
+        (None, "not fused, for want of support|threshold chosen anew|nothing had to be changed"),
+        ((10.0, 11.0, 12.0), f"^{MODELS[2]} alone, "),
+    ],
+    ids=["chain", "alone"],
+)
+def test_a_safe_fit_on_shards_is_that_of_one_process(table, ray_session, tmp_path, method, costs, says):
+    options = {"models": MODELS, "method": method, "costs": costs, "safe": True}
+    expected = cauc_ray.fit(table, **options)
+    assert re.search(says, expected.safe.says)
+    for _ in range(2):  # the second one has fits of the whole chain on record, none of the model alone
+        found = calibrate(table, **options, shards=3, deadline_s=120, record=tmp_path / "fits.json")
+        assert_same(json.loads(found.policy.to_json()), json.loads(expected.to_json()))
+
+
 def test_offsets_that_are_on_record_are_not_fitted_again(table, ray_session, tmp_path):
     options = {"models": MODELS, "method": "rf", "calibrator": "offsets", "shards": 2, "deadline_s": 120}
     first = calibrate(table, **options, record=tmp_path / "fits.json")
@@ -75,6 +94,8 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, t
     assert told[0] == told[1]
     with pytest.raises(ConfigError, match="isotonic is for method base with one or two models"):
         calibrate(tmp_path, models=MODELS, calibrator="isotonic", shards=2)
+    with pytest.raises(ConfigError, match="leave --safe or --certify out"):
+        calibrate(tmp_path, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
 
 
 @pytest.mark.parametrize(("models", "options"), FITS.values(), ids=FITS)
