@@ -1,3 +1,4 @@
+import logging
 import time
 
 import cloudpickle
@@ -8,12 +9,19 @@ import pytest
 from cauc_ray.errors import DataError, ExecutionError
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
-pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+pytestmark = [
+    pytest.mark.usefixtures("ray_session"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    # The first execution starts processes of Ray Data's own, which Ray gives the lowest priority: on a machine that
+    # is busy otherwise that took minutes.
+    pytest.mark.timeout(900),
+]
 
 
 def ray_data():
     import ray.data
 
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # else its log is all that is seen of a test that fails
     return ray.data
 
 
