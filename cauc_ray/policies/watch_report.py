@@ -14,7 +14,7 @@ from cauc_ray.policies.watched_sums import StageSums
 
 _SAYS = {
     "confidence": "stages and confidences come",
-    "answers": "answers come",
+    "answers": "answers and the options next to them come",
     "calibration": "answers are right at their confidences",
     "accuracy": "answers are right",
     "agreement": "early answers agree with the last stage's",

@@ -72,14 +72,16 @@ def test_rows_may_come_in_any_parts(seed, sizes):
     assert parts.since == whole.since
 
 
-def test_its_mean_is_its_weight_where_nothing_changes():
-    """Over all sequences there are, as probable as the reference makes them: half, as only one change has begun."""
+@pytest.mark.parametrize(("spacing", "weight"), [(SPACING, 0.5), (2, 0.5 + 0.5 * (1 - 1 / 4))])
+def test_its_mean_is_its_weight_where_nothing_changes(monkeypatch, spacing, weight):
+    """Over all sequences there are, as probable as the reference makes them; weight: of the changes that have begun."""
+    monkeypatch.setattr("cauc_ray.numbers.drift.SPACING", spacing)
     reference = np.array([[5, 1, 0]])
     none, mean = np.zeros(7, dtype=np.int64), 0.0
     for sequence in product(range(3), repeat=7):
         cells = np.array(sequence)
         mean += np.exp(log_predicted(reference, cells, 3) + ShareDrift(reference).add(none, cells)[-1])
-    assert mean == pytest.approx(0.5, abs=1e-9)
+    assert mean == pytest.approx(weight, abs=1e-9)
 
 
 def test_beginnings_that_are_forgotten_only_take_evidence_away():
