@@ -72,6 +72,8 @@ class Watching:
         kept = self._of(policy_id)
         if kept is None or kept.n_rows >= MOST_KEPT or flight.capped:
             return
+        if flight.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
+            return
         answered = Answered(flight.stages, flight.predictions, flight.likeliest, flight.confidences, flight.costs)
         kept.answers.append(answered.at(~flight.degraded) if flight.degraded.any() else answered)
         kept.n_rows += flight.n

@@ -209,6 +209,17 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     assert watch.settle().watched.holds
 
 
+def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
+    without = POLICY.model_copy(update={"reference": None})
+    early = answered(np.arange(50), policy=without)
+    watch = Watching(without, without.id, Told(), n_routers=1)
+    watch.begin(POLICY, POLICY.id)
+    assert without.id == POLICY.id
+    watch.answered(early, without.id)
+    watch.answered(answered(np.arange(20)), POLICY.id)
+    assert sum(sums.n for sums in watch.settle().watched.stages) == 20
+
+
 def test_a_flood_is_watched_in_part():
     watch = Watching(POLICY, POLICY.id, Told(), n_routers=1)
     flight = answered(np.arange(len(DATA)))
