@@ -1,7 +1,9 @@
 """Calibrated model cascades on Ray: pay for the dear model only where it helps.
 
-policy = cauc_ray.fit("LOGITS", models=["resnet20", "resnet56"], method="rf", budget=0.08)
-print(cauc_ray.evaluate("LOGITS", policy, split="test").measures)
+>>> import cauc_ray
+>>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
+>>> cauc_ray.evaluate(cauc_ray.sample_logits(), policy, split="test").measures.accuracy.value > 0.9
+True
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cauc_ray.data.writing import write_logits
     from cauc_ray.errors import CaucError, CaucWarning
     from cauc_ray.front.checking import check
     from cauc_ray.front.collecting import collect
     from cauc_ray.front.comparing import compare
+    from cauc_ray.front.estimator import CascadeClassifier
     from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
     from cauc_ray.front.online import run
     from cauc_ray.front.planning.plan import plan
     from cauc_ray.front.report.writing import report
+    from cauc_ray.front.samples import sample_logits
     from cauc_ray.front.serving import serve, set_policy
     from cauc_ray.front.sharding import calibrate
     from cauc_ray.front.submitting import submit
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 
 # Loaded at first use, so that importing the package costs nothing.
 _PUBLIC = {
+    "CascadeClassifier": "cauc_ray.front.estimator",
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
@@ -38,13 +44,16 @@ _PUBLIC = {
     "replace_model": "cauc_ray.front.offline",
     "report": "cauc_ray.front.report.writing",
     "run": "cauc_ray.front.online",
+    "sample_logits": "cauc_ray.front.samples",
     "serve": "cauc_ray.front.serving",
     "set_policy": "cauc_ray.front.serving",
     "submit": "cauc_ray.front.submitting",
     "sweep": "cauc_ray.front.offline",
+    "write_logits": "cauc_ray.data.writing",
 }
 
 __all__ = [
+    "CascadeClassifier",
     "CaucError",
     "CaucWarning",
     "Policy",
@@ -58,10 +67,12 @@ __all__ = [
     "replace_model",
     "report",
     "run",
+    "sample_logits",
     "serve",
     "set_policy",
     "submit",
     "sweep",
+    "write_logits",
 ]
 __version__ = "0.1.0"
 

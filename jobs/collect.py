@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
@@ -13,7 +14,7 @@ from cauc_ray.execution.progress import RunProgress
 from cauc_ray.front import show
 from cauc_ray.front.collecting import collect
 from cauc_ray.front.config import FilePath, folder_of
-from jobs.job import Job, JobConfig, JobResult, JobRun, main
+from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 
 
 def _located(name: str, info: ValidationInfo) -> str:
@@ -47,6 +48,16 @@ class CollectJob(JobConfig):
     columns: dict[str, str] = Field(default_factory=dict)
     embedding: Annotated[str, AfterValidator(_located_if_there)] | None = None
     seed: int = Field(default=0, ge=0)
+
+    def inputs(self) -> set[Path]:
+        """Return the pool and what its models come from, and dataset and encoder where they are paths."""
+        files = Path(self.dataset.partition("=")[2] if self.dataset.partition("=")[0] in BENCHMARKS else self.dataset)
+        encoder = () if self.embedding is None else (Path(self.embedding),)
+        return {path for path in (files, *encoder) if path.is_absolute()} | pool_files(self.pool)
+
+    def fixed(self) -> set[Path]:
+        """Return all but the pool's file: rows are kept by their model's settings, whatever else it says."""
+        return self.inputs() - {self.pool}
 
 
 def work(config: CollectJob, run: JobRun) -> JobResult:

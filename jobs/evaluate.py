@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from cauc_ray.errors import CaucError
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.front import online, show
 from cauc_ray.front.config import FilePath
@@ -14,8 +16,8 @@ from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.offline import save_table
 from cauc_ray.front.sharding import evaluate_shards
 from cauc_ray.policies.policy import Policy
-from jobs.calibrate import ShardedJob
-from jobs.job import Job, JobConfig, JobResult, JobRun, main
+from jobs.calibrate import ShardedJob, chain_files
+from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 
 
 class LiveEvaluation(JobConfig):
@@ -29,6 +31,10 @@ class LiveEvaluation(JobConfig):
     input: FilePath
     controllers: int = Field(default=1, ge=1)
 
+    def inputs(self) -> set[Path]:
+        """Return the files, and what the pool's models come from."""
+        return {self.policy, self.input, *pool_files(self.pool)}
+
 
 class SavedEvaluation(ShardedJob):
     """A replay on a split of a logit table, as `cauc evaluate` has it; its answers are predictions.parquet."""
@@ -36,6 +42,14 @@ class SavedEvaluation(ShardedJob):
     logits: FilePath
     policy: FilePath
     split: str = "test"
+
+    def inputs(self) -> set[Path]:
+        """Return the policy and its chain's part of the table."""
+        try:
+            models = Policy.load(self.policy).models
+        except CaucError:  # work() says so
+            return {self.policy}
+        return {self.policy, *chain_files(self.logits, models, (self.split,))}
 
 
 def work(config: LiveEvaluation | SavedEvaluation, run: JobRun) -> JobResult:
@@ -49,13 +63,14 @@ def _replayed(config: SavedEvaluation, run: JobRun) -> JobResult:
         config.logits,
         Policy.load(config.policy),
         split=config.split,
+        logit_kind=config.logit_kind,
         shards=config.shards,
         resources=config.resources,
         deadline_s=config.deadline_s,
         address=run.address,
         on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
     )
-    save_table(evaluation.predictions(), run.folder / "predictions.parquet")
+    save_table(evaluation.to_arrow(), run.folder / "predictions.parquet")
     summary = evaluation_summary(evaluation)
     results = {**summary, "n_shards": len(shards.nodes), "nodes": shards.nodes, "peak_bytes": shards.peak_bytes}
     return JobResult(results, lambda: show.evaluation(summary))

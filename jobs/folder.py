@@ -6,24 +6,46 @@ import fcntl
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import make_folder, read_json, write_json
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
 
 RECORD, RESULT, LOCK = "job.json", "result.json", ".lock"
-FORMAT = "cauc-job/1"
+FORMAT = "cauc-job/2"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What work came from, beside its config.
+
+    version: of the package.   inputs: digests of what files and folders hold, by path; None where there is none.
+    """
+
+    version: str
+    inputs: dict[str, str | None]
+
+    def change_since(self, before: Origin) -> str | None:
+        """Return in words what has changed, None where nothing has."""
+        if self.version != before.version:
+            return f"the version of cauc-ray has changed from {before.version} to {self.version}"
+        paths = {**self.inputs, **before.inputs}
+        changed = next((path for path in paths if self.inputs.get(path) != before.inputs.get(path)), None)
+        return None if changed is None else f"{changed} has changed"
 
 
 @contextmanager
-def job_folder(path: Path, job: str, config: Mapping[str, Any]) -> Iterator[None]:
+def job_folder(path: Path, job: str, config: Mapping[str, Any], origin: Origin) -> Iterator[None]:
     """Hold an output folder for the length of the block: a new one, or one with work of the same job and config.
 
-    config: as JSON has it, noted in job.json. Where the block fails before it has written anything, the folder is
-    taken back. Raises ConfigError where the folder holds something else or cannot be made, or another job is at work.
+    config: as JSON has it, noted in job.json.   origin: what must be the same for work to go on. Where the block fails
+    before it has written anything, the folder is taken back. Raises ConfigError where the folder holds something else
+    or cannot be made, or another job is at work.
     """
-    record = {"format": FORMAT, "job": job, "config": json.loads(json.dumps(config))}
+    record = {"format": FORMAT, "job": job, "config": json.loads(json.dumps(config)), "origin": asdict(origin)}
     _require_same(path, record)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     make_folder(path)
@@ -50,6 +72,11 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
     write_json(path / RESULT, dict(result))
 
 
+def remove_result(path: Path) -> None:
+    """Forget how the job in a folder ended."""
+    (path / RESULT).unlink()
+
+
 def _require_same(path: Path, record: Mapping[str, Any]) -> None:
     """Raise ConfigError where a folder holds anything but work of the same record."""
     if not (path / RECORD).is_file():
@@ -66,6 +93,12 @@ def _require_same(path: Path, record: Mapping[str, Any]) -> None:
     other = next((k for k in {**record["config"], **of_config} if record["config"].get(k) != of_config.get(k)), None)
     if other is not None:
         raise ConfigError(f"output {path} is of another config, whose {other!r} differs; choose another")
+    change = Origin(**record["origin"]).change_since(Origin(**there["origin"]))
+    if change is not None:
+        raise ConfigError(
+            f"{change} since work began in output {path}, which would mix the two; choose another output, or remove "
+            "that folder to begin anew"
+        )
 
 
 def _is_ours(name: str) -> bool:

@@ -14,14 +14,18 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import cauc_ray
 from cauc_ray.errors import CaucError, CaucWarning, ConfigError
+from cauc_ray.files.listing import content_digest
 from cauc_ray.front.config import FilePath, read_config
+from cauc_ray.front.warned import warnings_on_stderr
+from cauc_ray.models.pool import load_pool
 from cauc_ray.models.service import Section
-from jobs.folder import job_folder, read_result, write_result
+from jobs.folder import Origin, job_folder, read_result, remove_result, write_result
 from jobs.progress import Progress
 
 # The folder into which Ray unpacks the working directory of a job.
@@ -29,9 +33,25 @@ _PACKAGE = "_ray_pkg_"
 
 
 class JobConfig(Section):
-    """What every job's config has.   output: the folder of all that it writes, new or of the same config."""
+    """What every job's config has.   output: the folder of all that it writes, new or of the same config.
+
+    A result is of a config, of what its inputs hold, and of a version of the package: where any of these is another, it
+    is not shown again. An attempt that was ended goes on in its folder only where they are the same, too.
+    """
+
+    # Whether work() itself tells by content and version what it may take from an earlier attempt, and does the rest
+    # anew: then inputs may change between attempts.
+    BY_CONTENT: ClassVar[bool] = False
 
     output: FilePath
+
+    def inputs(self) -> set[Path]:
+        """Return the files and folders that work() reads: here all that keys of the type FilePath name."""
+        return set(_paths(self.model_dump(exclude={"output"})))
+
+    def fixed(self) -> set[Path]:
+        """Return those of the inputs that must not change between attempts."""
+        return set() if self.BY_CONTENT else self.inputs()
 
 
 Config = TypeVar("Config", bound=JobConfig)
@@ -77,7 +97,7 @@ def main(job: Job[Any], argv: Sequence[str]) -> int:
     """Run a job as its command line says, and return its exit code."""
     options = _parser(job).parse_args(argv)
     try:
-        with _stopped_by_sigterm(), _warnings_in_log():
+        with _stopped_by_sigterm(), warnings_on_stderr(f"jobs.{job.name}"):
             return run(job, options.config, options.address)
     except CaucError as error:
         print(f"jobs.{job.name}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -92,25 +112,43 @@ def main(job: Job[Any], argv: Sequence[str]) -> int:
 
 def run(job: Job[Any], path: str | Path, address: str | None) -> int:
     """Run a job with a config's file: do what is left of it, print what came of it, and say so by the exit code."""
-    config = read_config(path, job.forms)
+    config: JobConfig = read_config(path, job.forms)
     folder, package = config.output, _package(Path(path))
     if package is not None and folder.is_relative_to(package):
         raise ConfigError(
             f"output {folder.relative_to(package)} lies in the copy of the working directory that Ray makes for a "
             "job, and removes after it; give it as an absolute path"
         )
-    with job_folder(folder, job.name, _portable(config.model_dump(mode="json"), package)):
+    digests = {path: content_digest(path) for path in sorted(config.inputs() | config.fixed())}
+    whole = _origin(digests, package)
+    begun = Origin("", {}) if config.BY_CONTENT else _origin({path: digests[path] for path in config.fixed()}, package)
+    with job_folder(folder, job.name, _portable(config.model_dump(mode="json"), package), begun):
         ended = read_result(folder)
+        if ended is not None and (change := whole.change_since(Origin(**ended["origin"]))) is not None:
+            warnings.warn(
+                f"{change} since the result in {folder}; what depends on that is done anew", CaucWarning, stacklevel=2
+            )
+            remove_result(folder)  # the files beside it will not be of it
+            ended = None
         if ended is None or ended["results"]["failed"]:
             result = job.work(config, JobRun(folder, address, Progress(job.name)))
             results = {**result.results, "output": str(folder), "failed": list(result.failed)}
-            ended = {"results": results, "said": _printed(result.show)}
+            ended = {"results": results, "said": _printed(result.show), "origin": asdict(whole)}
             write_result(folder, ended)
     print(ended["said"], end="")
     for failure in ended["results"]["failed"]:
         print(f"failed: {failure}")
     print(json.dumps(ended["results"], allow_nan=False), flush=True)
     return 1 if ended["results"]["failed"] else 0
+
+
+def pool_files(path: Path) -> set[Path]:
+    """Return a pool's file, and the files and folders that its models' settings name; it alone where it is no pool."""
+    try:
+        pool = load_pool(path)
+    except CaucError:  # work() says so
+        return {path}
+    return {path}.union(*(stage.model.files for stage in pool.stages))
 
 
 def _parser(job: Job[Any]) -> argparse.ArgumentParser:
@@ -139,27 +177,27 @@ def _stopped(job: Job[Any], number: signal.Signals) -> int:
     return 128 + number
 
 
-@contextmanager
-def _warnings_in_log() -> Iterator[None]:
-    """Write our own warnings to the log, each once, as they come."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("once", CaucWarning)
-        others = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
-            if issubclass(category, CaucWarning):
-                print(f"warning: {' '.join(str(message).split())}", flush=True)
-            else:
-                others(message, category, *rest, **more)
-
-        warnings.showwarning = show
-        yield
-
-
 def _printed(show: Callable[[], None]) -> str:
     with redirect_stdout(io.StringIO()) as text:
         show()
     return text.getvalue()
+
+
+def _origin(digests: Mapping[Path, str | None], package: Path | None) -> Origin:
+    return Origin(
+        cauc_ray.__version__, {_portable(str(path), package): digest for path, digest in sorted(digests.items())}
+    )
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """Yield all paths in the content of a config."""
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _paths(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _paths(each)
 
 
 def _package(path: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,6 +17,12 @@ WIDTH = 220  # a log has no width of its own
 
 class PaperJob(JobConfig, PaperConfig):
     """What fills the paper's tables and figures."""
+
+    BY_CONTENT = True
+
+    def inputs(self) -> set[Path]:
+        """Return the sets that are named, and what is read beside them."""
+        return self.reads()
 
 
 def work(config: PaperJob, run: JobRun) -> JobResult:
@@ -44,8 +51,6 @@ def show(paper: Paper, output: str) -> None:
     line("")
     for missing in paper.not_run:
         line(f"not run here: {missing}")
-    for warning in paper.warned:
-        line(f"warning: {warning}")
     line(f"everything is in {output}, see report.md; {paper.seconds:.0f} s")
 
 

@@ -18,6 +18,8 @@ WIDTH = 200  # a log has no width of its own
 class SweepJob(JobConfig, SweepConfig):
     """Sets × chains × methods × seeds × budgets."""
 
+    BY_CONTENT = True
+
 
 def work(config: SweepJob, run: JobRun) -> JobResult:
     """Measure all that the config names, task by task, and write the tables."""
@@ -37,8 +39,6 @@ def show(sweep: Sweep) -> None:
     line("Accuracy in percent ± its standard deviation over seeds, at cost relative to the last model")
     for grid in grids(sweep.summary):
         console.print(grid.rich())
-    for warning in sweep.warned:
-        line(f"warning: {warning}")
     line(f"{len(sweep.rows):,} rows in {sweep.seconds:.0f} s")
 
 

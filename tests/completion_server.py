@@ -1,57 +1,18 @@
-"""Servers that speak OpenAI's completions protocol: a real one with a real model, and one that does as told."""
+"""Servers that speak OpenAI's completions protocol: one with a language model, and one that follows a script."""
 
 from __future__ import annotations
 
 import json
 import math
-import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-READY_DEADLINE_S = 60.0
-
-
-@contextmanager
-def llama_server(model: Path, log: Path) -> Iterator[str]:
-    """Serve a GGUF file with llama.cpp and give the server's base_url."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", str(model), "--n_ctx", "2048"]
-    command += ["--logits_all", "true", "--host", "127.0.0.1", "--port", str(port), "--n_threads", "2"]
-    url = f"http://127.0.0.1:{port}/v1"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            _wait_until_ready(f"{url}/models", process, log)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_DEADLINE_S
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError(f"the server is not ready: {log.read_text()[-2000:]}")
+from language_models import Loaded
 
 
 class Fault:
@@ -63,59 +24,148 @@ class Fault:
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
+class CompletionServer(ThreadingHTTPServer):
+    """Answers each request with JSON or a fault."""
+
+    request_queue_size = 64
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.lock = threading.Lock()
+
+    def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
+        """Return the answer to a request; headers have names in lower case."""
+        raise NotImplementedError
+
+
 # What to answer to a prompt that was asked so many times before: JSON, or a fault.
 Script = Callable[[str, int], "dict[str, Any] | Fault"]
 
 
-class ScriptedServer(ThreadingHTTPServer):
+class ScriptedServer(CompletionServer):
     """Answers as its script says, and notes what it was asked and how many requests it held at once."""
 
-    request_queue_size = 64
-
     def __init__(self, script: Script, hold_s: float) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__()
         self.script = script
         self.hold_s = hold_s
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        self.lock = threading.Lock()
         self.asked: Counter[str] = Counter()
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.n_in_flight = 0
         self.most_in_flight = 0
 
+    def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
+        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        with self.lock:
+            before = self.asked[prompt]
+            self.asked[prompt] += 1
+            self.requests.append((path, headers, body))
+            self.n_in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.n_in_flight)
+        time.sleep(self.hold_s)
+        reply = self.script(prompt, before)
+        with self.lock:
+            self.n_in_flight -= 1
+        return reply
+
+
+class LanguageServer(CompletionServer):
+    """Answers with the one token that a language model continues with, and its true log-probabilities."""
+
+    def __init__(self, model: Loaded) -> None:
+        super().__init__()
+        self.model = model
+        self.n_context = model.network.config.max_position_embeddings
+
+    def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
+        chat = path == "/v1/chat/completions"
+        if not chat and path != "/v1/completions":
+            return Fault(404, {"error": {"message": f"there is no {path}"}})
+        if body.get("max_tokens") != 1 or body.get("temperature") != 0:
+            return _invalid("this server answers with the likeliest token only", "max_tokens")
+        tokenizer = self.model.tokenizer
+        tokens = self.model.chat(body["messages"][0]["content"]) if chat else tokenizer.encode(body["prompt"])
+        if len(tokens) >= self.n_context:
+            message = f"This model's maximum context length is {self.n_context} tokens, your prompt has {len(tokens)}."
+            return _invalid(message, "messages" if chat else "prompt")
+        n_top = body.get("top_logprobs") if chat else body.get("logprobs")
+        with self.lock:
+            logprobs = _next_logprobs(self.model, tokens)
+        likeliest = logprobs.argsort()[::-1][: n_top or 0]
+        ended = int(logprobs.argmax()) == tokenizer.eos_token_id
+        top = [] if ended else [(tokenizer.decode([token]), float(logprobs[token])) for token in likeliest]
+        choice = _chat_choice(top) if chat else _completion_choice(top)
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
+        finish = "stop" if ended else "length"
+        return {"choices": [{"index": 0, "finish_reason": finish, **choice}], "usage": usage}
+
+
+Top = list[tuple[str, float]]
+
+
+def _next_logprobs(model: Loaded, tokens: list[int]) -> Any:
+    logits = model.logits(tokens)[-1].astype("float64")
+    return logits - math.log(math.fsum(math.e ** (logits - logits.max()))) - logits.max()
+
+
+def _chat_choice(top: Top) -> dict[str, Any]:
+    said = [{"token": token, "logprob": logprob, "bytes": list(token.encode())} for token, logprob in top]
+    content = [{**said[0], "top_logprobs": said}] if said else []
+    text = top[0][0] if top else ""
+    return {"message": {"role": "assistant", "content": text}, "logprobs": {"content": content}}
+
+
+def _completion_choice(top: Top) -> dict[str, Any]:
+    likeliest: dict[str, float] = {}
+    for token, logprob in top:  # tokens that are parts of a character are all written alike
+        likeliest.setdefault(token, logprob)
+    return {"text": top[0][0] if top else "", "logprobs": {"top_logprobs": [likeliest] if top else []}}
+
+
+def _invalid(message: str, param: str) -> Fault:
+    return Fault(400, {"error": {"message": message, "type": "invalid_request_error", "param": param, "code": None}})
+
 
 @contextmanager
-def scripted_server(script: Script, hold_s: float = 0.0) -> Iterator[ScriptedServer]:
-    """Serve a script, holding each request for hold_s seconds."""
-    server = ScriptedServer(script, hold_s)
+def running(server: CompletionServer) -> Iterator[None]:
+    """Serve for the length of the block."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield server
+        yield
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
 
 
+@contextmanager
+def scripted_server(script: Script, hold_s: float = 0.0) -> Iterator[ScriptedServer]:
+    """Serve a script, holding each request for hold_s seconds."""
+    server = ScriptedServer(script, hold_s)
+    with running(server):
+        yield server
+
+
+@contextmanager
+def language_server(model: Loaded) -> Iterator[str]:
+    """Serve a language model and give the server's base_url."""
+    server = LanguageServer(model)
+    with running(server):
+        yield server.url
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: ScriptedServer
+    server: CompletionServer
 
     def do_POST(self) -> None:
-        server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-        with server.lock:
-            before = server.asked[prompt]
-            server.asked[prompt] += 1
-            server.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}, body))
-            server.n_in_flight += 1
-            server.most_in_flight = max(server.most_in_flight, server.n_in_flight)
-        time.sleep(server.hold_s)
-        reply = server.script(prompt, before)
-        with server.lock:
-            server.n_in_flight -= 1
+        text = self.rfile.read(int(self.headers["Content-Length"]))
+        if not text:  # the client gave up in between
+            self.close_connection = True
+            return
+        reply = self.server.reply(self.path, {k.lower(): v for k, v in self.headers.items()}, json.loads(text))
         with suppress(ConnectionError):  # a client that waits no longer
             self._send(reply)
 

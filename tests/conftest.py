@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from object_store import folder, s3
 
-# No test asserts speed, hypothesis' own neither. In CI the same examples are drawn every time.
-settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True)
-# pytest --hypothesis-profile=thorough: hours, for who has changed what strangers send.
-settings.register_profile("thorough", parent=settings.get_profile("local"), max_examples=5000)
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+__all__ = ["folder", "s3"]  # fixtures
+
+# No test asserts speed, hypothesis' own neither, and none fails by chance: the same examples are drawn every time.
+settings.register_profile(
+    "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, max_examples=25
+)
+# More of them: pytest -m hypothesis --hypothesis-profile=more. New ones: new; thorough takes hours, for who has changed
+# what strangers send.
+settings.register_profile("more", parent=settings.get_profile("same"), max_examples=100)
+settings.register_profile("new", parent=settings.get_profile("more"), derandomize=False)
+settings.register_profile("thorough", parent=settings.get_profile("new"), max_examples=5000)
+settings.load_profile("same")
 
 # A shell that runs the tests in the background has them and all that they start ignore Ctrl-C, which some send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,8 +31,11 @@ os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="r", dir="/tmp"))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")  # ten times as often as Ray would
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, workers starve next to anything else that runs
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Networks and matrices of tests are small: several threads would mostly wait for each other, and burn what they wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests run where the repository is; user code of tests is found there too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 

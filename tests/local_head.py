@@ -22,9 +22,10 @@ START_DEADLINE_S = 120
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard.   folder: of all that it writes."""
+    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes."""
 
     address: str
+    gcs_address: str
     metrics_port: int
     folder: str
 
@@ -48,7 +49,7 @@ def local_head(*, n_cpus, **environment):
         )
     try:
         wait_for(lambda: answers(address, head, log), START_DEADLINE_S, "the head")
-        yield Head(address, ports["metrics-export-port"], folder)
+        yield Head(address, f"127.0.0.1:{ports['port']}", ports["metrics-export-port"], folder)
     finally:
         stop(head)
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Queries whose vector says which model is right on them, as plainly as one wants; and what a router gains there."""
+"""Queries whose embedding predicts which model is right on them, as plainly as one wants; and a router's gain there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.trace import Examples
 
 
-def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, embedded=True):
+def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, per_call=False, embedded=True, texts=None):
     """Return n examples of m models.
 
-    strength: how much the embedding (or, where there is none, the first model's confidence) says of who is right;
-    0 for nothing at all.
+    strength: how well the embedding (or, where there is none, the first model's confidence) predicts who is right;
+    0 for not at all.
     """
     rng = np.random.default_rng([seed, split])
     directions = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, d)))[0][:, :m]
@@ -34,23 +34,29 @@ def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, embe
         sure = strength * right[:, 0] / 2 if model == 0 and not embedded else 0.0
         z[np.arange(n), answer] = z.max(axis=1) + 0.5 + sure
         logits.append(z.astype(np.float32))
+    costs = np.array([1.0, 10.0, 30.0, 90.0])[:m]
     chain = ChainLogits(
         models=tuple(f"m{model}" for model in range(m)),
         logits=tuple(logits),
         example_ids=tuple(f"{split}-{row}" for row in range(n)),
         labels=labels.astype(np.int32),
-        costs=Costs("GFLOPs", np.array([1.0, 4.0, 15.0, 40.0])[:m]),
-        per_call_costs=False,
+        costs=Costs("GFLOPs", costs * rng.uniform(0.5, 2.0, (n, m)) if per_call else costs),
+        per_call_costs=per_call,
         source="planted",
         logit_kind="raw",
     )
-    return Examples(chain, embeddings.astype(np.float32) if embedded else None)
+    return Examples(chain, embeddings.astype(np.float32) if embedded else None, texts)
 
 
 def problem(seed=0, *, n=600, n_test=4000, **options):
     """Return a Fitting of n examples in each split, and test examples of the same kind."""
     fitting = Fitting(examples(seed, 0, n=n, **options), examples(seed, 1, n=n, **options), seed=seed)
     return fitting, examples(seed, 2, n=n_test, **options)
+
+
+def changed(fitting, change):
+    """Return a Fitting whose splits are changed."""
+    return replace(fitting, calibration=change(fitting.calibration), validation=change(fitting.validation))
 
 
 def alike(split):
@@ -63,8 +69,8 @@ def scaled(split, factor):
     return replace(split, embeddings=factor * split.embeddings)
 
 
-def gain_over_lot(fitted, test):
-    """Return by how much accuracy exceeds that of the first and last model mixed by lot at equal cost.
+def gain_over_mixture(fitted, test):
+    """Return by how much accuracy exceeds that of the first and last model mixed at random at equal cost.
 
     The mean over budgets between the two, for each of which the setting was chosen on validation.
     """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
-from cauc_ray.data.logits import write_logits
+from cauc_ray.data.writing import write_logits
+from cauc_ray.files.documents import write_json
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
 
@@ -65,7 +65,7 @@ def write_table(folder: Path, *, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=F
     if pool_json:
         models = [{"name": m, "cost": float(c)} for m, c in zip(data.models, data.costs.means, strict=True)]
         info = {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models}
-        (folder / "pool.json").write_text(json.dumps(info))
+        write_json(folder / "pool.json", info)
     return chains
 
 

@@ -16,6 +16,45 @@ def by_x(factor=1.0):
     return lambda batch: np.stack([factor * batch["x"], np.zeros(len(batch["x"]))], axis=1)
 
 
+def loads_unless(path):
+    """Answer as by_x does; it cannot be loaded while there is a file at a path."""
+    if os.path.exists(path):
+        raise OSError("not now")
+    return by_x()
+
+
+def metrics_that_fail_twice():
+    """Have the next two settings of a gauge of this package, of Ray's kind, raise in this process."""
+    from ray.util.metrics import Gauge
+
+    set_as_before, left = Gauge.set, [None, None]
+
+    def set_or_raise(self, *args, **kwargs):
+        if left and "cauc_" in self.info["name"]:
+            left.pop()
+            raise RuntimeError("no metrics now")
+        return set_as_before(self, *args, **kwargs)
+
+    Gauge.set = set_or_raise
+
+
+def hanging():
+    """Answer once `hanging.leave` is set, and set `hanging.entered` before."""
+
+    def answer(batch):
+        hanging.entered.set()
+        assert hanging.leave.wait(60)
+        return by_x()(batch)
+
+    return answer
+
+
+def loads_slowly(seconds):
+    """Answer as by_x does, after some seconds in which the model loads."""
+    time.sleep(seconds)
+    return by_x()
+
+
 def slow_by_x(seconds, log):
     """Answer as by_x does, after some seconds, and note each call as it begins."""
 
@@ -23,6 +62,18 @@ def slow_by_x(seconds, log):
         with open(log, "a") as file:
             file.write(f"{len(batch['x'])}\n")
         time.sleep(seconds)
+        return by_x()(batch)
+
+    return answer
+
+
+def by_x_once(path):
+    """Answer as by_x does, as soon as a file is there."""
+
+    def answer(batch):
+        ends = time.monotonic() + 60
+        while not os.path.exists(path) and time.monotonic() < ends:
+            time.sleep(0.01)
         return by_x()(batch)
 
     return answer
@@ -54,6 +105,26 @@ def fails_on(example):
         return by_x()(batch)
 
     return answer
+
+
+def fails_below(limit, path):
+    """Answer, but raise on any batch with an x below a limit, while there is no file at a path."""
+
+    def answer(batch):
+        if (batch["x"] < limit).any() and not os.path.exists(path):
+            raise ValueError(f"no kernel image for x {batch['x'].min():g}")
+        return by_x()(batch)
+
+    return answer
+
+
+def first_process_fails(path, factor):
+    """Raise on every batch in the process that is the first to load it, and answer as by_x does in the others."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return by_x(factor)
+    return always_fails()
 
 
 def always_fails():
@@ -235,5 +306,59 @@ def one_too_many_on(question):
     def answer(batch):
         rows = longest()(batch)
         return [row + [0.0] * (asked == question) for row, asked in zip(rows, batch["question"], strict=True)]
+
+    return answer
+
+
+POISON = {666: "raises", 667: "exits", 668: "nan", 669: "shape", 670: "kills", 671: "hangs"}
+
+
+def poisonable():
+    """Answer with the first of x's numbers, and 0; but do what POISON says where that is one of its keys."""
+
+    def answer(batch):
+        x = np.asarray(batch["x"], dtype=np.float64)[:, 0]
+        kinds = [POISON.get(one) for one in x.tolist()]
+        if "raises" in kinds:
+            raise ValueError("cannot look at it")
+        if "exits" in kinds:
+            raise SystemExit(3)
+        if "kills" in kinds:
+            os._exit(3)
+        if "hangs" in kinds:
+            time.sleep(600)
+        logits = np.stack([x, np.zeros_like(x)], axis=1)
+        logits[[kind == "nan" for kind in kinds]] = np.nan
+        return logits[1:] if "shape" in kinds else logits
+
+    return answer
+
+
+def fails_in_one_process(path):
+    """Answer by x's first number, but raise on everything in the first process that loads the model."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        fails = True
+    except FileExistsError:
+        fails = False
+
+    def answer(batch):
+        if fails:
+            raise RuntimeError("no such device")
+        return poisonable()(batch)
+
+    return answer
+
+
+def softmaxed():
+    """Answer questions with probabilities by each choice's length; of the shortest ones, 0."""
+
+    def answer(batch):
+        rows = []
+        for choices in batch["choices"]:
+            sizes = np.array([len(choice) for choice in choices], dtype=float)
+            terms = np.where(sizes > sizes.max() - 5, np.exp(sizes - sizes.max()), 0.0)
+            rows.append(terms / terms.sum())
+        return rows
 
     return answer

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +16,11 @@ import pyarrow.compute as pc
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.types import Ints
+from cauc_ray.numbers.types import Bools, Ints
+
+# Blocks that are committed, by number, with the digests of their ids; None where it is unknown.
+Done: TypeAlias = Mapping[int, str | None]
+NOTHING_DONE: Done = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,16 @@ class InputBlock:
     unreadable: str | None = None
     may_return: bool = False
 
+    def where(self, mask: Bools) -> InputBlock:
+        """Return those of the rows that a mask (n,) marks."""
+        return replace(
+            self,
+            example_ids=[example for example, wanted in zip(self.example_ids, mask, strict=True) if wanted],
+            labels=None if self.labels is None else self.labels[mask],
+            columns={name: column[mask] for name, column in self.columns.items()},
+            n_bytes=int(self.n_bytes * mask.mean()),
+        )
+
 
 class BlockSource(Protocol):
     """The blocks of an input that are not done, in groups; plain, so that any process can read from it.
@@ -48,7 +65,8 @@ class BlockSource(Protocol):
         """Yield a group's blocks with their numbers, which rise and are the same every time.
 
         Numbers count all the input's blocks from 0. What cannot be read comes as unreadable blocks.
-        Raises DataError for content that no run can take: a null id, a label that is none, a column of no use.
+        Raises DataError for content that no run can take (a null id, a negative label, a column that no model can
+        read), and where blocks that are done hold other rows than those that are committed.
         """
 
 
@@ -61,14 +79,14 @@ def table_block(table: pa.Table, source: str) -> InputBlock:
     columns = {}
     for name in table.column_names:
         try:
-            columns[name] = _texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
+            columns[name] = id_texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
         except (ValueError, TypeError, pa.ArrowException) as error:
             raise DataError(f"{source}: column {name!r} cannot be given to a model: {error}") from error
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
 
 
 def read_labels(column: pa.ChunkedArray, source: str) -> Ints:
-    """Return labels, int32 (n,), UNKNOWN_LABEL for null. Raises DataError naming the source where one is none."""
+    """Return labels, int32 (n,), UNKNOWN_LABEL for null. Raises DataError naming the source of another value."""
     try:
         known = column.cast(pa.int32())
     except pa.ArrowException as error:
@@ -79,12 +97,18 @@ def read_labels(column: pa.ChunkedArray, source: str) -> Ints:
     return labels
 
 
-def _texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
+def ids_digest(example_ids: Sequence[str | None]) -> str:
+    """Return a hash of rows' ids in their order: what a block's next reading is compared with."""
+    return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
+
+
+def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return ids as texts, an array of objects (n,). Raises ArrowException where bytes are not UTF-8."""
     if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
         return column_to_numpy(ids)
     if pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type) or pa.types.is_fixed_size_binary(ids.type):
-        return column_to_numpy(ids.cast(pa.binary()).cast(pa.string()))  # an ArrowException where they are no UTF-8
-    return np.array([str(example) for example in ids.to_pylist()], dtype=object)
+        return column_to_numpy(ids.cast(pa.binary()).cast(pa.string()))  # an ArrowException where they are not UTF-8
+    return np.array([None if example is None else str(example) for example in ids.to_pylist()], dtype=object)
 
 
 def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
@@ -121,10 +145,15 @@ def as_column(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Stack rows of one shape; keep rows of several as an array of objects."""
     if rows and all(row.shape == rows[0].shape and row.dtype != object for row in rows):
         return np.stack(rows)
-    column = np.empty(len(rows), dtype=object)
-    for place, row in enumerate(rows):
-        column[place] = row
-    return column
+    return objects(rows)
+
+
+def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return values as an array of objects (n,), whatever they hold."""
+    array = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        array[index] = value
+    return array
 
 
 def concat_column(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

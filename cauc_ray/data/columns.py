@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock, column_to_numpy
+from cauc_ray.data.blocks import InputBlock, column_to_numpy, objects
+from cauc_ray.data.image_input import read_image
 from cauc_ray.data.partitions import Partition
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
@@ -138,7 +139,7 @@ def _images(column: pa.ChunkedArray, partition: Partition) -> npt.NDArray[Any]:
     """Return images as stored, None for null; of a struct {bytes, path}, as image datasets have, the bytes."""
     kind = column.type
     if pa.types.is_struct(kind) and "bytes" in kind.names:
-        return _objects([_image_bytes(value) for value in column.to_pylist()])
+        return objects([_image_bytes(value) for value in column.to_pylist()])
     if _is_text(kind) or pa.types.is_struct(kind):
         raise DataError(f"{partition.source}: column 'image' holds {kind}; images are bytes or arrays")
     try:
@@ -150,7 +151,7 @@ def _images(column: pa.ChunkedArray, partition: Partition) -> npt.NDArray[Any]:
             images[row] = image
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(f"{partition.source}: column 'image' ({kind}) cannot be given to a model: {error}") from error
-    return _objects(images)
+    return objects(images)
 
 
 def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
@@ -158,19 +159,13 @@ def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
     if value is None:
         return None
     stored: bytes | None = value["bytes"]
-    try:
-        return Path(value.get("path") or "").read_bytes() if stored is None else stored
-    except OSError:
-        return None
+    return read_image(Path(value.get("path") or "")) if stored is None else stored
 
 
 def _texts(column: pa.ChunkedArray, name: str, partition: Partition) -> npt.NDArray[Any]:
     """Return text, None for null; numbers as they are written."""
-    column = _decoded(column)
-    kind = column.type
-    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise DataError(f"{partition.source}: column {name!r} holds {kind}, not text")
-    return _objects(column.cast(pa.large_string()).to_pylist())
+    column = _plain_values(column, f"column {name!r}", "text", partition)
+    return objects(column.cast(pa.large_string()).to_pylist())
 
 
 def _choices(reading: Reading, table: pa.Table, rows: Ints, partition: Partition) -> npt.NDArray[Any]:
@@ -178,10 +173,10 @@ def _choices(reading: Reading, table: pa.Table, rows: Ints, partition: Partition
     own = reading.own["choices"]
     if len(own) > 1:
         options = zip(*(_texts(table.column(name), name, partition) for name in own), strict=True)
-        return _objects([_until_last(row) for row in options])
+        return objects([_until_last(row) for row in options])
     column = _decoded(table.column(own[0]))
     if pa.types.is_null(column.type):
-        return _objects([None] * len(column))
+        return objects([None] * len(column))
     if _is_text(column.type):
         parse = reading.published.split_choices or _json_list
         found = []
@@ -189,15 +184,17 @@ def _choices(reading: Reading, table: pa.Table, rows: Ints, partition: Partition
             try:
                 found.append(None if text is None else parse(text))
             except ValueError as error:
-                raise DataError(f"{partition.place(row)}: choices are no JSON list of texts: {text!r:.60}") from error
-        return _objects(found)
+                raise DataError(
+                    f"{partition.place(row)}: choices are not a JSON list of texts: {text!r:.60}"
+                ) from error
+        return objects(found)
     inner = getattr(column.type, "value_type", None)
     if inner is not None and pa.types.is_dictionary(inner):
         inner = inner.value_type
     if inner is None or not (_is_text(inner) or pa.types.is_integer(inner) or pa.types.is_null(inner)):
         raise DataError(f"{partition.source}: column {own[0]!r} holds {column.type}; choices are lists of texts")
     # Not by a cast: Arrow's, of a list_view, may lose the last row.
-    return _objects([row and [v if v is None else str(v) for v in row] for row in column.to_pylist()])
+    return objects([row and [v if v is None else str(v) for v in row] for row in column.to_pylist()])
 
 
 def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
@@ -215,24 +212,21 @@ def _json_list(text: str) -> list[str]:
 
 def _labels(column: pa.ChunkedArray, first: int, rows: Ints, partition: Partition) -> Ints:
     """Return labels, int32, UNKNOWN_LABEL for null and -1, which published test sets have for it."""
-    column = _decoded(column)
-    kind = column.type
-    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise DataError(f"{partition.source}: the column of labels holds {kind}, not numbers or letters of options")
+    column = _plain_values(column, "the column of labels", "numbers or letters of options", partition)
     labels = np.full(len(rows), UNKNOWN_LABEL, dtype=np.int32)
-    for place, value in enumerate(column.to_pylist()):
+    for index, value in enumerate(column.to_pylist()):
         label = _label(value, first)
         if label is None:
             raise DataError(
-                f"{partition.place(int(rows[place]))}: label {value!r} is neither the number of an option, "
+                f"{partition.place(int(rows[index]))}: label {value!r} is neither the number of an option, "
                 f"counted from {first}, nor its letter"
             )
-        labels[place] = label
+        labels[index] = label
     return labels
 
 
 def _label(value: int | float | str | None, first: int) -> int | None:
-    """Return a label counted from 0, None if it is none.
+    """Return a label counted from 0, None if it is not one.
 
     >>> [_label(value, 0) for value in (2, 2.0, "2", " c", None, "cat", -2)]
     [2, 2, 2, 2, -1, None, None]
@@ -266,8 +260,10 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
-def _objects(values: Sequence[Any]) -> npt.NDArray[Any]:
-    array = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):
-        array[place] = value
-    return array
+def _plain_values(column: pa.ChunkedArray, what: str, wanted: str, partition: Partition) -> pa.ChunkedArray:
+    """Return a column of texts, numbers or nulls. Raises DataError, which names what was wanted, for another."""
+    column = _decoded(column)
+    kind = column.type
+    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
+        raise DataError(f"{partition.source}: {what} holds {kind}, not {wanted}")
+    return column

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock
+from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.data.catalog import FoundDataset, find_dataset
 from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
 from cauc_ray.data.partitions import Partition
@@ -50,7 +50,7 @@ class Dataset:
 
     source: opens the same dataset in a process that runs elsewhere, in another folder.   name: for people.
     task: "image-classification" or "multiple-choice".   rule: how its splits came about, in one phrase.
-    split_sizes: rows of each split.
+    split_sizes: rows of each split.   ids: a digest of all rows' ids, in their order.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Dataset:
         readings: Mapping[str, Reading],
         splits: Mapping[str, SplitRows],
         only: str | None,
+        ids: str,
     ) -> None:
         """Take what open_dataset found.   only: the partition that is the only one, if one is."""
         self.source = source
@@ -70,6 +71,7 @@ class Dataset:
         self.rule = rule
         self.task = next(iter(readings.values())).task
         self.split_sizes = {split: len(picked.rows) for split, picked in splits.items()}
+        self.ids = ids
         self._parts, self._readings, self._splits, self._only = parts, readings, splits, only
 
     @cached_property
@@ -132,8 +134,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     tasks = {reading.task: name for name, reading in readings.items()}
     if len(tasks) > 1:
         raise DataError(f"{found.name}: the partitions {' and '.join(tasks.values())} are of different tasks")
-    for name, part in parts.items():
-        _refuse_doubled_ids(part, readings[name])
+    ids = [_unique_ids(part, readings[name]) for name, part in parts.items()]
     return Dataset(
         replace(source, dataset=found.dataset),
         name=found.name,
@@ -142,6 +143,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
         readings=readings,
         splits=_splits(found, rule, {name: part.n_rows for name, part in parts.items()}, source.seed),
         only=names[0] if len(found.openers) == 1 else None,
+        ids=ids_digest(ids),
     )
 
 
@@ -180,16 +182,16 @@ def _splits(found: FoundDataset, rule: Rule, sizes: Mapping[str, int], seed: int
         splits = split_by_rule(rule, {**sizes, "test": sizes[tests[0]]} if tests[0] in sizes else sizes, seed)
     except DataError as error:
         raise DataError(f"{found.name}: {error}") from error
-    tested = {"test": splits.test}
-    if tests != ("test",):
-        tested = {test: SplitRows(test, np.arange(sizes[test])) for test in tests}
-    return {"calibration": splits.calibration, "validation": splits.validation, **tested}
+    if tests == ("test",):
+        return splits
+    tested = {test: SplitRows(test, np.arange(sizes[test])) for test in tests}
+    return {name: split for name, split in splits.items() if name != "test"} | tested
 
 
-def _refuse_doubled_ids(part: Partition, reading: Reading) -> None:
-    """Raise DataError where an example id is null or stands twice in a partition."""
+def _unique_ids(part: Partition, reading: Reading) -> str:
+    """Return the digest of a partition's ids. Raises DataError where one is null or is a duplicate."""
     if "example_id" not in reading.own:
-        return
+        return ids_digest([])
     own = reading.own["example_id"][0]
     texts: list[pa.ChunkedArray] = []
     for start, table in zip(count(0, _IDS_AT_ONCE), part.tables([own], np.arange(part.n_rows), _IDS_AT_ONCE)):
@@ -200,6 +202,7 @@ def _refuse_doubled_ids(part: Partition, reading: Reading) -> None:
         example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
         first, second = np.flatnonzero(pc.equal(ids, example).to_numpy())[:2]
         raise DataError(
-            f"{part.place(int(second))}: example id {example.as_py()!r} stands twice, first at "
+            f"{part.place(int(second))}: example id {example.as_py()!r} is a duplicate of that at "
             f"{part.place(int(first))}; leave one, or name a column of other ids with --columns example_id=NAME"
         )
+    return ids_digest(ids.to_pylist())

@@ -13,6 +13,7 @@ from cauc_ray.data.image_input import is_image
 from cauc_ray.data.partitions import ImagePartition, ParquetPartition, Partition, TextPartition
 from cauc_ray.data.text_files import read_csv
 from cauc_ray.errors import DataError
+from cauc_ray.files.listing import files_below, visible
 
 # Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
 Openers: TypeAlias = dict[str, Callable[[], Partition]]
@@ -31,7 +32,7 @@ def find_partitions(path: Path) -> Openers:
     try:
         if path.is_file():
             if path.suffix.lower() not in _FORMATS:
-                raise DataError(f"{path} is no Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
+                raise DataError(f"{path} is not a Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
             return {_stem(path): partial(_open_tables, [path])}
         return _in_folder(path)
     except OSError as error:
@@ -57,7 +58,9 @@ def wilds_partitions(path: Path) -> Openers | None:
     for number, (split, name, label) in enumerate(zip(*columns, strict=True)):
         if split in rows:
             if not name or not label or not label.isdecimal():
-                raise DataError(f"{file}, row {number}: filename {name!r} and y {label!r} are no image and its class")
+                raise DataError(
+                    f"{file}, row {number}: filename {name!r} and y {label!r} do not name an image and a class"
+                )
             rows[split][0].append(name)
             rows[split][1].append(int(label))
     return {
@@ -68,9 +71,10 @@ def wilds_partitions(path: Path) -> Openers | None:
 
 
 def _in_folder(folder: Path) -> Openers:
-    files = [entry for entry in _visible(folder) if entry.is_file()]
-    tables = [file for file in files if file.suffix.lower() in _FORMATS]
-    kinds = {sub: _kind(sub) for sub in _visible_folders(folder)}
+    files = [entry for entry in visible(folder) if entry.is_file()]
+    tables = _tables(files)
+    here = os.path.realpath(folder)
+    kinds = {sub: _kind(sub, {here}) for sub in _visible_folders(folder)}
     table_folders = [sub for sub, kind in kinds.items() if kind == "tables"]
     classes = [sub for sub, kind in kinds.items() if kind == "images"]
     above_classes = [sub for sub, kind in kinds.items() if kind == "deeper images"]
@@ -96,8 +100,12 @@ def _in_folder(folder: Path) -> Openers:
     return _of_tables(tables, table_folders)
 
 
+def _tables(files: Iterable[Path]) -> list[Path]:
+    return [file for file in files if file.suffix.lower() in _FORMATS]
+
+
 def _of_tables(tables: Sequence[Path], folders: Sequence[Path]) -> Openers:
-    inside = {folder: [file for file in _walk(folder) if file.suffix.lower() in _FORMATS] for folder in folders}
+    inside = {folder: _tables(files_below(folder, follow_links=True)) for folder in folders}
     first: dict[str, Path] = {}
     for file in [*tables, *(file for files in inside.values() for file in files)]:
         first.setdefault(_FORMATS[file.suffix.lower()], file)
@@ -140,45 +148,31 @@ def _open_images(folder: Path, numbers: dict[str, int]) -> Partition:
     names: list[str] = []
     labels: list[int] = []
     for sub in _visible_folders(folder):
-        images = [file.name for file in _visible(sub) if is_image(file)]
+        images = [file.name for file in visible(sub) if is_image(file)]
         names += [f"{sub.name}/{image}" for image in images]
         labels += [numbers[sub.name]] * len(images)
     return ImagePartition(folder, names, labels, str(folder))
 
 
-def _kind(folder: Path) -> str | None:
-    """Say what a folder holds first: "images", "tables", or "deeper images" below its subfolders."""
-    entries = list(_visible(folder))
+def _kind(folder: Path, seen: set[str]) -> str | None:
+    """Return what a folder holds first: "images", "tables", or "deeper images" below its subfolders.
+
+    seen: real paths of the folders that were looked into, which grow; what a link leads to again holds nothing new.
+    """
+    if (real := os.path.realpath(folder)) in seen:
+        return None
+    seen.add(real)
+    entries = list(visible(folder))
     if any(is_image(entry) for entry in entries):
         return "images"
-    if any(entry.suffix.lower() in _FORMATS and entry.is_file() for entry in entries):
+    if any(entry.is_file() for entry in _tables(entries)):
         return "tables"
-    kind = next((kind for kind in (_kind(sub) for sub in entries if sub.is_dir()) if kind), None)
+    kind = next((kind for kind in (_kind(sub, seen) for sub in entries if sub.is_dir()) if kind), None)
     return "deeper images" if kind == "images" else kind
 
 
-def _walk(folder: Path) -> list[Path]:
-    """List the files of a folder and below; a folder that a link leads to a second time is passed over."""
-    files: list[Path] = []
-    seen: set[str] = set()
-    waiting = [folder]
-    while waiting:
-        at = waiting.pop()
-        if (real := os.path.realpath(at)) in seen:
-            continue
-        seen.add(real)
-        for entry in _visible(at):
-            (waiting if entry.is_dir() else files).append(entry)
-    return sorted(files)
-
-
-def _visible(folder: Path) -> list[Path]:
-    """List a folder by name, without hidden files: they are other programs'."""
-    return [folder / name for name in sorted(os.listdir(folder)) if not name.startswith(".")]
-
-
 def _visible_folders(folder: Path) -> list[Path]:
-    return [entry for entry in _visible(folder) if entry.is_dir()]
+    return [entry for entry in visible(folder) if entry.is_dir()]
 
 
 def _stem(path: Path) -> str:

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.files import open_parquet
-from cauc_ray.data.logit_part import LogitHead, head_of, parquet_rows
+from cauc_ray.data.logit_part import LogitHead, head_of
 from cauc_ray.errors import DataError
+from cauc_ray.files.parquet import read_parquet
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Floats, Ints
-
-
-class ModelRows(Protocol):
-    """One model's rows of one split, in order of example_id, as ModelHead has them."""
-
-    @property
-    def example_ids(self) -> pa.Array:
-        """Return str (N,)."""
-        ...
-
-    @property
-    def labels(self) -> Ints:
-        """Return int32 (N,)."""
-        ...
-
-    @property
-    def costs(self) -> Floats | None:
-        """Return float64 (N,), None where calls do not say."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +26,30 @@ class ModelHead:
     places: int64 (N,), where each row stands among those of all files, one file after the other.
     """
 
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
     places: Ints
 
-    def without(self, example_ids: pa.Array) -> ModelHead:
+    def without(self, example_ids: pa.Array) -> Self:
         """Return the other rows."""
-        kept = others(self.example_ids, example_ids)
-        return replace(
-            self,
-            example_ids=self.example_ids.filter(pa.array(kept)),
-            labels=self.labels[kept],
-            costs=None if self.costs is None else self.costs[kept],
-            places=self.places[kept],
-        )
+        kept: Bools = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        arrays: dict[str, Any] = {name: values[kept] for name, values in own.items() if isinstance(values, np.ndarray)}
+        return replace(self, example_ids=self.example_ids.filter(pa.array(kept)), **arrays)
 
 
-def read_head(files: Sequence[Path], model: str, where: str) -> ModelHead:
+def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
     """Read all columns but the logits of a model's files. Raises DataError, which may begin with where."""
-    heads = []
-    for file in files:
-        with open_parquet(file) as opened:
-            heads.append(head_of(parquet_rows(opened, file, logits=False), file, model))
+    heads = [head_of(read_parquet(file, ("example_id", "label", "cost")), file, model) for file in files]
     return joined_head(heads, where)
 
 
 def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
     """Return the rows of several files in order of example_id.
 
-    Raises DataError, which begins with where, for an empty split, an id that stands twice, costs in some files alone.
+    Raises DataError, which begins with where, for an empty split, an id that is a duplicate, costs in some files alone.
     """
     ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
     if len(ids) == 0:
@@ -86,7 +60,7 @@ def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
     if pc.any(doubled).as_py():
         example = ids[pc.index(doubled, True).as_py()].as_py()
         files = [h.file.name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
-        raise DataError(f"{where}: example {example!r} stands twice ({', '.join(files)})")
+        raise DataError(f"{where}: example {example!r} is a duplicate ({', '.join(files)})")
     if len({head.costs is None for head in heads}) > 1:
         raise DataError(f"{where}: some files have a column 'cost' and some have not")
     places = order.to_numpy(zero_copy_only=False).astype(np.int64)
@@ -100,19 +74,7 @@ def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
     )
 
 
-def file_facts(heads: Sequence[ModelHead]) -> list[list[Any]]:
-    """Return path, bytes and time of change of all models' files: other ones hold other rows."""
-    files = [file for head in heads for file in head.files]
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def others(ids: pa.Array, without: pa.Array) -> Bools:
-    """Return which ids are not among others, bool (N,)."""
-    kept: Bools = pc.invert(pc.is_in(ids, value_set=without)).to_numpy(zero_copy_only=False)
-    return kept
-
-
-def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelRows]) -> Ints:
+def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelHead]) -> Ints:
     """Return the labels that models' rows have together, int32 (N,).
 
     Raises DataError naming an example that one model lacks, or that two models have different labels for.
@@ -128,7 +90,7 @@ def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelRows])
     return labels
 
 
-def _require_same_ids(source: str, first: str, expected: ModelRows, model: str, rows: ModelRows) -> None:
+def _require_same_ids(source: str, first: str, expected: ModelHead, model: str, rows: ModelHead) -> None:
     if expected.example_ids.equals(rows.example_ids):
         return
     for a, b, has, lacks in (

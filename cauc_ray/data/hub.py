@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.data.folders import Openers
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import ConfigError, DataError, first_line
 from cauc_ray.numbers.types import Ints
 
 
@@ -35,8 +35,7 @@ def hub_partitions(
     try:
         loaded = library.load_dataset(path, config, revision=revision, data_files=files and dict(files))
     except Exception as error:  # the library, the network and the hub fail in many ways; all are the user's to hear
-        cause = error.__cause__ or error
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+        reason = first_line(error.__cause__ or error)
         raise DataError(f"cannot load {path!r} from the hub: {reason}{remedy and f'; {remedy}'}") from error
     title = f"{path} ({config})" if config else path
     return {
@@ -64,8 +63,7 @@ class HubPartition:
             try:
                 yield picked[rows[start : start + size].tolist()]
             except (pa.ArrowException, OSError) as error:
-                reason = (str(error).splitlines() or ["damaged"])[0]
-                raise DataError(f"{self.source} cannot be read: {reason}") from error
+                raise DataError(f"{self.source} cannot be read: {first_line(error)}") from error
 
     def place(self, row: int) -> str:
         """Name the row."""

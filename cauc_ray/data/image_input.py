@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cauc_ray.data.blocks import InputBlock
+from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock
 from cauc_ray.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -44,9 +44,9 @@ class ImageInput:
         digest = hashlib.sha256("".join(f"{name}\0{size}\n" for name, size in found.items()).encode())
         self.identity = {f"{len(found)} images, {digest.hexdigest()[:16]}": len(found)}
 
-    def source(self, block_rows: int, done: frozenset[int] = frozenset()) -> ImageSource:
+    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> ImageSource:
         """Return the blocks of at most so many images that are not done."""
-        return ImageSource(self._folder.absolute(), self._names, block_rows, done)
+        return ImageSource(self._folder.absolute(), self._names, block_rows, dict(done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class ImageSource:
     folder: Path
     names: tuple[str, ...]
     block_rows: int
-    done: frozenset[int]
+    done: Done
 
     @property
     def n_groups(self) -> int:
@@ -71,7 +71,7 @@ class ImageSource:
                 yield number, self._block(self.names[number * self.block_rows : (number + 1) * self.block_rows])
 
     def _block(self, names: tuple[str, ...]) -> InputBlock:
-        images = [_bytes(self.folder / name) for name in names]
+        images = [read_image(self.folder / name) or b"" for name in names]
         columns = {"example_id": np.array(names, dtype=object), "image": np.array(images, dtype=object)}
         return InputBlock(list(names), None, columns, sum(map(len, images)))
 
@@ -112,8 +112,9 @@ def _size(file: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _bytes(file: Path) -> bytes:
+def read_image(file: Path) -> bytes | None:
+    """Return a file's bytes, None where it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:
-        return b""
+        return None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from cauc_ray.data.blocks import BlockSource, InputBlock, as_column, column_to_numpy, concat_column
-from cauc_ray.data.files import has_parquet_files
+from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done
 from cauc_ray.data.image_input import ImageInput, is_image
 from cauc_ray.data.parquet_input import ParquetInput
 from cauc_ray.errors import DataError
-
-__all__ = ["BlockSource", "InputBlock", "RunInput", "as_column", "column_to_numpy", "concat_column", "open_input"]
+from cauc_ray.files.parquet import has_parquet_files
 
 
 class RunInput(Protocol):
@@ -23,7 +21,7 @@ class RunInput(Protocol):
 
     @property
     def n_rows(self) -> int | None:
-        """How many rows there are; None where only reading them tells."""
+        """How many rows there are; None where that is unknown until they are read."""
 
     @property
     def row_bytes(self) -> float:
@@ -33,8 +31,8 @@ class RunInput(Protocol):
     def identity(self) -> dict[str, int]:
         """Rows by a text that changes when what is read does: what a resumed run compares."""
 
-    def source(self, block_rows: int, done: frozenset[int] = frozenset()) -> BlockSource:
-        """Return the blocks of at most so many rows, without those whose numbers are done."""
+    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> BlockSource:
+        """Return the blocks of at most so many rows, without those that are done."""
 
 
 def open_input(path: str | Path) -> RunInput:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from cauc_ray.data.files import first_line, read_parquet
 from cauc_ray.errors import DataError
+from cauc_ray.files.parquet import read_parquet
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.arrays import check_rows, refuse_rows
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.types import Bools, Floats, Ints
-
-_COLUMNS = ("example_id", "label", "logits", "cost")
+from cauc_ray.numbers.logits import LogitKind, SumsToOne
+from cauc_ray.numbers.types import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class LogitHead:
     """One file of a model's rows in the file's order, as ModelHead has them."""
 
-    file: Path
+    file: AnyPath
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
@@ -31,29 +29,27 @@ class LogitHead:
 
 @dataclass(frozen=True, slots=True)
 class LogitPart:
-    """Rows with their logits.   logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,)."""
+    """Rows with their logits.
+
+    logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).   sums: how near the stored rows are to
+    probabilities, if they are not declared so.
+    """
 
     head: LogitHead
     logits: Floats
     n_options: Ints
+    sums: SumsToOne
 
 
-def read_part(file: Path, model: str) -> LogitPart:
-    """Read one file. Raises DataError, naming file, model and example, for what LogitTable.read_model refuses in it."""
-    return part_of(read_parquet(file), file, model)
+def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
+    """Read one file. Raises DataError, naming file, model and example, for what LogitTable.read_model refuses in it.
+
+    kind: of what is stored, None to leave it as it is.
+    """
+    return part_of(read_parquet(file), file, model, kind)
 
 
-def parquet_rows(opened: pq.ParquetFile, file: Path, *, logits: bool) -> pa.Table:
-    """Read the columns of an open file, with or without its logits. Raises DataError where it cannot be read."""
-    names = [name for name in opened.schema_arrow.names if logits or name != "logits"]
-    try:
-        table = opened.read(columns=[name for name in names if name in _COLUMNS])
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
-    return table
-
-
-def head_of(table: pa.Table, file: Path, model: str) -> LogitHead:
+def head_of(table: pa.Table, file: AnyPath, model: str) -> LogitHead:
     """Check rows of a file, whose logits need not be there. Raises DataError as read_part does."""
     where = f"{file}: model {model!r}"
     for column in ("example_id", "label"):
@@ -66,12 +62,14 @@ def head_of(table: pa.Table, file: Path, model: str) -> LogitHead:
     costs = None
     if "cost" in table.column_names:
         costs = typed_column(table, "cost", pa.float64(), where).to_numpy(zero_copy_only=False)
-        _refuse(where, ids, ~(np.isfinite(costs) & (costs >= 0)), lambda row: "its cost is not a number of at least 0")
+        refuse_rows(
+            where, ids, ~(np.isfinite(costs) & (costs >= 0)), lambda row: "its cost is not a number of at least 0"
+        )
     return LogitHead(file, ids, labels, costs)
 
 
-def part_of(table: pa.Table, file: Path, model: str) -> LogitPart:
-    """Check rows of a file with their logits. Raises DataError as read_part does."""
+def part_of(table: pa.Table, file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
+    """Check rows of a file with their logits. Arguments and errors are those of read_part."""
     where = f"{file}: model {model!r}"
     if "logits" not in table.column_names:
         raise DataError(f"{where}: no column 'logits'; it has {', '.join(table.column_names)}")
@@ -80,30 +78,17 @@ def part_of(table: pa.Table, file: Path, model: str) -> LogitPart:
     stored = table.schema.field("logits").type
     if pa.types.is_nested(stored) and pa.types.is_boolean(getattr(stored, "value_type", pa.null())):
         raise DataError(f"{where}: column 'logits' is {stored}, not numbers")
-    lists = typed_column(table, "logits", pa.list_(pa.float32()), where)
+    # Large lists: int32 offsets end at 2^31 values.
+    lists = typed_column(table, "logits", pa.large_list(pa.float32()), where)
     values, n_options = lists.flatten(), pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
     if values.null_count:
         row = int(np.searchsorted(np.cumsum(n_options), pc.index(values.is_null(), True).as_py(), side="right"))
         raise DataError(f"{where}, example {ids[row].as_py()!r}: one of its logits is null")
     logits = laid_out(values.to_numpy(zero_copy_only=False), n_options)
 
-    _refuse(where, ids, n_options == 0, lambda row: "it has no logits")
-    # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
-    largest = logits.max(axis=1, initial=-np.inf)
-    _refuse(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
     known = ~table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
-    outside = known & ((labels < 0) | (labels >= n_options))
-    _refuse(where, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
-    chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
-    impossible = known & np.isneginf(chosen)
-    _refuse(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf")
-    return LogitPart(head, logits, n_options)
-
-
-def _refuse(where: str, ids: pa.Array, bad: Bools, why: Callable[[int], str]) -> None:
-    if bad.any():
-        row = int(np.flatnonzero(bad)[0])
-        raise DataError(f"{where}, example {ids[row].as_py()!r}: {why(row)}")
+    logits, sums = check_rows(where, ids, logits, n_options, labels, known, kind)
+    return LogitPart(head, logits, n_options, sums)
 
 
 def typed_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Array:

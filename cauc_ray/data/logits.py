@@ -7,78 +7,42 @@ LOGITS/pool.json with the models' costs and the kind of logits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cauc_ray.data.files import parquet_files, read_json, read_parquet, write_json, write_parquet
-from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, others, read_head, require_same
+from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, read_head, require_same
 from cauc_ray.data.logit_part import read_part, typed_column
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.data.table_info import TableInfo, read_info
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
+from cauc_ray.files.listing import hive_values
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.arrays import require_no_probabilities
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
+from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, and why.
 FAILED = "failed"
-
-
-class PoolModel(BaseModel):
-    """One model of a logit table: its name, the cost of a call and where its logits come from."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    cost: float = Field(ge=0, allow_inf_nan=False)
-    source: str | None = None
-
-
-class TableInfo(BaseModel):
-    """LOGITS/pool.json."""
-
-    model_config = ConfigDict(extra="forbid")
-    cost_unit: str
-    logit_kind: str = "unknown"
-    note: str | None = None
-    models: list[PoolModel]
-
-    @model_validator(mode="after")
-    def _distinct(self) -> TableInfo:
-        names = [model.name for model in self.models]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"model {name!r} stands twice")
-        return self
+# What is declared of a table's logits: one kind of all models, or kinds by model.
+LogitKinds: TypeAlias = str | Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTable:
+class ModelTable(ModelHead):
     """One model's rows of one split, in order of example_id.
 
-    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   logits: float32 (N, K),
-    -inf beyond a row's options.   n_options: int (N,).   costs: float64 (N,) or None.
+    logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).
     """
 
-    example_ids: pa.Array
-    labels: Ints
     logits: Floats
     n_options: Ints
-    costs: Floats | None
-
-    def without(self, example_ids: pa.Array) -> ModelTable:
-        """Return the other rows."""
-        kept = others(self.example_ids, example_ids)
-        return ModelTable(
-            example_ids=self.example_ids.filter(pa.array(kept)),
-            labels=self.labels[kept],
-            logits=self.logits[kept],
-            n_options=self.n_options[kept],
-            costs=None if self.costs is None else self.costs[kept],
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +56,54 @@ class ChainHeads:
         return len(self.known["labels"])
 
 
-_Rows = TypeVar("_Rows", ModelTable, ModelHead)
+_Rows = TypeVar("_Rows", bound=ModelHead)
 
 
 class LogitTable:
     """A folder of logit tables, opened by its path."""
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | AnyPath,
+        logit_kind: LogitKinds = None,
+        *,
+        undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+    ) -> None:
+        """Open a table.
+
+        logit_kind: of all models or by model, which counts before what pool.json declares.   undeclared: of models
+        whose kind neither declares; those that are not there either hold raw logits.
+        """
+        self.path = path_of(path)
+        self._given = logit_kind
+        self._undeclared = undeclared
+        for kind in [logit_kind] if isinstance(logit_kind, str) else (logit_kind or {}).values():
+            if kind not in LOGIT_KINDS:
+                raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
         if not self.path.is_dir():
             raise DataError(f"there is no logit table at {self.path}: not a folder")
-        self.models = sorted(p.name.partition("=")[2] for p in self.path.glob("model=*") if p.is_dir())
+        self.models = hive_values(self.path, "model")
         if not self.models:
-            raise DataError(f"{self.path} is no logit table: it has no folders model=<name>")
+            raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")
+        for model in logit_kind if isinstance(logit_kind, Mapping) else ():
+            self._folder(model)
 
     def info(self) -> TableInfo | None:
-        """Return what pool.json says, or None where there is none. Raises DataError if it is malformed."""
-        path = self.path / "pool.json"
-        if not path.is_file():
-            return None
-        try:
-            return TableInfo.model_validate(read_json(path), strict=True)
-        except ValidationError as error:
-            raise DataError(f"{path}: {explain(error)}") from error
+        """Return what pool.json declares, None where there is none. Raises DataError if it is malformed."""
+        return read_info(self.path)
+
+    def declared_costs(self) -> dict[str, float]:
+        """Return what pool.json says that a call of each model costs, nothing where there is none."""
+        info = self.info()
+        return {model.name: model.cost for model in info.models} if info else {}
+
+    def kind(self, model: str) -> LogitKind:
+        """Return the kind of a model's logits: as given, as pool.json declares it, else raw."""
+        given = self._given.get(model) if isinstance(self._given, Mapping) else self._given
+        if given is not None:
+            return cast("LogitKind", given)
+        info = self.info()
+        return (info.kind(model) if info else None) or self._undeclared.get(model, "raw")
 
     def read_failed(self, model: str, split: str) -> pa.Array:
         """Return the ids of the rows of a split that a model could not answer, str (n,)."""
@@ -126,33 +115,33 @@ class LogitTable:
 
     def splits(self, model: str) -> list[str]:
         """Return the names of a model's splits."""
-        return sorted(p.name.partition("=")[2] for p in self._folder(model).glob("split=*") if p.is_dir())
+        return hive_values(self._folder(model), "split")
 
-    def read_model(self, model: str, split: str) -> ModelTable:
+    def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelTable:
         """Read one model's rows of one split.
 
+        as_stored: leave masks and probabilities as they are, as a model that answers from the table does.
         Raises DataError, naming file, model and example, for NaN or +inf, a duplicate id, a label outside the
-        row's options, a row without options, an empty split, a wrong column type or an unreadable file.
+        row's options, a row without options, an empty split, a wrong column type or an unreadable file; and for rows
+        that are probabilities, or are not, other than declared.
         """
         where = f"{self.path}: model {model!r}, split {split!r}"
-        parts = [read_part(file, model) for file in self._files(model, split)]
+        kind = None if as_stored else self.kind(model)
+        parts = [read_part(file, model, kind) for file in self._files(model, split)]
+        require_no_probabilities(where, sum((part.sums for part in parts), SumsToOne()))
         head = joined_head([part.head for part in parts], where)
         width = max(part.logits.shape[1] for part in parts)
         logits = parts[0].logits if len(parts) == 1 else np.concatenate([_padded(p.logits, width) for p in parts])
         in_order = bool((np.diff(head.places) == 1).all())
-        return ModelTable(
-            example_ids=head.example_ids,
-            labels=head.labels,
-            logits=logits if in_order else logits[head.places],
-            n_options=np.concatenate([part.n_options for part in parts])[head.places],
-            costs=head.costs,
-        )
+        logits = logits if in_order else logits[head.places]
+        n_options = np.concatenate([part.n_options for part in parts])[head.places]
+        return ModelTable(head.files, head.example_ids, head.labels, head.costs, head.places, logits, n_options)
 
     def read_head(self, model: str, split: str) -> ModelHead:
         """Read one model's rows of one split but the logits. Raises DataError as read_model does."""
         return read_head(self._files(model, split), model, f"{self.path}: model {model!r}, split {split!r}")
 
-    def _files(self, model: str, split: str) -> list[Path]:
+    def _files(self, model: str, split: str) -> list[AnyPath]:
         splits = self.splits(model)
         if split not in splits:
             raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
@@ -173,29 +162,17 @@ class LogitTable:
         own count, as a policy does that was fitted with them; None takes them where there are any.
         Examples on record as failed for some model of the chain are left out, with a CaucWarning that counts them.
         Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
-        costs are to be had; ConfigError when costs and models differ in number or a model stands twice.
+        costs are to be had; ConfigError when costs and models differ in number or a model is a duplicate.
         """
-        self.require_chain(models, costs)
-        tables = self._answered_by_all(models, split, self.read_model)
-        first = tables[0]
-        source = f"{self.path}, split {split!r}"
-        labels = joined_labels(source, models, tables)
+        known, tables = self._read_joined(models, split, self.read_model, costs, per_call_costs)
+        first, source, ids = tables[0], known["source"], known["example_ids"]
         for model, table in zip(models[1:], tables[1:], strict=True):
             options = (first.n_options, table.n_options)
             require_same(source, (models[0], model), first.example_ids, options, "options")
         width = max(t.logits.shape[1] for t in tables)
         logits = tuple(_padded(t.logits, width) for t in tables)
-        ids = tuple(first.example_ids.to_pylist())
         require_common_option(source, ids, logits)
-        own = [table.costs for table in tables]
-        return ChainLogits(
-            models=tuple(models),
-            logits=logits,
-            example_ids=ids,
-            labels=labels,
-            source=source,
-            **self._priced(models, costs, own, per_call_costs, len(labels)),
-        )
+        return ChainLogits(logits=logits, **known)
 
     def read_chain_heads(
         self,
@@ -206,19 +183,34 @@ class LogitTable:
         per_call_costs: bool | None = None,
     ) -> ChainHeads:
         """Read a chain as read_chain does, but for the logits, which stay where they are. Raises as it does."""
+        known, heads = self._read_joined(models, split, self.read_head, costs, per_call_costs)
+        return ChainHeads(known, tuple(heads))
+
+    def _read_joined(
+        self,
+        models: Sequence[str],
+        split: str,
+        read: Callable[[str, str], _Rows],
+        costs: Sequence[float] | None,
+        per_call: bool | None,
+    ) -> tuple[dict[str, Any], list[_Rows]]:
+        """Return the arguments of a Chain but for its logits, and each model's rows of the examples of all."""
         self.require_chain(models, costs)
-        heads = self._answered_by_all(models, split, self.read_head)
+        tables = self._answered_by_all(models, split, read)
         source = f"{self.path}, split {split!r}"
-        labels = joined_labels(source, models, heads)
-        own = [head.costs for head in heads]
-        known = {
+        labels = joined_labels(source, models, tables)
+        own = [table.costs for table in tables]
+        if per_call is None:
+            per_call = costs is None and any(each is not None for each in own)
+        return {
             "models": tuple(models),
-            "example_ids": tuple(heads[0].example_ids.to_pylist()),
+            "example_ids": tuple(tables[0].example_ids.to_pylist()),
             "labels": labels,
             "source": source,
-            **self._priced(models, costs, own, per_call_costs, len(labels)),
-        }
-        return ChainHeads(known, tuple(heads))
+            "costs": self._costs(models, costs, own if per_call else None, len(labels)),
+            "per_call_costs": per_call,
+            "logit_kind": tuple(map(self.kind, models)),
+        }, tables
 
     def require_chain(self, models: Sequence[str], costs: Sequence[float] | None) -> None:
         """Raise ConfigError unless models are a chain of this table, with as many costs if there are any."""
@@ -226,7 +218,7 @@ class LogitTable:
             raise ConfigError("a chain needs at least one model")
         twice = next((m for m in models if list(models).count(m) > 1), None)
         if twice is not None:
-            raise ConfigError(f"model {twice!r} stands twice in the chain")
+            raise ConfigError(f"model {twice!r} is a duplicate in the chain")
         if costs is not None and len(costs) != len(models):
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
         for model in models:
@@ -251,105 +243,32 @@ class LogitTable:
             )
         return kept
 
-    def _priced(
-        self,
-        models: Sequence[str],
-        given: Sequence[float] | None,
-        own: Sequence[Floats | None],
-        per_call: bool | None,
-        n: int,
-    ) -> dict[str, Any]:
-        """Return what a chain says of its costs and of the kind of its logits."""
-        info = self.info()
-        if per_call is None:
-            per_call = given is None and any(costs is not None for costs in own)
-        return {
-            "costs": self._costs(models, given, own if per_call else None, info, n),
-            "per_call_costs": per_call,
-            "logit_kind": info.logit_kind if info else "unknown",
-        }
-
     def _costs(
-        self,
-        models: Sequence[str],
-        given: Sequence[float] | None,
-        own: Sequence[Floats | None] | None,
-        info: TableInfo | None,
-        n: int,
+        self, models: Sequence[str], given: Sequence[float] | None, own: Sequence[Floats | None] | None, n: int
     ) -> Costs:
         """Return the given costs, or each call's own where a model's table has them and else pool.json's."""
-        unit = info.cost_unit if info else "cost units"
+        info = self.info()
+        unit = info.cost_unit if info else UNNAMED_UNIT
         if given is not None:
             return Costs(unit, np.array(given, dtype=np.float64))
         if info is None:
             raise DataError(
-                f"{self.path} has no pool.json that says what a call of each model costs; "
+                f"{self.path} has no pool.json with the cost of a call of each model; "
                 "give --costs, one number for each of --models"
             )
-        declared = {m.name: m.cost for m in info.models}
         columns: list[Floats] = []
-        for place, model in enumerate(models):
-            calls = own[place] if own is not None else None
-            if calls is None and model not in declared:
+        for model, calls in zip(models, own or [None] * len(models), strict=True):
+            if calls is None and model not in info.costs:
                 raise DataError(f"{self.path / 'pool.json'} has no cost for model {model!r}; add it or give --costs")
-            columns.append(np.array(declared[model]) if calls is None else calls)
+            columns.append(np.array(info.costs[model]) if calls is None else calls)
         if own is None:
             return Costs(unit, np.array(columns, dtype=np.float64))
         return Costs(unit, np.stack([np.broadcast_to(column, n) for column in columns], axis=1))
 
-    def _folder(self, model: str) -> Path:
+    def _folder(self, model: str) -> AnyPath:
         if model not in self.models:
             raise ConfigError(f"{self.path}: {unknown_name('model', model, self.models)}")
         return self.path / f"model={model}"
-
-
-def write_logits(
-    path: str | Path,
-    model: str,
-    split: str,
-    *,
-    example_ids: Iterable[str],
-    labels: Ints | None,
-    logits: Floats | Sequence[Floats],
-    costs: Floats | None = None,
-) -> Path:
-    """Write one model's rows of one split as LOGITS/model=<model>/split=<split>/part-0.parquet.
-
-    labels: int (N,), UNKNOWN_LABEL where there is none.   logits: float (N, K), or N vectors of any lengths.
-    Returns the file. It replaces one of that name, whole or not at all.
-    """
-    for name in (model, split):
-        if not name or "/" in name or "=" in name:
-            raise ConfigError(f"{name!r} cannot name a folder of a logit table: it is empty or holds '/' or '='")
-    table = logit_columns(example_ids, labels, logits, costs)
-    folder = Path(path) / f"model={model}" / f"split={split}"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_parquet(folder / "part-0.parquet", table)
-    return folder / "part-0.parquet"
-
-
-def logit_columns(
-    example_ids: Iterable[str], labels: Ints | None, logits: Floats | Sequence[Floats], costs: Floats | None
-) -> pa.Table:
-    """Return rows of a logit table; arguments as write_logits has them."""
-    rows = [np.asarray(row, dtype=np.float32) for row in logits]
-    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
-    values = np.concatenate(rows) if rows else np.zeros(0, np.float32)
-    ids = pa.array(example_ids, pa.string())
-    known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
-    columns = {
-        "example_id": ids,
-        "label": pa.array(known.astype(np.int32), mask=known == UNKNOWN_LABEL),
-        "logits": pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)),
-    }
-    if costs is not None:
-        columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
-    return pa.table(columns)
-
-
-def write_info(path: str | Path, info: TableInfo) -> None:
-    """Write LOGITS/pool.json."""
-    write_json(Path(path) / "pool.json", info.model_dump(exclude_none=True))
 
 
 def _padded(logits: Floats, width: int) -> Floats:

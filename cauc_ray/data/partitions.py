@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cauc_ray.data.files import first_line, open_parquet
+from cauc_ray.data.image_input import read_image
 from cauc_ray.data.text_files import read_csv, read_jsonl
-from cauc_ray.errors import DataError
+from cauc_ray.errors import DataError, first_line
+from cauc_ray.files.parquet import open_parquet, read_rows
 from cauc_ray.numbers.types import Ints
 
 
@@ -65,14 +65,11 @@ class ParquetPartition(_Files):
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the footers. Raises DataError when a file is unreadable or the files differ in their columns."""
         counts: list[int] = []
-        self._groups: list[list[int]] = []
         self.columns: Sequence[str] = []
         for file in files:
             with open_parquet(file) as opened:
                 names = opened.schema_arrow.names
-                meta = opened.metadata
-                self._groups.append([meta.row_group(group).num_rows for group in range(meta.num_row_groups)])
-                counts.append(meta.num_rows)
+                counts.append(opened.metadata.num_rows)
             if self.columns and sorted(names) != sorted(self.columns):
                 raise DataError(f"{file} has the columns {', '.join(names)}, but {files[0]} {', '.join(self.columns)}")
             self.columns = self.columns or names
@@ -80,74 +77,25 @@ class ParquetPartition(_Files):
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
         """Read the wanted rows' row groups, a batch at a time. Raises DataError naming a damaged file."""
-        return _in_sizes(self._pieces(list(columns), rows, size), size, self.source)
+        held: list[pa.Table] = []
+        n = 0
+        for piece in self._pieces(columns, rows, size):
+            held.append(piece)
+            n += len(piece)
+            if n >= size:
+                joined = join_tables(held, self.source)
+                yield joined.slice(0, size)
+                held, n = [joined.slice(size)], n - size
+        if n:
+            yield join_tables(held, self.source)
 
-    def _pieces(self, columns: list[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        for file, start, groups in zip(self.files, self.starts, self._groups, strict=False):
-            here = _between(rows, int(start), int(start) + sum(groups))
-            if len(here) == 0:
-                continue
-            with open_parquet(file) as opened:
-                try:
-                    yield from _wanted_rows(opened, groups, columns, here, size)
-                except (pa.ArrowException, OSError) as error:
-                    raise DataError(f"{file} cannot be read: {first_line(error)}") from error
-
-
-def _wanted_rows(
-    opened: pq.ParquetFile, groups: Sequence[int], columns: list[str], rows: Ints, size: int
-) -> Iterator[pa.Table]:
-    start = 0
-    for group, n in enumerate(groups):
-        wanted = _between(rows, start, start + n)
-        start += n
-        if len(wanted) == 0:
-            continue
-        at = 0
-        for batch in opened.iter_batches(batch_size=size, row_groups=[group], columns=columns):
-            here = _between(wanted, at, at + len(batch))
-            at += len(batch)
-            if len(here):
-                # Parquet also gives a column "a.b" to who asks for "a".
-                yield _without_views(pa.Table.from_batches([batch]).select(columns)).take(here)
-
-
-def _without_views(table: pa.Table) -> pa.Table:
-    """Return a table whose texts and bytes are no views: Arrow cannot take rows of those."""
-    plain = {
-        pa.string_view(): pa.large_string(),
-        pa.binary_view(): pa.large_binary(),
-        pa.list_(pa.string_view()): pa.list_(pa.large_string()),
-    }
-    fields = [pa.field(each.name, plain.get(_bare(each.type), each.type)) for each in table.schema]
-    return table.cast(pa.schema(fields)) if any(_bare(each.type) in plain for each in table.schema) else table
-
-
-def _bare(kind: pa.DataType) -> pa.DataType:
-    """Return a list's type without the name of its items, which differs between writers."""
-    return pa.list_(kind.value_type) if pa.types.is_list(kind) else kind
-
-
-def _between(rows: Ints, start: int, end: int) -> Ints:
-    """Return those of the rising rows that lie in [start, end), counted from start."""
-    first, last = np.searchsorted(rows, [start, end])
-    return rows[first:last] - start
-
-
-def _in_sizes(pieces: Iterator[pa.Table], size: int, source: str) -> Iterator[pa.Table]:
-    """Join and cut tables so that each has `size` rows; the last may have fewer."""
-    held: list[pa.Table] = []
-    n = 0
-    for piece in pieces:
-        held.append(piece)
-        n += len(piece)
-        if n >= size:
-            joined = join_tables(held, source)
-            for start in range(0, n - size + 1, size):
-                yield joined.slice(start, size)
-            held, n = ([joined.slice(n - n % size)], n % size) if n % size else ([], 0)
-    if n:
-        yield join_tables(held, source)
+    def _pieces(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
+        """Yield the rows in tables of at most `size`."""
+        for file, start, end in zip(self.files, self.starts, self.starts[1:], strict=False):
+            first, last = np.searchsorted(rows, [start, end])
+            if first < last:
+                with open_parquet(file) as opened:
+                    yield from read_rows(opened, file, rows[first:last] - start, columns, size)
 
 
 def join_tables(tables: Sequence[pa.Table], source: str) -> pa.Table:
@@ -203,19 +151,12 @@ class ImagePartition:
         """Read the wanted files' bytes if `image` is among the columns; null where a file cannot be read."""
         for start in range(0, len(rows), size):
             here = rows[start : start + size]
-            made: Mapping[str, Any] = {
-                "example_id": lambda here=here: pa.array([self.names[row] for row in here], pa.string()),
-                "image": lambda here=here: pa.array([self._bytes(row) for row in here], pa.large_binary()),
-                "label": lambda here=here: pa.array(self.labels[here]),
-            }
-            yield pa.table({column: made[column]() for column in columns})
+            names = [self.names[row] for row in here]
+            made = {"example_id": pa.array(names, pa.string()), "label": pa.array(self.labels[here])}
+            if "image" in columns:
+                made["image"] = pa.array([read_image(self.folder / name) for name in names], pa.large_binary())
+            yield pa.table({column: made[column] for column in columns})
 
     def place(self, row: int) -> str:
         """Name the row's file."""
         return str(self.folder / self.names[row])
-
-    def _bytes(self, row: int) -> bytes | None:
-        try:
-            return (self.folder / self.names[row]).read_bytes()
-        except OSError:
-            return None

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.types import Ints
 
 Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-beside-test"]
@@ -46,32 +46,6 @@ class SplitRows:
 
     partition: str
     rows: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """Where calibration, cascade-validation and final test examples come from."""
-
-    calibration: SplitRows
-    validation: SplitRows
-    test: SplitRows
-
-
-def paper_splits(dataset: str, partition_sizes: Mapping[str, int], seed: int = 0) -> Splits:
-    """Split one of the paper's nine datasets as its appendix says.
-
-    partition_sizes: rows of each published partition. Tasks with a labelled test set halve their validation
-    set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
-    validation set is cut 25/25/50. An odd row goes to calibration.
-    Raises ConfigError for another dataset, DataError when a partition is missing or too small.
-
-    >>> splits = paper_splits("piqa", {"train": 16113, "validation": 1838})
-    >>> len(splits.calibration.rows), len(splits.validation.rows), splits.test.partition
-    (919, 919, 'validation')
-    """
-    if dataset not in PAPER_RULES:
-        raise ConfigError(unknown_name("dataset", dataset, PAPER_RULES))
-    return split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
 
 
 def choose_rule(partitions: Collection[str]) -> Rule:
@@ -109,8 +83,18 @@ def describe_rule(rule: Rule, partitions: Collection[str], seed: int = 0) -> str
     }[rule]
 
 
-def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0) -> Splits:
-    """Split a dataset by one of the rules (see paper_splits, and this file's first lines)."""
+def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0) -> dict[str, SplitRows]:
+    """Return where the calibration, validation and test examples of a dataset come from.
+
+    partition_sizes: rows of each published partition. Tasks with a labelled test set halve their validation
+    set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
+    validation set is cut 25/25/50. An odd row goes to calibration.
+    Raises DataError when a partition is missing or too small.
+
+    >>> splits = split_by_rule("sample-train", {"train": 16113, "validation": 1838})
+    >>> {name: (split.partition, len(split.rows)) for name, split in splits.items()}
+    {'calibration': ('train', 919), 'validation': ('train', 919), 'test': ('validation', 1838)}
+    """
     rng = np.random.default_rng(seed)
 
     def size(partition: str) -> int:
@@ -119,31 +103,22 @@ def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0)
         return partition_sizes[partition]
 
     if rule == "as-published":
-        return Splits(*(SplitRows(name, np.arange(size(name))) for name in RULE_PARTITIONS[rule]))
+        return {name: SplitRows(name, np.arange(size(name))) for name in RULE_PARTITIONS[rule]}
     if rule == "three-way":
-        partition = _cut(partition_sizes)
-        n = size(partition)
-        quarter, half = (n + 3) // 4, (n + 1) // 2
-        shuffled = rng.permutation(n)
-        return Splits(
-            *(
-                SplitRows(partition, np.sort(rows))
-                for rows in (shuffled[:quarter], shuffled[quarter:half], shuffled[half:])
-            )
-        )
-    if rule == "halve-validation":
-        partition, tested, pool = "validation", "test", rng.permutation(size("validation"))
-    elif rule == "sample-train":
-        partition, tested, n = "train", "validation", size("validation")
-        if size("train") < n:
-            raise DataError(f"a train set of {size('train')} rows cannot give a sample of {n}, the test set's size")
-        pool = rng.choice(size("train"), size=n, replace=False)
+        drawn = tested = _cut(partition_sizes)
+        n = size(drawn)
+        pool, test = np.split(rng.permutation(n), [(n + 1) // 2])
+        half = (n + 3) // 4
     else:
-        partition, tested = "train", "test"
-        pool = rng.choice(size("train"), size=min(size("train"), size("test")), replace=False)
-    half = (len(pool) + 1) // 2
-    test = SplitRows(tested, np.arange(size(tested)))
-    return Splits(SplitRows(partition, np.sort(pool[:half])), SplitRows(partition, np.sort(pool[half:])), test)
+        drawn, tested = RULE_PARTITIONS[rule]
+        test = np.arange(size(tested))
+        n = min(size(drawn), len(test))
+        if rule == "sample-train" and n < len(test):
+            raise DataError(f"a train set of {n} rows cannot give a sample of {len(test)}, the test set's size")
+        pool = rng.permutation(size(drawn)) if rule == "halve-validation" else rng.choice(size(drawn), n, replace=False)
+        half = (len(pool) + 1) // 2
+    rows = {"calibration": (drawn, pool[:half]), "validation": (drawn, pool[half:]), "test": (tested, test)}
+    return {name: SplitRows(partition, np.sort(own)) for name, (partition, own) in rows.items()}
 
 
 def _cut(partitions: Collection[str]) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from cauc_ray.data.files import first_line, open_parquet
 from cauc_ray.data.logit_part import LogitPart, laid_out, part_of
 from cauc_ray.errors import DataError
+from cauc_ray.files.parquet import open_parquet, read_rows
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.logits import LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
 
 # What is decoded of a Parquet file at once.
@@ -26,12 +24,13 @@ class WantedRows:
     """Rows of a model's files, without their logits.
 
     model: its name.   files: paths.   places: int64 (n,), where each row stands among those of all files, one after
-    the other.
+    the other.   kind: of what is stored.
     """
 
     model: str
-    files: tuple[Path, ...]
+    files: tuple[AnyPath, ...]
     places: Ints
+    kind: LogitKind = "raw"
 
 
 class SpooledLogits:
@@ -46,6 +45,7 @@ class SpooledLogits:
         self.n_options = np.empty(len(wanted.places), dtype=np.int32)
         # Whether some row has an option that its model leaves impossible.
         self.has_gaps = False
+        self.sums = SumsToOne()
         order = np.argsort(wanted.places)
         try:
             self._write(wanted, order)
@@ -63,6 +63,7 @@ class SpooledLogits:
         for part in _parts(wanted, wanted.places[order]):
             here = part.n_options
             real = part.logits if len(here) * part.logits.shape[1] == here.sum() else _real(part)
+            self.sums += part.sums
             self.has_gaps |= bool(np.isneginf(real).any())
             self._file.write(np.ascontiguousarray(real, dtype=np.float32).data)
             self.n_options[order[n : n + len(here)]] = here
@@ -98,13 +99,10 @@ class SpooledLogits:
     def _read(self, start: int, stop: int) -> Floats:
         """Return the options of rows that stand side by side, end to end."""
         first, last = int(self._starts[start]), int(self._starts[stop])
-        values = np.empty(last - first, dtype=np.float32)
-        view, at = values.data.cast("B"), 4 * first
-        while view:
-            n = os.preadv(self._file.fileno(), [view], at)
-            if not n:
-                raise OSError("the file of spooled logits ends too early")
-            view, at = view[n:], at + n
+        self._file.seek(4 * first)
+        values = np.fromfile(self._file, np.float32, last - first)
+        if len(values) < last - first:
+            raise OSError("the file of spooled logits ends too early")
         return values
 
 
@@ -123,36 +121,9 @@ def _parts(wanted: WantedRows, places: Ints) -> Iterator[LogitPart]:
     start = 0
     for file in wanted.files:
         with open_parquet(file, streamed=True) as opened:
-            for group in range(opened.metadata.num_row_groups):
-                n = opened.metadata.row_group(group).num_rows
-                first, last = np.searchsorted(places, [start, start + n])
-                if first < last:
-                    yield from _group(opened, file, group, wanted.model, places[first:last] - start)
-                start += n
-
-
-def _group(opened: pq.ParquetFile, file: Path, group: int, model: str, places: Ints) -> Iterator[LogitPart]:
-    about = opened.metadata.row_group(group)
-    size = int(max(1, min(65536, _DECODED_BYTES // max(1, about.total_byte_size // about.num_rows))))
-    start = 0
-    names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
-    try:
-        for batch in opened.iter_batches(batch_size=size, row_groups=[group], columns=names, use_threads=False):
-            first, last = np.searchsorted(places, [start, start + len(batch)])
-            if first < last:
-                rows = pa.Table.from_batches([batch]).take(pa.array(places[first:last] - start))
-                yield part_of(rows, file, model)
-            start += len(batch)
-            if last == len(places):
-                return
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
-
-
-def row_groups(files: Sequence[Path]) -> Ints:
-    """Return where files' row groups end, counted in rows over all of them, int64 (G,)."""
-    sizes = []
-    for file in files:
-        with open_parquet(file) as opened:
-            sizes += [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
-    return np.cumsum(sizes, dtype=np.int64)
+            end = start + opened.metadata.num_rows
+            first, last = np.searchsorted(places, [start, end])
+            names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
+            for rows in read_rows(opened, file, places[first:last] - start, names, 65_536, _DECODED_BYTES):
+                yield part_of(rows, file, wanted.model, wanted.kind)
+            start = end

@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 
-from cauc_ray.errors import DataError
+from cauc_ray.errors import DataError, first_line
 
 
 def read_csv(file: Path) -> pa.Table:
     """Read a CSV file with a header: every cell as text, null where it is empty. Raises DataError."""
     try:
-        # One block: a row may not straddle two of them. Types are not guessed: "007" is no number.
+        # One block: a row may not straddle two of them. Types are not guessed: "007" is not a number.
         options = pyarrow.csv.ReadOptions(block_size=min(max(file.stat().st_size, 1) + 1, 2**31 - 1))
         parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
         with pyarrow.csv.open_csv(file, read_options=options, parse_options=parsing) as opened:
@@ -28,7 +28,7 @@ def read_csv(file: Path) -> pa.Table:
         )
         table = pyarrow.csv.read_csv(file, read_options=options, parse_options=parsing, convert_options=texts)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a readable CSV file: {_first_line(error)}") from error
+        raise DataError(f"{file} is not a readable CSV file: {first_line(error)}") from error
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{file} has two columns named {twice!r}")
@@ -36,7 +36,7 @@ def read_csv(file: Path) -> pa.Table:
 
 
 def read_jsonl(file: Path) -> pa.Table:
-    """Read a file of one JSON object a line. Raises DataError naming the line that is none."""
+    """Read a file of one JSON object a line. Raises DataError naming a line that is not."""
     rows: list[dict[str, Any]] = []
     try:
         with file.open(encoding="utf-8-sig") as lines:
@@ -63,13 +63,9 @@ def _array(values: list[Any]) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowException, OverflowError):
-        # Values of several kinds: a label column may hold "A" and 1, and columns that nobody reads may hold anything.
+        # Values of several kinds: a label column may hold "A" and 1, and columns that are not read may hold anything.
         return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
 
 
 def _kind(value: Any) -> str:
     return {list: "list", str: "text", type(None): "null"}.get(type(value), "number")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -75,21 +75,20 @@ class OpenBlocks:
         self.n_rows += n_rows
 
     def note_answers(self, call: Call, result: CallResult) -> list[Ints]:
-        """Note what a stage said of a call. Returns, for each of the call's parts, the rows that go on.
+        """Note what a stage answered to a call. Returns, for each of the call's parts, the rows that go on.
 
-        What deferred rows have so far is kept too: it is their answer if the next stage is down.
+        What deferred rows have so far is kept too: it is their answer if the next stage is down. Nothing is noted of
+        rows without an answer, which may be tried again.
         """
         goes_on, start = [], 0
         for rows in call.rows:
             part = slice(start, start + len(rows))
             start += len(rows)
             known = self._blocks[rows.block].result
-            known.costs[rows.indices] += result.costs[part]
             answered = np.full(len(rows), True)
-            for place in range(part.start, part.stop) if result.failures else ():
-                if place in result.failures:
-                    answered[place - part.start] = False
-                    known.failures[int(rows.indices[place - part.start])] = (call.stage, result.failures[place])
+            if result.failures:
+                answered[:] = [place not in result.failures for place in range(part.start, part.stop)]
+            known.costs[rows.indices[answered]] += result.costs[part][answered]
             accepted = result.accepted[part]
             known.predictions[rows.indices[answered]] = result.predictions[part][answered]
             known.confidences[rows.indices[answered]] = result.confidences[part][answered]

@@ -15,13 +15,16 @@ import pyarrow as pa
 import ray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import count_rows, open_parquet, parquet_files, read_json, write_json, write_parquet
-from cauc_ray.data.logits import FAILED, logit_columns
+from cauc_ray.data.logits import FAILED
+from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
 from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.ledger import FAILED_SCHEMA
 from cauc_ray.execution.messages import Call, CallResult
 from cauc_ray.execution.stage import Collected
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files, write_parquet
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.costs import model_cost
 from cauc_ray.models.pool import StageSpec
@@ -69,8 +72,8 @@ class Layout:
 class CollectRecord(BaseModel):
     """What a collected split says of itself (_collect.json), so that it is gone on with and not mixed with another.
 
-    fingerprint, split, n_rows, block_rows, model: what must be the same for that.   The others are what the
-    model says of itself and what was measured.
+    fingerprint, split, n_rows, block_rows, model: what must be the same for that; so must ids (of all rows, a digest)
+    and dtype, where both records have them.   The others are what the model says of itself and what was measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -82,6 +85,8 @@ class CollectRecord(BaseModel):
     n_rows: int
     block_rows: int
     model: str
+    ids: str | None = None
+    dtype: str | None = None
     source: str = ""
     logit_kind: str = ""
     gflops_published: float | None = None
@@ -90,7 +95,8 @@ class CollectRecord(BaseModel):
 
     def same_work(self, other: CollectRecord) -> bool:
         """Say whether another record is of the same rows and the same model."""
-        return all(
+        same_ids = self.ids == other.ids or None in (self.ids, other.ids)
+        return same_ids and all(
             getattr(self, key) == getattr(other, key)
             for key in ("fingerprint", "split", "n_rows", "block_rows", "model")
         )
@@ -147,6 +153,12 @@ class Target:
         except ValidationError as error:
             raise DataError(f"{path}: {explain(error)}") from error
 
+    def records(self) -> list[CollectRecord]:
+        """Return what all collected splits say of themselves."""
+        folders = sorted((self.table / f"{self.kind}={self.name}").glob("split=*"))
+        records = [self.record(folder.name.removeprefix("split=")) for folder in folders]
+        return [record for record in records if record is not None]
+
     def counts(self, split: str) -> dict[str, int]:
         """Return how often what the model counts has happened, by its name."""
         totals: dict[str, int] = {}
@@ -179,8 +191,19 @@ class CollectedTables:
         self._measured = False
 
     def start(self, facts: ModelFacts) -> None:
-        """Note what the model says of itself."""
+        """Note what the model says of itself. Raises ConfigError where other rows were answered in another precision.
+
+        A model's precision may follow the device that a replica has, and a collection may be gone on with elsewhere.
+        """
+        for record in (*self._records.values(), *self._target.records()):
+            if record.dtype is not None and facts.dtype is not None and record.dtype != facts.dtype:
+                raise ConfigError(
+                    f"{self._target.name!r} has answered split {record.split!r} in {record.dtype} and would go on in "
+                    f"{facts.dtype}; collect it on the kind of device that it began on, or remove what "
+                    f"{self._target.table} has of it, or choose another -o"
+                )
         known = {
+            "dtype": facts.dtype,
             "source": facts.source,
             "logit_kind": facts.logit_kind,
             "gflops_published": facts.gflops,
@@ -193,7 +216,7 @@ class CollectedTables:
 
         Raises ExecutionError at the first answers of a model whose cost nobody declares and nothing measures.
         """
-        if result.error is not None:
+        if result.error is not None or call.probe:
             return
         collected: Collected = ray.get(extra)
         answers = collected.answers
@@ -225,12 +248,12 @@ class CollectedTables:
         split, block = self._layout.place(result.block)
         name = f"part-{block:06d}.parquet"
         folder, failed = self._target.folder(split), self._target.failed_folder(split)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if not (folder / RECORD).exists():
             write_json(folder / RECORD, self._records[split].model_dump())
         (failed / name).unlink(missing_ok=True)  # of an attempt that ended before this block was committed
         if reasons:
-            failed.mkdir(parents=True, exist_ok=True)
+            make_folder(failed)
             stage = self._target.name
             told = [{"example_id": names[r], "stage": stage, "reason": why} for r, why in sorted(reasons.items())]
             write_parquet(failed / name, pa.Table.from_pylist(told, schema=FAILED_SCHEMA))

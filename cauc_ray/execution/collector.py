@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
+from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
-from cauc_ray.data.inputs import InputBlock
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectedTables, CollectRecord, Layout, Target
 from cauc_ray.execution.live import POLL_S, LiveRun
 from cauc_ray.execution.plan import RunPlan, import_paths
@@ -25,8 +25,9 @@ GROUP_BLOCKS = 16
 class _DatasetBlocks:
     """The blocks of a dataset's splits that are not done; a reader opens the dataset once."""
 
-    def __init__(self, dataset: DatasetSource, layout: Layout, done: frozenset[int]) -> None:
-        self._source, self._layout, self._done = dataset, layout, done
+    def __init__(self, dataset: DatasetSource, ids: str | None, layout: Layout, done: frozenset[int]) -> None:
+        """Take what the dataset is opened from, the digest of its ids when the collection began, and what is done."""
+        self._source, self._ids, self._layout, self._done = dataset, ids, layout, done
         self._dataset: Dataset | None = None
 
     @property
@@ -40,6 +41,10 @@ class _DatasetBlocks:
         for split, numbers in groupby(wanted, lambda number: self._layout.place(number)[0]):
             if self._dataset is None:
                 self._dataset = open_dataset(self._source)
+                if self._dataset.ids != self._ids:
+                    raise DataError(
+                        f"{self._dataset.name} has other rows than when this collection began; begin it anew"
+                    )
             blocks = {self._layout.place(number)[1] for number in numbers}
             n_blocks = -(-self._layout.sizes[split] // BLOCK_ROWS)
             for block, content in self._dataset.blocks(split, BLOCK_ROWS, set(range(n_blocks)) - blocks):
@@ -68,7 +73,7 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
         run_id=work.target.name,
         stages=(work.stage,),
         policy=None,
-        source=_DatasetBlocks(dataset, layout, frozenset(done)),
+        source=_DatasetBlocks(dataset, next(iter(work.records.values())).ids, layout, frozenset(done)),
         sink=CollectedTables(work.target, work.stage, layout, work.records),
         n_rows=n_rows,
         n_done=sum(done.values()),

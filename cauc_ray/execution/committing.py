@@ -25,11 +25,11 @@ class Sink(Protocol):
     """Where a run's results go; plain, used in the controller's process."""
 
     def start(self, facts: ModelFacts) -> None:
-        """Take what the first stage's model says of itself."""
+        """Take what the first stage's model says of itself, from each replica that has loaded it."""
         ...
 
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
-        """Take a call's result; extra: a reference to what the worker returned beside it."""
+        """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
         ...
 
     def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:

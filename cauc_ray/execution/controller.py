@@ -9,14 +9,14 @@ stages ahead of it back, and at last the reader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cauc_ray.execution.blocks import BlockResult, OpenBlocks, chosen_of_chunks
 from cauc_ray.execution.messages import Call, CallResult, Rows
 from cauc_ray.execution.progress import StageProgress
-from cauc_ray.execution.stage_queue import Batch, StageLimits, StageQueue, failed_batches
+from cauc_ray.execution.stage_queue import Batch, Failure, StageLimits, StageQueue, failed_batches
 from cauc_ray.numbers.types import Bools
 
 
@@ -146,48 +146,102 @@ class Controller:
         return min((wait for wait in waits if wait is not None), default=None)
 
     def call_ended(self, call_id: int, result: CallResult, now: float) -> Released:
-        """Take a call's result: note the answers, queue what is deferred for the next stage.
+        """Take a call's result: note the answers, queue what is deferred for the next stage, try again what failed.
 
-        A failed call of several rows is cut in two and tried again, until the guilty rows are alone.
+        Whether a failure is the fault of the rows or of the replica shows when that answers again, or does not.
         """
         call = self._take_back(call_id, now)
-        if result.error is not None:
-            self.stages[call.stage].calls_failed += 1
-            self.stages[call.stage].busy_s += result.compute_s or 0.0
-            return self._failed(call, result.error, now)
-        self.stages[call.stage].ended_well(result)
+        at = self.stages[call.stage]
+        if not result.n_answered:
+            at.busy_s += result.compute_s or 0.0
+            return self._unanswered(call, result, now)
+        if call.probe:
+            return self._judged(at.answered(call), now)
+        at.ended_well(result)
+        answered = np.full(len(call), True)
+        answered[list(result.failures)] = False
+        kept = call.where(answered) if result.failures else call.rows
         column_bytes = sum(rows.column_bytes * len(rows) for rows in call.rows) / len(call)
-        finished, n_deferred = [], 0
+        finished, n_deferred, start = [], 0, 0
         for rows, on in zip(call.rows, self._blocks.note_answers(call, result), strict=True):
             if len(on):
                 places = np.arange(n_deferred, n_deferred + len(on))
                 n_deferred += len(on)
                 going = Rows(rows.block, on, call.output, places, now, column_bytes, result.state_bytes)
                 self.stages[call.stage + 1].push(going)
-            finished += self._blocks.done(rows.block, len(rows) - len(on))
-        released = Released(tuple(finished), self._spend(call.rows))
+            n_answered = int(answered[start : start + len(rows)].sum())
+            start += len(rows)
+            finished += self._blocks.done(rows.block, n_answered - len(on))
+        if at.known_good is None:
+            self._learn(at, kept[0])
+        released = Released(tuple(finished), self._spend(kept)) + self._judged(at.answered(call), now)
         if n_deferred:
             self._rows_left[call.output] = n_deferred
             released += self._degraded(call.stage + 1)
+        if result.failures:
+            reasons = tuple(result.failures[place] for place in sorted(result.failures))
+            named = replace(call, rows=call.where(~answered))
+            released += self._give_up(Failure(named, reasons, stated=True))  # the model answers, and named them itself
         return released
+
+    def _unanswered(self, call: Call, result: CallResult, now: float) -> Released:
+        """Take the result of a call that answered no row."""
+        at = self.stages[call.stage]
+        reasons = (result.error,) * len(call) if result.error is not None else tuple(result.failures.values())
+        failure = Failure(call, reasons, stated=result.error is None)
+        if call.probe:
+            at.probe_failed(call, reasons[0], now)
+        elif at.down:
+            at.try_again(Batch.again(call, now))
+            return self._degraded(call.stage)
+        elif at.known_good is None:
+            return self._failed(failure, now)
+        else:
+            at.hold(failure)
+        return Released()
+
+    def _judged(self, failures: Iterable[Failure], now: float) -> Released:
+        """Take failures as the fault of their rows."""
+        released = Released()
+        for failure in failures:
+            released += self._failed(failure, now)
+        return released
+
+    def _learn(self, at: StageQueue, answered: Rows) -> None:
+        """Keep the first of some answered rows to probe the stage's replicas with, and the object that holds it."""
+        row, _ = answered.cut(1)
+        self._rows_left[row.parcel] += 1
+        at.start_knowing(row)
 
     def call_postponed(self, call_id: int, pause_s: float, now: float) -> None:
         """Note that a call could not be computed for no fault of its own; it is tried again after a pause."""
         call = self._take_back(call_id, now)
-        again = Batch(call.rows, now + pause_s, call.attempt + 1, call.alone, call.strikes)
-        self.stages[call.stage].try_again(again)
+        if call.probe:
+            self.stages[call.stage].postpone_probe(call.replica, now + pause_s)
+        else:
+            self.stages[call.stage].try_again(Batch.again(call, now + pause_s))
 
     def rows_lost(self, call_id: int, reason: str, now: float) -> Released:
         """Note that objects which a call needs are gone: its rows begin anew, from the input, as if never seen."""
         call = self._take_back(call_id, now)
+        at = self.stages[call.stage]
+        if call.probe:
+            return self._unlearn(at, call.rows[0], now)
         finished: list[BlockResult] = []
         for rows in call.rows:
             given_up = self._blocks.lose(rows)
             if len(given_up):
-                self.stages[call.stage].failed += len(given_up)
+                at.note_failed([reason] * len(given_up))
                 lost = Rows(rows.block, given_up, rows.parcel, given_up, now, column_bytes=0.0)
                 finished += self._blocks.fail(lost, call.stage, reason)
         return Released(tuple(finished), self._spend(call.rows))
+
+    def _unlearn(self, at: StageQueue, probe: Rows, now: float) -> Released:
+        """Note that the data of a probe is lost; the next row that is answered takes its place."""
+        if at.known_good is None or at.known_good.parcel != probe.parcel:
+            return Released()
+        released = Released(parcels=self._spend((at.known_good,)))
+        return released + self._judged(at.stop_knowing(), now)
 
     def _send(self, stage: int, batch: Batch, replica: int, now: float) -> Call:
         call = Call(
@@ -198,7 +252,9 @@ class Controller:
             output=self._new_parcel(),
             attempt=batch.attempt,
             alone=batch.alone,
-            strikes=batch.strikes,
+            failed_on=batch.failed_on,
+            n_unproven=batch.n_unproven,
+            probe=batch.probe,
         )
         self._n_calls += 1
         self._calls[call.id] = call
@@ -229,18 +285,21 @@ class Controller:
         replica, and split and at last failed if that happens again and again.   own_fault: False where it
         certainly was not, as when its whole node died.
         """
-        released = Released()
-        for place, call_id in enumerate(self.stages[stage].calls_at(replica)):
+        released, at = Released(), self.stages[stage]
+        calls = at.calls_at(replica)
+        if own_fault and calls:
+            at.lost_by_own_fault(now)
+        for place, call_id in enumerate(calls):
             call = self._take_back(call_id, now)
             to_blame = own_fault and place == 0
-            self.stages[stage].deaths += to_blame and call.alone  # many may be killed at once for no fault of a call
-            if not own_fault:
-                self.stages[stage].try_again(Batch(call.rows, now, call.attempt + 1, call.alone, call.strikes))
-            elif call.alone:
-                released += self._failed(call, reason, now)
+            if call.probe:
+                continue
+            at.deaths += to_blame and call.alone  # many may be killed at once for no fault of a call
+            if to_blame and call.alone:
+                released += self._failed(Failure(call, (reason,) * len(call)), now, is_proven=True)
             else:
-                self.stages[stage].try_again(Batch(call.rows, now, call.attempt + 1, alone=to_blame))
-        self.stages[stage].drop_replica(replica)
+                at.try_again(replace(Batch.again(call, now), alone=call.alone or to_blame))
+        at.drop_replica(replica)
         return released + self._degraded(stage)
 
     def stage_down(self, stage: int) -> Released:
@@ -252,15 +311,27 @@ class Controller:
         self.stages[stage].down = True
         return self._degraded(stage)
 
-    def _failed(self, call: Call, reason: str, now: float) -> Released:
-        at = self.stages[call.stage]
-        again = failed_batches(call, now)
-        if again:
+    def _failed(self, failure: Failure, now: float, *, is_proven: bool = False) -> Released:
+        """Try rows that failed again, or give them up.   is_proven: the replica was one that answers others."""
+        call, at = failure.call, self.stages[failure.call.stage]
+        if is_proven or at.known_good is not None:
+            again = failed_batches(failure, now)
             at.try_again(*again)
-            return self._degraded(call.stage)
-        (rows,) = call.rows
-        at.failed += len(rows)
-        return Released(tuple(self._blocks.fail(rows, call.stage, reason)), self._spend(call.rows))
+            goes_on = bool(again)
+        else:
+            goes_on = at.try_unproven(failure, now, more_can_come=self._more_can_come(call.stage))
+        return self._degraded(call.stage) if goes_on else self._give_up(failure)
+
+    def _give_up(self, failure: Failure) -> Released:
+        """Count rows as failed for their own sake."""
+        call = failure.call
+        self.stages[call.stage].note_failed(failure.reasons)
+        finished, reasons = [], iter(failure.reasons)
+        for rows in call.rows:
+            for row in range(len(rows)):
+                one = rows.where(np.arange(len(rows)) == row)
+                finished += self._blocks.fail(one, call.stage, next(reasons))
+        return Released(tuple(finished), self._spend(call.rows))
 
     def _degraded(self, stage: int) -> Released:
         """Give all rows that wait for a stage the answer of the one before it, if it is down."""
@@ -289,8 +360,10 @@ class Controller:
                 degraded=at.degraded,
                 replicas=live,
                 starting=starting,
+                quarantined=at.quarantined,
                 busy_s=at.busy_s,
                 cost=at.cost,
+                reason=at.reasons.most_common(1)[0][0] if at.reasons else "",
             )
             for name, at, (live, starting) in zip(names, self.stages, replicas, strict=True)
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -14,13 +16,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import count_rows, read_json, read_parquet, write_json, write_parquet
-from cauc_ray.data.predictions import predictions_table
-from cauc_ray.errors import ConfigError, explain
+from cauc_ray.data.blocks import ids_digest
+from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.predictions import predictions_table
 
 LEDGER_SCHEMA = pa.schema(
     [
@@ -39,6 +44,8 @@ LEDGER_SCHEMA = pa.schema(
         ("attempt", pa.int32()),
     ]
 )
+# In the metadata of a part of predictions: the digest of all its block's ids, of rows that failed too.
+_IDS = b"cauc.ids"
 FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
 
 
@@ -60,10 +67,7 @@ def new_folder(path: Path) -> Iterator[None]:
     """
     require_new(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    make_folder(path)
     try:
         yield
     except BaseException:
@@ -79,7 +83,8 @@ class RunRecord(BaseModel):
     """What a run's folder says of it (run.json), so that a resumption is of the same run.
 
     block_rows: most rows in a block of input, the unit of commits.   input: what it is of, such as the rows of each
-    file by its name.
+    file by its name.   costs: of the policy's calls, which its id leaves out; null where calls tell
+    their own, and in records from before.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,12 +93,15 @@ class RunRecord(BaseModel):
     policy_id: str
     block_rows: int
     input: dict[str, int]
+    costs: tuple[float, ...] | None = None
 
 
-def new_record(policy_id: str, block_rows: int, input_rows: dict[str, int]) -> RunRecord:
+def new_record(
+    policy_id: str, block_rows: int, input_rows: dict[str, int], costs: tuple[float, ...] | None = None
+) -> RunRecord:
     """Return the record of a run that starts now; its id is the time in UTC and a few random digits."""
     run_id = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{uuid.uuid4().hex[:6]}"
-    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows)
+    return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, costs=costs)
 
 
 def resumed_record(out: Path, now: RunRecord) -> RunRecord:
@@ -108,18 +116,113 @@ def resumed_record(out: Path, now: RunRecord) -> RunRecord:
         record = RunRecord.model_validate(read_json(path))
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
-    for what in ("policy_id", "input"):
+    for what, of in (("policy_id", "policy"), ("input", "input"), ("costs", "policy with other costs")):
         if getattr(record, what) != getattr(now, what):
-            raise ConfigError(f"the run in {out} is of another {what.removesuffix('_id')}; start a new one elsewhere")
+            raise ConfigError(f"the run in {out} is of another {of}; start a new one elsewhere")
     return record
 
 
-def committed_blocks(out: Path) -> dict[int, int]:
-    """Return the blocks of input whose predictions are there, and how many rows each had."""
-    return {
-        int(path.stem.removeprefix("part-")): count_rows(path) + count_rows(out / "failed" / path.name)
-        for path in (out / "predictions").glob("part-*.parquet")
-    }
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a run has committed.
+
+    rows: of each block, failed ones too.   ids: the digest of each block's ids.   to_retry: of blocks that are to be
+    done again for their failed rows, these rows' ids; None for all rows, where some could not be read and may have had
+    no names.   n_failed: rows that models failed on, those to be tried again left out.
+    """
+
+    rows: Mapping[int, int]
+    ids: Mapping[int, str]
+    to_retry: Mapping[int, frozenset[str] | None]
+    n_failed: int
+
+    @property
+    def done(self) -> dict[int, str]:
+        """Return the blocks of which nothing is left to do, with the digests of their ids."""
+        return {block: ids for block, ids in self.ids.items() if block not in self.to_retry}
+
+    @property
+    def n_done(self) -> int:
+        """Return the rows that are done with."""
+        again = (self.rows[block] if ids is None else len(ids) for block, ids in self.to_retry.items())
+        return sum(self.rows.values()) - sum(again)
+
+
+def committed(out: Path, *, retry_failed: bool = False) -> Committed:
+    """Return what a run has committed.   retry_failed: its failed rows are to be tried again.
+
+    Raises DataError for a part that does not name its rows, and where an id that failed is more than once in its
+    block: nobody could tell which row it was.
+    """
+    rows, ids, n_failed = {}, {}, 0
+    to_retry: dict[int, frozenset[str] | None] = {}
+    for path in (out / "predictions").glob("part-*.parquet"):
+        block, failed = _block_of(path), out / "failed" / path.name
+        with open_parquet(path) as file:
+            rows[block], ids[block] = file.metadata.num_rows, _ids_of(path, file.schema_arrow)
+        if not failed.exists():
+            continue
+        table = read_parquet(failed)
+        rows[block] += table.num_rows
+        if retry_failed and table.column("stage").null_count:
+            to_retry[block] = None
+        elif retry_failed and table.num_rows:
+            to_retry[block] = names = frozenset(table.column("example_id").to_pylist())
+            if len(names) < table.num_rows:
+                raise DataError(f"{failed} names an example_id twice, so that its rows cannot be tried again")
+        else:
+            n_failed += table.num_rows - table.column("stage").null_count
+    return Committed(rows, ids, to_retry, n_failed)
+
+
+def _ids_of(path: Path, schema: pa.Schema) -> str:
+    ids = (schema.metadata or {}).get(_IDS)
+    if ids is None:
+        raise DataError(f"{path} is of an earlier version, whose runs cannot be resumed; start a new one elsewhere")
+    return str(ids.decode())
+
+
+def failures_by_stage(out: Path) -> tuple[dict[str, int], str]:
+    """Return how many rows each stage's model failed on, and the most common reason."""
+    stages, reasons = Counter[str](), Counter[str]()
+    for path in (out / "failed").glob("part-*.parquet"):
+        failed = read_parquet(path)
+        failed = failed.filter(pc.is_valid(failed.column("stage")))
+        stages.update(failed.column("stage").to_pylist())
+        reasons.update(failed.column("reason").to_pylist())
+    return dict(stages), reasons.most_common(1)[0][0] if reasons else ""
+
+
+def repair(out: Path) -> None:
+    """Take rows that have an answer out of failed/: a retry was ended between its two writes."""
+    for path in (out / "failed").glob("part-*.parquet"):
+        answered = out / "predictions" / path.name
+        if not answered.exists():
+            continue  # the block is done anew
+        failed = read_parquet(path)
+        kept = _without(failed, read_parquet(answered).column("example_id"))
+        if kept.num_rows < failed.num_rows:
+            _write_failed(path, kept)
+
+
+def _write_failed(path: Path, table: pa.Table) -> None:
+    """Write a block's failed rows; there is no file where there are none."""
+    if table.num_rows:
+        make_folder(path.parent)
+        write_parquet(path, table)
+    else:
+        path.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder is there only if a row failed
+            path.parent.rmdir()
+
+
+def _without(table: pa.Table, example_ids: pa.Array | pa.ChunkedArray) -> pa.Table:
+    """Return a table's rows whose ids are not among others."""
+    return table.filter(pc.invert(pc.is_in(table.column("example_id"), value_set=example_ids)))
+
+
+def _block_of(path: Path) -> int:
+    return int(path.stem.removeprefix("part-"))
 
 
 class RunTables:
@@ -129,23 +232,37 @@ class RunTables:
     failures, are written before.
     """
 
-    def __init__(self, out: Path, record: RunRecord, stages: Sequence[str], *, degrade: bool, shard: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        record: RunRecord,
+        stages: Sequence[str],
+        *,
+        degrade: bool,
+        shard: int,
+        retried: frozenset[int] = frozenset(),
+    ) -> None:
         """Take the run's folder, its record and its stages' names.
 
         degrade: whether rows tell if they were.   shard: of the run, whose controller this is for.
+        retried: blocks that are committed, of which only some rows are done again.
         """
         self._out = out
         self._record = record
         self._stages = tuple(stages)
         self._degrade = degrade
         self._shard = shard
+        self._retried = retried
         self._calls: list[tuple[object, ...]] = []
 
     def start(self, facts: ModelFacts) -> None:
         """Need nothing of what the models say of themselves."""
 
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
-        """Note a call for the ledger. A failed call answered and deferred nothing and cost nothing."""
+        """Note a call for the ledger. A failed call, or a probe, accepted and deferred nothing and cost nothing."""
+        n_accepted, n_deferred, cost = int(result.accepted.sum()), result.n_deferred, float(result.costs.sum())
+        if call.probe:
+            n_accepted, n_deferred, cost = 0, 0, 0.0
         self._calls.append(
             (
                 self._record.run_id,
@@ -154,12 +271,12 @@ class RunTables:
                 result.node,
                 int(1e6 * result.started_at),
                 len(call),
-                int(result.accepted.sum()),
-                result.n_deferred,
+                n_accepted,
+                n_deferred,
                 max(0.0, result.started_at - call.ready_at),
                 result.compute_s,
                 result.device_s,
-                float(result.costs.sum()),
+                cost,
                 call.attempt,
             )
         )
@@ -170,17 +287,12 @@ class RunTables:
         self._write_calls(f"part-{result.block:06d}")
         answered = result.stages >= 0
         name = f"part-{result.block:06d}.parquet"
-        if result.failures:
-            (self._out / "failed").mkdir(exist_ok=True)
-            rows = [
-                {"example_id": example_ids[row].as_py(), "stage": self._name(stage), "reason": reason}
-                for row, (stage, reason) in sorted(result.failures.items())
-            ]
-            write_parquet(self._out / "failed" / name, pa.Table.from_pylist(rows, schema=FAILED_SCHEMA))
-        else:
-            # A controller that died just before it committed the block may have left failures that are none now.
-            (self._out / "failed" / name).unlink(missing_ok=True)
-        (self._out / "predictions").mkdir(exist_ok=True)
+        reasons = [
+            {"example_id": example_ids[row].as_py(), "stage": self._name(stage), "reason": reason}
+            for row, (stage, reason) in sorted(result.failures.items())
+        ]
+        failed = pa.Table.from_pylist(reasons, schema=FAILED_SCHEMA)
+        make_folder(self._out / "predictions")
         table = predictions_table(
             example_ids.filter(pa.array(answered)),
             result.predictions[answered],
@@ -191,7 +303,21 @@ class RunTables:
         )
         if self._degrade:
             table = table.append_column("degraded", pa.array(result.degraded[answered]))
-        write_parquet(self._out / "predictions" / name, table)
+        path, failed_path = self._out / "predictions" / name, self._out / "failed" / name
+        ids = ids_digest(example_ids.to_pylist())
+        if result.block in self._retried:
+            # The answers first: a row that is in both tables for a moment is taken out of failed by repair().
+            before = read_parquet(path)
+            kept = _without(before, example_ids)
+            if kept.num_rows:
+                ids = _ids_of(path, before.schema)
+            whole = pa.concat_tables([kept, table], promote_options="default")
+            write_parquet(path, whole.replace_schema_metadata({_IDS: ids}))
+            _write_failed(failed_path, failed)
+        else:
+            # A controller that died just before it committed the block may have left failures that are none now.
+            _write_failed(failed_path, failed)
+            write_parquet(path, table.replace_schema_metadata({_IDS: ids}))
 
     def close(self) -> None:
         """Write the calls noted since the last block."""
@@ -208,7 +334,7 @@ class RunTables:
             return
         self._write_record()
         folder = self._out / "ledger"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         names = (name if n == 0 else f"{name}-{n}" for n in count())
         path = next(path for path in (folder / f"{name}.parquet" for name in names) if not path.exists())
         # Column by column: from dates or rows, Arrow would import pandas, which takes a second.

@@ -40,7 +40,11 @@ class Rows:
         """Return the first n rows and the others."""
         return self._take(slice(None, n)), self._take(slice(n, None))
 
-    def _take(self, part: slice) -> Rows:
+    def where(self, mask: Bools) -> Rows:
+        """Return those of the rows that a mask (n,) marks."""
+        return self._take(mask)
+
+    def _take(self, part: slice | Bools) -> Rows:
         return replace(self, indices=self.indices[part], places=self.places[part])
 
 
@@ -50,7 +54,9 @@ class Call:
 
     output: the object that will hold the columns and state of the rows that go on.   attempt: 1, or more where
     rows are tried again.   alone: nothing else is at the replica meanwhile, so that if this dies, it is to blame.
-    strikes: how often these very rows have failed so.
+    failed_on: the replicas that failed on these very rows and answered others afterwards, once for each failure.
+    n_unproven: how often the row failed while its stage had never answered any.   probe: it asks a replica in doubt
+    for a row that the stage has answered before; nobody needs the answer.
     """
 
     id: int
@@ -60,10 +66,18 @@ class Call:
     output: int
     attempt: int = 1
     alone: bool = False
-    strikes: int = 0
+    failed_on: tuple[int, ...] = ()
+    n_unproven: int = 0
+    probe: bool = False
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.rows)
+
+    def where(self, mask: Bools) -> tuple[Rows, ...]:
+        """Return those of its rows that a mask (n,) marks, part by part without the empty ones."""
+        ends = np.cumsum([len(rows) for rows in self.rows])
+        parts = zip(self.rows, np.split(mask, ends[:-1]), strict=True)
+        return tuple(rows.where(own) for rows, own in parts if own.any())
 
     @property
     def ready_at(self) -> float:
@@ -77,7 +91,8 @@ class CallResult:
 
     predictions: int32 (n,).   confidences: float64 (n,).   accepted: bool (n,).   costs: float64 (n,), of this
     call alone.   started_at: seconds since the epoch.   compute_s: wall time in model and policy, None where
-    nobody knows.   policy_s: of that, the policy's step.   device_s: time on an accelerator, None without one.
+    nobody knows.   policy_s: of that, the policy's step.   device_s: seconds of forward passes on a GPU, None where the
+    model measures none.
     error: why the call failed; the arrays are empty then.   failures: why rows of a call that did not fail have no
     answer, by place; they are neither accepted nor deferred.   state_bytes: of a deferred row's state.
     """
@@ -113,6 +128,11 @@ class CallResult:
         )
 
     @property
+    def n_answered(self) -> int:
+        """Return how many rows the model answered."""
+        return len(self.accepted) - len(self.failures)
+
+    @property
     def n_deferred(self) -> int:
         """Return how many rows go on."""
-        return len(self.accepted) - int(self.accepted.sum()) - len(self.failures)
+        return self.n_answered - int(self.accepted.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,9 @@ class StageProgress:
 
     queued, in_flight: rows waiting, and at a replica.   accepted, deferred, failed, degraded: rows that ended so
     (degraded: answered without a stage that was down, counted at that stage).   replicas, starting: copies of the
-    model that work, and that are being started.   busy_s: seconds that replicas computed, all together.
-    cost: what its calls cost, in the policy's unit.
+    model that work, and that are being started.   quarantined: those that were replaced because they failed what
+    others answered.   busy_s: seconds that replicas computed, all together.   cost: what its calls cost, in the
+    policy's unit.   reason: the most common one of the failed rows.
     """
 
     name: str
@@ -25,8 +27,10 @@ class StageProgress:
     degraded: int = 0
     replicas: int = 0
     starting: int = 0
+    quarantined: int = 0
     busy_s: float = 0.0
     cost: float = 0.0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ def together(shards: Sequence[RunProgress]) -> RunProgress:
     stages = []
     for parts in zip(*(shard.stages for shard in shards), strict=True):
         counts = {key: sum(getattr(part, key) for part in parts) for key in _COUNTS}
-        stages.append(StageProgress(parts[0].name, **counts))
+        reasons = Counter[str]()
+        for part in parts:
+            reasons[part.reason] += part.failed
+        stages.append(StageProgress(parts[0].name, **counts, reason=reasons.most_common(1)[0][0]))
     return RunProgress(
         at=max(shard.at for shard in shards),
         n_rows=shards[0].n_rows,
@@ -58,4 +65,4 @@ def together(shards: Sequence[RunProgress]) -> RunProgress:
     )
 
 
-_COUNTS = tuple(key for key in StageProgress.__dataclass_fields__ if key != "name")
+_COUNTS = tuple(key for key in StageProgress.__dataclass_fields__ if key not in ("name", "reason"))

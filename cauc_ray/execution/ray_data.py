@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
-from cauc_ray.data.blocks import InputBlock, table_block
+from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, id_texts, ids_digest, table_block
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.session import store_bytes
 
@@ -25,7 +25,7 @@ class DatasetInput:
     """A Ray Dataset, such as no file format here has, as a run's input; executed anew by each run.
 
     path: a name for people, of no file.   n_rows and row_bytes: of a materialised dataset; else None and 0, unknown.
-    identity: says nothing of the rows; whoever resumes a run gives the same dataset.
+    identity: nothing of the rows, which only an execution would tell; a resumed run compares those that are committed.
     """
 
     path = Path(_SOURCE)
@@ -51,9 +51,9 @@ class DatasetInput:
                 raise DataError(f"{_SOURCE} holds no rows")
             self.row_bytes = dataset.size_bytes() / self.n_rows
 
-    def source(self, block_rows: int, done: frozenset[int] = frozenset()) -> DatasetSource:
+    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> DatasetSource:
         """Return the dataset's rows in its own order, in blocks of so many, without those that are done."""
-        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, done)
+        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, dict(done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class DatasetSource:
     dataset: Dataset
     object_store_bytes: int | None
     block_rows: int
-    done: frozenset[int]
+    done: Done
 
     @property
     def n_groups(self) -> int:
@@ -71,15 +71,23 @@ class DatasetSource:
         return 1
 
     def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
-        """Execute the dataset and yield its blocks; done ones are computed too, but not converted.
+        """Execute the dataset and yield its blocks; of done ones, which are computed too, the ids are compared.
 
-        Raises DataError for content that no run can take, ExecutionError where the dataset's execution fails.
+        Raises DataError for content that no run can take and where done blocks hold other rows or are missing,
+        ExecutionError where the dataset's execution fails.
         """
+        n_blocks = 0
         with _as_an_input(self.dataset, self.object_store_bytes):
             for number, table in enumerate(self._tables()):
+                n_blocks += 1
+                _require_ids(table.column_names)
                 if number not in self.done:
-                    _require_ids(table.column_names)
                     yield number, table_block(table, _SOURCE)
+                elif self.done[number] not in (None, ids_digest(id_texts(table.column("example_id")).tolist())):
+                    raise _other_dataset(f"its block {number} holds other rows than the run has committed")
+        missing = [number for number in self.done if number >= n_blocks]
+        if missing:
+            raise _other_dataset(f"it ends before block {min(missing)}, which the run has committed")
 
     def _tables(self) -> Iterator[pa.Table]:
         try:
@@ -111,6 +119,13 @@ def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[N
         yield
     finally:
         context.execution_options, context.enable_progress_bars, context.target_max_block_size = before
+
+
+def _other_dataset(why: str) -> DataError:
+    return DataError(
+        f"{_SOURCE} is not the one that the run in this folder began with, or gives its rows in another order: {why}; "
+        "resume with the same dataset (its shuffles seeded, its rows sorted), or start a new run elsewhere"
+    )
 
 
 def _require_ids(names: list[str]) -> None:

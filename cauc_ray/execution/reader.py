@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.inputs import BlockSource, InputBlock
+from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
 from cauc_ray.execution.controller import Chunk
 from cauc_ray.execution.stage import Parcel, packed
 from cauc_ray.numbers.types import Ints
@@ -23,12 +22,25 @@ LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What the controller needs of a block.   unreadable: why it has ids and no columns."""
+    """What the controller needs of a block.
+
+    unreadable: why it has ids and no columns.   ids: the digests of this block's ids and of those that the reader
+    went over to get here, by number; unreadable blocks have none.
+    """
 
     number: int
     n_rows: int
     chunks: tuple[Chunk, ...]
     unreadable: str | None
+    ids: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnd:
+    """Returned in place of a block after a group's last.   last: its number, -1 for none.   ids: see BlockHeader."""
+
+    last: int
+    ids: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +60,14 @@ class BlockReader:
         self._n_chunks = n_chunks
         self._at = (-1, 0)
         self._n_away = 0
+        self._last = -1
+        self._ids: dict[int, str] = {}
         self._blocks: Iterator[tuple[int, InputBlock]] = iter(())
 
     def read(self, group: int, place: int) -> list[Any]:
         """Return a group's block at a place among those that are to be done: header, names, then every chunk.
 
-        The header is None after the last block. Chunks that the block does not fill are None.
+        The header is a GroupEnd after the last block. Chunks that the block does not fill are None.
         """
         found = self._block(group, place)
         for pause_s in self._pauses(found):
@@ -63,8 +77,9 @@ class BlockReader:
             self._at = (-1, 0)
             found = self._block(group, place)
         self._n_away += found is not None and found[1].may_return
+        ids, self._ids = self._ids, {}
         if found is None:
-            return [None] * (2 + self._n_chunks)
+            return [GroupEnd(self._last, ids), *[None] * (1 + self._n_chunks)]
         number, block = found
         n, size = len(block.example_ids), self._chunk_rows
         chunks, parcels = [], []
@@ -72,7 +87,7 @@ class BlockReader:
             rows = min(size, n - start)
             chunks.append(Chunk(rows, int(block.n_bytes * rows / n)))
             parcels.append(Parcel(packed({name: c[start : start + rows] for name, c in block.columns.items()})))
-        header = BlockHeader(number, n, tuple(chunks), block.unreadable)
+        header = BlockHeader(number, n, tuple(chunks), block.unreadable, ids)
         names = BlockNames(pa.array(block.example_ids, pa.string()), block.labels)
         return [header, names, *parcels, *[None] * (self._n_chunks - len(parcels))]
 
@@ -83,9 +98,21 @@ class BlockReader:
 
     def _block(self, group: int, place: int) -> tuple[int, InputBlock] | None:
         if self._at != (group, place):
-            self._blocks = islice(self._source.blocks(group), place, None)
+            self._blocks = self._source.blocks(group)
+            self._last, self._ids = -1, {}
+            for _ in range(place):
+                self._next()
         self._at = (group, place + 1)
-        return next(self._blocks, None)
+        return self._next()
+
+    def _next(self) -> tuple[int, InputBlock] | None:
+        """Return the group's next block, and note which rows it holds."""
+        found = next(self._blocks, None)
+        if found is not None:
+            self._last, block = found
+            if block.unreadable is None:
+                self._ids[self._last] = ids_digest(block.example_ids)
+        return found
 
 
 class ReadPlan:
@@ -115,6 +142,10 @@ class ReadPlan:
         group, place = self._begun[reader]
         self._begun[reader] = (group, place + 1)
         return group, place
+
+    def is_begun(self, group: int) -> bool:
+        """Return whether a reader is inside a group."""
+        return any(begun == group for begun, _ in self._begun.values())
 
     def group_ended(self, reader: int, group: int) -> None:
         """Note that a group has no further block."""

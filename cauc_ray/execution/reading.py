@@ -8,10 +8,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.errors import CaucError, DataError, ExecutionError
 from cauc_ray.execution.actors import kind_of, make_actor, told
 from cauc_ray.execution.plan import RunPlan
-from cauc_ray.execution.reader import BlockHeader, BlockReader, ReadPlan
+from cauc_ray.execution.reader import BlockHeader, BlockReader, GroupEnd, ReadPlan
 
 READS_PER_READER = 2
 MOST_READERS = 8
@@ -54,6 +54,7 @@ class Reading:
         self._readers: dict[int, Any] = {}
         self._reads: dict[Any, _Read] = {}
         self._places: dict[int, tuple[int, int]] = {}
+        self._ids: dict[int, dict[int, str]] = {}  # digests by group and block, as first read
         self._have_read: set[int] = set()
         self._deaths = 0
         self._starved_since: float | None = None
@@ -92,15 +93,27 @@ class Reading:
     def take(self, ref: Any) -> ReadBlock | None:
         """Take what has been read; None where a group had no further block.
 
-        Raises RayError as failed() takes it, and leaves the reference among those to wait for.
+        Raises RayError as failed() takes it, and leaves the reference among those to wait for; DataError where what
+        is read again holds other rows than at first.
         """
-        header: BlockHeader | None = ray.get(ref)
+        header: BlockHeader | GroupEnd = ray.get(ref)
         read = self._reads.pop(ref)
         self._deaths = 0
         self._have_read.add(read.reader)
-        if header is None:
-            self._next.group_ended(read.reader, read.place[0])
+        group = read.place[0]
+        known = self._ids.setdefault(group, {})
+        for number, ids in header.ids.items():
+            if known.get(number, ids) != ids:
+                raise _other_rows(f"block {number} held other rows")
+        if isinstance(header, GroupEnd):
+            gone = read.again if read.again is not None else max(known, default=-1)
+            if read.again is not None or gone > header.last:
+                raise _other_rows(f"block {gone} was no longer there")
+            self._next.group_ended(read.reader, group)
+            self._ids[group] = {number: ids for number, ids in known.items() if number in self._places}
             return None
+        if header.unreadable is None:
+            known[header.number] = header.ids[header.number]
         self._places[header.number] = read.place
         names, *chunks = read.rest
         return ReadBlock(header, names, chunks, read.again)
@@ -120,7 +133,10 @@ class Reading:
 
     def forget(self, block: int) -> None:
         """Note that a block will not be asked for again."""
-        self._places.pop(block, None)
+        place = self._places.pop(block, None)
+        # Inside a group that has not ended, whoever begins it anew goes over this block once more.
+        if place is not None and not self._next.is_begun(place[0]):
+            self._ids[place[0]].pop(block, None)
 
     def watch(self, now: float, *, starved: bool) -> int:
         """Give readers up that hang, and start another where the first stage is starved for rows.
@@ -162,3 +178,11 @@ class Reading:
         reads = [self._reads.pop(ref) for ref in lost]
         self._next.read_again([read.place for read in reads if read.again is None])
         return len(reads)
+
+
+def _other_rows(what: str) -> DataError:
+    return DataError(
+        f"the input changed during the run: {what} when it was read again. An input must give the same rows in the "
+        "same order every time: seed and sort a Ray Dataset, or write it to files first, and leave files as they are; "
+        "then start a new run"
+    )

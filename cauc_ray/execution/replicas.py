@@ -13,6 +13,7 @@ from cauc_ray.execution.actors import kind_of, told, worker_class
 from cauc_ray.execution.controller import Controller
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
+from cauc_ray.execution.session import hardest_first
 from cauc_ray.models.answers import ModelFacts
 
 # A replica that takes longer than its process takes to start waits for a place on the cluster.
@@ -22,9 +23,11 @@ PLACE_S = 20.0
 REFUSED_S = 30.0
 # After a replica has moved from one stage to another: so long, and four times what the slowest took to load.
 MOVE_PAUSE_S = 5.0
-# The pause before another replica is started after one died without having answered: it grows to the longest.
+# The pause before another replica is started after one was lost without having answered: it grows to the longest,
+# which is longer where others work: the new one may well get the same bad device.
 FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 30.0
+LONGEST_PAUSE_S = 10.0
+LONGEST_PAUSE_BESIDE_OTHERS_S = 300.0
 # A stage that has never been live is given up when so many more than its least number have died while they loaded.
 DEATHS_LOADING = 4
 
@@ -73,8 +76,8 @@ class Replicas:
         self._next = plan.first_replica + plan.shard.number
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
-        for stage, spec in enumerate(plan.stages):
-            for _ in range(spec.replicas.min):
+        for stage in hardest_first(plan.stages):
+            for _ in range(plan.stages[stage].replicas.min):
                 self._start(stage, now)
 
     def counts(self) -> list[tuple[int, int]]:
@@ -109,13 +112,14 @@ class Replicas:
         return replica, answer
 
     def lost(self, replica: Replica, why: str, now: float) -> None:
-        """Give a replica up: it died, or hangs. Another is started in its place, after a pause if it never worked."""
+        """Give a replica up that died, hangs or fails. Another takes its place, after a pause if it never worked."""
         at = self._stages[replica.stage]
         at.why = why
         at.deaths_in_row = 0 if replica.has_answered else at.deaths_in_row + 1
-        pause_s = FIRST_PAUSE_S * 2 ** (at.deaths_in_row - 1) if at.deaths_in_row else 0.0
-        at.not_before = now + min(pause_s, LONGEST_PAUSE_S)
+        pause_s = FIRST_PAUSE_S * 2 ** min(at.deaths_in_row - 1, 20) if at.deaths_in_row else 0.0
         self.let_go(replica, now)
+        others_work = any(r.stage == replica.stage and r.has_answered for r in self.by_number.values())
+        at.not_before = now + min(pause_s, LONGEST_PAUSE_BESIDE_OTHERS_S if others_work else LONGEST_PAUSE_S)
 
     def let_go(self, replica: Replica, now: float) -> None:
         """End a replica."""

@@ -25,6 +25,7 @@ from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
 from cauc_ray.execution.session import store_bytes
 from cauc_ray.execution.stage import Part
+from cauc_ray.models.pool import StageSpec
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -35,6 +36,8 @@ FULL_LIMIT_S = 300.0
 POLL_S = 0.1
 WATCH_S = 0.1
 REPORT_S = 1.0
+# A stage that answered before is down once its replicas, each replaced by a new one, have all failed for so long.
+FAILING_S = 60.0
 
 
 @dataclass(slots=True)
@@ -69,7 +72,6 @@ class RunController:
         self._full_since: float | None = None
         self._read_from = 0.0
         self._first_call: float | None = None
-        self._facts_known = False
         self._watched, self._reported = time.time(), 0.0
 
     @_in_group("watch")
@@ -126,8 +128,7 @@ class RunController:
             ready = self._replicas.take(ref, now)
             if ready is not None:
                 replica, facts = ready
-                if replica.stage == 0 and not self._facts_known:
-                    self._facts_known = True
+                if replica.stage == 0:
                     self._committer.start(facts)
                 self._logic.stages[replica.stage].add_replica(replica.number)
 
@@ -201,13 +202,21 @@ class RunController:
             return
         del self._sent[ref], self._refs[call.id]
         self._full_since = None
-        self._replicas.by_number[call.replica].has_answered = True
-        self._committer.add_call(call, result, sent.extra)
-        if result.error is None and result.n_deferred:
+        self._replicas.by_number[call.replica].has_answered |= result.n_answered > 0
+        self._note_call(sent, result)
+        if result.n_deferred and not call.probe:
             self._parcels[call.output] = sent.extra
+        self._call_ended(call, result, now)
+
+    def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
+        """Hand a call's result on; replace the replicas that it shows to be bad."""
         self._release(self._logic.call_ended(call.id, result, now))
-        if result.error is not None and self._logic.stages[call.stage].hopeless:
-            name = self._names[call.stage]
+        if result.n_answered:
+            return
+        at, name = self._logic.stages[call.stage], self._names[call.stage]
+        for number, why in at.take_bad().items():
+            self._replica_lost(self._replicas.by_number[number], why, now, own_fault=False)
+        if at.hopeless:
             self._stage_fails(
                 call.stage, ExecutionError(f"stage {name!r} has failed on every row so far: {result.error}")
             )
@@ -237,7 +246,7 @@ class RunController:
         elif kind == "lost":
             self._release(self._logic.rows_lost(call.id, f"its data was lost: {fault}", now))
         else:
-            self._release(self._logic.call_ended(call.id, broken, now))
+            self._call_ended(call, broken, now)
 
     def _replica_lost(self, replica: Replica, why: str, now: float, *, own_fault: bool = True) -> None:
         """Give a replica up; take first what it has answered already."""
@@ -255,8 +264,12 @@ class RunController:
         """Forget a call of which nothing will come, and note it for the ledger."""
         sent = self._sent.pop(self._refs.pop(call.id))
         broken = CallResult.broken(now, self._replicas.by_number[call.replica].node, why)
-        self._committer.add_call(call, broken, sent.extra)
+        self._note_call(sent, broken)
         return broken
+
+    def _note_call(self, sent: _Sent, result: CallResult) -> None:
+        """Have a call written down. What goes on to the next stage stays out: its bytes would wait there uncounted."""
+        self._committer.add_call(sent.call, result, sent.extra if self._plan.policy is None else None)
 
     def _note_full(self, now: float, fault: CaucError) -> None:
         """End the run if the object store has been full for too long."""
@@ -300,6 +313,7 @@ class RunController:
                 self._stage_fails(
                     stage, ExecutionError(f"every replica of stage {spec.name!r} dies as it loads: {dies}")
                 )
+            self._check_answers(stage, spec, now)
             seconds, why = self._replicas.down_for(stage, now)
             if seconds > spec.down_after_s and (stage == 0 or self._logic.stages[stage].in_work):
                 self._stage_fails(stage, no_replica(spec.name, seconds, why))
@@ -310,6 +324,20 @@ class RunController:
         if now - self._reported >= REPORT_S:
             self._reported = now
             self._metrics.report(self.progress())
+
+    def _check_answers(self, stage: int, spec: StageSpec, now: float) -> None:
+        """Give a stage up whose replicas, one after the other and new ones among them, fail or die over their calls."""
+        at, limit_s = self._logic.stages[stage], min(FAILING_S, spec.down_after_s)
+        if at.failing_since is None or now - at.failing_since <= limit_s or at.lost_in_row < spec.replicas.min + 2:
+            return
+        _, why = self._replicas.down_for(stage, now)
+        self._stage_fails(
+            stage,
+            ExecutionError(
+                f"every replica of stage {spec.name!r} has failed for {now - at.failing_since:.0f} s, {at.lost_in_row} "
+                f"in a row ({why}); mend the model or its device, then go on with --resume"
+            ),
+        )
 
     def _rescale(self, now: float) -> None:
         for stage in self._replicas.rescale(self._logic, now):

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.models.pool import StageSpec
@@ -19,6 +21,8 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.models.service import Replicas
 
 REACH_DEADLINE_S = 10.0
+# For a task that asks whether the nodes of a cluster use tokens.
+ASK_DEADLINE_S = 60.0
 # A session of this machine claims so many logical CPUs for each core at most: every replica is a process.
 MOST_CPUS_PER_CORE = 128
 
@@ -29,7 +33,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
 
     address: of a cluster; without it the one that RAY_ADDRESS names (as Ray jobs set it), else a session of
     this machine's own, whose count of logical CPUs is n_cpus if that is more than it has, within reason.
-    Raises ExecutionError when the cluster cannot be reached.
+    Raises ExecutionError when the cluster cannot be reached, or when its tokens and this process's do not agree.
     """
     if ray.is_initialized():
         yield
@@ -47,9 +51,11 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         _require_reachable(address)
     try:
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise ExecutionError(f"no Ray cluster at {address!r}: {(str(error).splitlines() or ['?'])[0]}") from error
     try:
+        if address != "local":
+            _require_tokens_there(address)
         yield
     finally:
         ray.shutdown()
@@ -76,6 +82,65 @@ def _require_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_DEADLINE_S).close()
     except (OSError, UnicodeError) as error:
         raise ExecutionError(f"no Ray cluster at {address!r}: {getattr(error, 'strerror', None) or error}") from error
+    if _sends_token() and not _has_token():
+        raise ExecutionError(
+            "RAY_AUTH_MODE is token, and there is no token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file; or "
+            "RAY_AUTH_MODE=disabled for a cluster without tokens"
+        )
+    if _refuses_token(address):
+        remedy = "set RAY_AUTH_TOKEN to the cluster's own, or RAY_AUTH_TOKEN_PATH to its file"
+        if _sends_token():
+            raise ExecutionError(f"the Ray cluster at {address!r} refuses this token: {remedy}")
+        remedy = "" if _has_token() else f", and {remedy}"
+        raise ExecutionError(f"the Ray cluster at {address!r} asks for a token: set RAY_AUTH_MODE=token{remedy}")
+
+
+def _sends_token() -> bool:
+    """Return whether this process sends Ray's token: Ray itself sets the variable where it turns tokens on."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
+def _has_token() -> bool:
+    """Return whether Ray finds a token, in the order in which it looks for one."""
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_ENABLE_K8S_TOKEN_AUTH"):
+        return True
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return (Path(path) if path else Path.home() / ".ray" / "auth_token").is_file()
+
+
+def _refuses_token(address: str) -> bool:
+    """Return whether a cluster's head refuses this process for its token, or because it sends none.
+
+    Ray 2.60 would try for twenty seconds, with a line of log for each try, and then not name the cause. It has no
+    public question for this: its client is given the id of no cluster, which the head refuses after the token.
+    """
+    try:
+        ray._raylet.GcsClient(address=address, cluster_id="00" * 28).check_alive([], timeout=REACH_DEADLINE_S)
+    except AuthenticationError as error:
+        return "InvalidAuthToken" in str(error)
+    except Exception:  # another Ray may have no such client, or the head another fault: ray.init reports it
+        return False
+    return False
+
+
+def _require_tokens_there(address: str) -> None:
+    """Raise ExecutionError where this process uses tokens and the cluster's nodes use none.
+
+    The head takes such a process, but the actors that it starts die: they cannot answer it.
+    """
+    if not _sends_token():
+        return
+    try:
+        mode = ray.get(ray.remote(num_cpus=0)(os.getenv).remote("RAY_AUTH_MODE"), timeout=ASK_DEADLINE_S)
+    except GetTimeoutError:
+        return  # no node has started a process yet; nothing is known
+    except RayError as error:
+        raise ExecutionError(f"the Ray cluster at {address!r} runs no task for this process: {error}") from error
+    if (mode or "").lower() != "token":
+        raise ExecutionError(
+            f"the Ray cluster at {address!r} uses no tokens, but RAY_AUTH_MODE is token here: set "
+            "RAY_AUTH_MODE=disabled"
+        )
 
 
 def cpus_needed(stages: Sequence[StageSpec]) -> float:
@@ -132,18 +197,21 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
     """
     nodes = _nodes()
     counts = [0] * len(stages)
+    asked = {name for stage in stages for name, amount in stage.resources.amounts.items() if amount} - {"CPU"}
 
     def place(place_of: int) -> bool:
-        stage = stages[place_of]
-        # The node with the fewest free CPUs that takes it, so that large gaps stay for large stages.
-        fitting = sorted((n for n in nodes if n.takes(stage.resources)), key=lambda n: n.free.get("CPU", 0.0))
+        needs = stages[place_of].resources
+        fitting = [node for node in nodes if node.takes(needs)]
         if not fitting:
             return False
-        fitting[0].place(stage.resources)
+        # The node with the least that others ask for: first GPUs and custom resources, then free CPUs.
+        others = [name for name in asked if not needs.amounts.get(name)]
+        min(fitting, key=lambda n: (sum(n.free.get(o, 0.0) > 0 for o in others), n.free.get("CPU", 0.0))).place(needs)
         counts[place_of] += 1
         return True
 
-    for place_of, stage in enumerate(stages):
+    for place_of in hardest_first(stages):
+        stage = stages[place_of]
         for _ in range(stage.replicas.min):
             if not place(place_of):
                 raise ExecutionError(_does_not_fit(stage, nodes))
@@ -151,6 +219,16 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
     while growing:
         growing = [p for p in growing if counts[p] < stages[p].replicas.max and place(p)]
     return counts
+
+
+def hardest_first(stages: Sequence[StageSpec]) -> list[int]:
+    """Return the stages' numbers in the order in which to place them: those that fewest nodes take come first.
+
+    Others would fill the only nodes that these have; Ray, too, places actors in the order in which they are asked for.
+    """
+    nodes = _nodes()
+    n_nodes = [sum(node.takes(stage.resources) for node in nodes) for stage in stages]
+    return sorted(range(len(stages)), key=lambda p: (n_nodes[p], -stages[p].resources.num_cpus))
 
 
 def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,16 +16,17 @@ from ray.exceptions import RayError
 from cauc_ray.data.logits import ChainHeads
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, placement, told
-from cauc_ray.execution.fit_record import FitRecord
 from cauc_ray.execution.session import room_for
-from cauc_ray.execution.shards import ShardActor, ShardAnswer, ShardFacts, cut_rows
+from cauc_ray.execution.shards import ShardActor, cut_rows, facts_of, node_of
 from cauc_ray.models.resources import Resources
-from cauc_ray.numbers.chain import Chain, ChainPart, Fit
+from cauc_ray.numbers.arrays import require_no_probabilities
+from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import suits_float32
+from cauc_ray.numbers.logits import SumsToOne
 
 # A shard whose actor dies again and again is what they die of, or the cluster is.
 MOST_DEATHS = 8
-# An actor in place of a dead one that has not started by then has no place: those that live take over.
+# A new actor that has not started by then is given up: those that live take its shards over.
 REPLACE_DEADLINE_S = 60.0
 # For one answer of all shards, the reading of a large table included.
 DEADLINE_S = 3600.0
@@ -64,135 +65,125 @@ class ShardsWatched:
 class Shards:
     """Actors that hold the shards of some chains: one each, until one dies."""
 
-    def __init__(
-        self,
-        sharding: Sharding,
-        chains: Sequence[ChainHeads],
-        on_pass: Callable[[int], None] = lambda n_passes: None,
-    ) -> None:
-        """Start the actors.   on_pass: told how often all shards have answered.
+    def __init__(self, sharding: Sharding, chains: Sequence[ChainHeads], on_pass: Callable[[int], None]) -> None:
+        """Cut the chains.   on_pass: called with how often all shards have answered.
 
         Raises ExecutionError where they do not fit on the cluster.
         """
         self.watched = ShardsWatched()
-        self._sharding, self._chains, self._on_pass = sharding, chains, on_pass
-        needs = sharding.resources
-        self._kind = make_actor(
-            ShardActor, **placement(needs), max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
-        )
+        self._sharding, self._on_pass = sharding, on_pass
         n = _n_shards(chains, sharding)
         self._rows = [
-            [ray.put(rows) for rows in cut_rows(chain.heads, chain.known["labels"], chain.known["models"], n)]
+            [
+                ray.put(rows)
+                for rows in cut_rows(
+                    chain.heads, chain.known["labels"], chain.known["models"], chain.known["logit_kind"], n
+                )
+            ]
             for chain in chains
         ]
-        self._holders = [self._kind.remote() for _ in range(n)]
+        self._holders: list[Any] = [None] * n
         self._deaths = [0] * n
 
     def start(self) -> None:
-        """Wait until all have started. Raises ExecutionError where one has not in time."""
+        """Start the actors. Raises ExecutionError where none has started in time."""
         started = time.perf_counter()
-        self.watched.nodes = self._all(lambda holder, shard: holder.node.remote(), START_DEADLINE_S)
+        self._hold({None}, START_DEADLINE_S)
         self.watched.start_s = time.perf_counter() - started
 
-    def open(self, chain: int) -> int:
+    def open(self, number: int, known: dict[str, Any]) -> int:
         """Have all read their rows of a chain, and return the most options that one of them has.
 
-        Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer in time.
+        known: of the chain. Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer
+        in time.
         """
-        started, rows = time.perf_counter(), self._rows[chain]
-        facts: list[ShardFacts] = self._all(
-            lambda holder, shard: holder.open.remote((chain, shard), rows[shard]), self._sharding.deadline_s
-        )
-        known = self._chains[chain].known
-        for own in facts:
-            if own.refused is not None:
-                rank, why = own.refused
-                raise DataError(f"{known['source']}: example {known['example_ids'][rank]!r} {why}")
+        started = time.perf_counter()
+        facts = self._ask(number, partial(facts_of, known["models"]), 0)
+        refused = [own.refused for own in facts if own.refused is not None]
+        if refused:
+            rank, why = min(refused)  # the example that one process would name
+            raise DataError(f"{known['source']}: example {known['example_ids'][rank]!r} {why}")
+        for place, model in enumerate(known["models"]):
+            sums = sum((own.sums[place] for own in facts), SumsToOne())
+            require_no_probabilities(f"{known['source']}: model {model!r}", sums)
+        self.watched.nodes = self._ask(number, node_of, 0)
         self.watched.open_s += time.perf_counter() - started
         return max(own.width for own in facts)
 
-    def ask(self, chain: int, question: Callable[[ChainPart], T], width: int) -> list[T]:
+    def ask(self, number: int, question: Callable[[ChainPart], T], width: int) -> list[T]:
         """Ask all shards about their rows of a chain. Raises as open does, and as the question does."""
-        rows = self._rows[chain]
-        answers = self._all(
-            lambda holder, shard: holder.ask.remote((chain, shard), rows[shard], question, width),
-            self._sharding.deadline_s,
-        )
+        answers = self._ask(number, question, width)
         self.watched.n_passes += 1
         self._on_pass(self.watched.n_passes)
         return answers
 
     def stop(self) -> None:
         """End the actors."""
-        for holder in dict.fromkeys(self._holders):
+        for holder in set(self._holders) - {None}:
             ray.kill(holder)
 
-    def _all(self, call: Callable[[Any, int], Any], deadline_s: float) -> list[Any]:
-        """Call the holders of all shards, and others in place of those that die. Returns what they answer."""
+    def _ask(self, number: int, question: Callable[[ChainPart], T], width: int) -> list[T]:
+        """Ask the holders of all shards, and others in place of those that die."""
+        deadline_s, rows = self._sharding.deadline_s, self._rows[number]
         ends = time.monotonic() + deadline_s
-        answers: dict[int, ShardAnswer] = {}
-        waiting = list(range(len(self._holders)))
-        while waiting:
-            refs = {shard: call(self._holders[shard], shard) for shard in waiting}
-            waiting = []
-            for shard, ref in refs.items():
+        answers: dict[int, tuple[T, int]] = {}
+        while len(answers) < len(rows):
+            waiting = [shard for shard in range(len(rows)) if shard not in answers]
+            refs = [self._holders[shard].ask.remote((number, shard), rows[shard], question, width) for shard in waiting]
+            dead = set()
+            for shard, ref in zip(waiting, refs, strict=True):
                 try:
                     answers[shard] = ray.get(ref, timeout=max(0.0, ends - time.monotonic()))
                 except RayError as error:
-                    who = f"shard {shard + 1} of {len(self._holders)}"
                     self._deaths[shard] += 1
                     if kind_of(error) != "died" or self._deaths[shard] > MOST_DEATHS:
-                        raise told(error, who, deadline_s) from error
-                    waiting.append(shard)
-            self._replace({self._holders[shard] for shard in waiting})
-        ordered = [answers[shard] for shard in range(len(self._holders))]
-        self.watched.peak_bytes = [answer.peak_bytes for answer in ordered]
-        return [answer.value for answer in ordered]
+                        raise told(error, f"shard {shard + 1} of {len(rows)}", deadline_s) from error
+                    dead.add(self._holders[shard])
+            if dead:
+                self._hold(dead, REPLACE_DEADLINE_S)
+        ordered = [answers[shard] for shard in range(len(rows))]
+        self.watched.peak_bytes = [peak for _, peak in ordered]
+        return [answer for answer, _ in ordered]
 
-    def _replace(self, dead: set[Any]) -> None:
-        """Give the shards of dead actors to new ones, or where there is no room for these to those that live."""
-        live = [holder for holder in dict.fromkeys(self._holders) if holder not in dead]
-        for gone in dead:
+    def _hold(self, dead: set[Any], deadline_s: float) -> None:
+        """Give the shards of dead actors, at first of none, to new ones, and where these do not fit to those alive."""
+        needs = self._sharding.resources
+        for gone in dead - {None}:
             ray.kill(gone)  # one that cannot be reached shall not come back
-            shards = [shard for shard, holder in enumerate(self._holders) if holder == gone]
-            heir = self._another(len(live) + 1)
-            if heir is not None:
-                live.append(heir)
-            elif live:
-                heir = min(live, key=self._holders.count)
+        free = [shard for shard, holder in enumerate(self._holders) if holder in dead]
+        live = set(self._holders) - dead
+        n_new = len(free) if None in dead else len(dead)
+        kind = make_actor(
+            ShardActor, **placement(needs), max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
+        )
+        ready = {new.__ray_ready__.remote(): new for new in (kind.remote() for _ in range(n_new))}
+        started: list[Any] = []
+        ends = time.monotonic() + deadline_s
+        # Ray misses a dead node only after a while. An actor that was to be there would wait indefinitely.
+        while len(started) < room_for(needs, len(live) + n_new) - len(live) and time.monotonic() < ends:
+            started, _ = ray.wait(list(ready), num_returns=n_new, timeout=1.0)
+        for ref, new in ready.items():
+            if ref in started:
+                live.add(new)  # if it died, its first call fails
             else:
-                raise ExecutionError(f"no node is left for a shard of {self._sharding.resources}")
-            for shard in shards:
-                self._holders[shard] = heir
-
-    def _another(self, n: int) -> Any:
-        """Start an actor more, the n-th; None where there is no room for it, or it has not started in time.
-
-        Ray misses a dead node only after a while. An actor that was to stand there would wait for ever.
-        """
-        if room_for(self._sharding.resources, n) < n:
-            return None
-        holder = self._kind.remote()
-        started, ends = holder.node.remote(), time.monotonic() + REPLACE_DEADLINE_S
-        while room_for(self._sharding.resources, n) >= n and time.monotonic() < ends:
-            if ray.wait([started], timeout=1.0)[0]:
-                return holder  # if it died, its first call tells
-        ray.kill(holder)
-        return None
+                ray.kill(new)
+        if not live:
+            raise ExecutionError(f"no node is left for a shard of {needs}")
+        for shard in free:
+            self._holders[shard] = min(live, key=self._holders.count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedChain(Chain):
     """A chain in shards.
 
-    number: its place among the chains that the shards hold.   width: most options that a row has.   record: where fits
-    are kept, None to keep none.   places: of its models among those of which the shards hold logits, None for all.
+    number: its position among the chains that the shards hold.   width: most options that a row has.   places: the
+    positions of its models among those of which the shards hold logits, None for all.
     """
 
     shards: Shards
     number: int
     width: int
-    record: FitRecord | None
     places: tuple[int, ...] | None = None
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
@@ -201,24 +192,14 @@ class ShardedChain(Chain):
         return self.shards.ask(self.number, question, self.width)
 
     def of_models(self, places: Sequence[int]) -> ShardedChain:
-        """Return the chain of some of the models, in the order of their places here; its fits are not kept."""
+        """Return the chain of some of the models, in the order of their positions here."""
         held = range(len(self.models)) if self.places is None else self.places
-        return replace(
-            self,
-            models=tuple(self.models[place] for place in places),
-            costs=self.costs.of_models(places),
-            record=None,
-            places=tuple(held[place] for place in places),
-        )
+        return self.with_models(places, places=tuple(held[place] for place in places))
 
     @property
     def narrow(self) -> bool:
         """Return whether fits on the logits as they are compute in float32."""
         return suits_float32((len(self), self.width), np.dtype(np.float32))
-
-    def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
-        """Return a fit that is on record, else compute it and put it there."""
-        return compute() if self.record is None else self.record.remembered(what, compute)
 
 
 def _ask_of_models(places: tuple[int, ...], ask: Callable[[ChainPart], T], part: ChainPart) -> T:
@@ -230,24 +211,21 @@ def sharded(
     chains: Sequence[ChainHeads],
     sharding: Sharding,
     *,
-    record: FitRecord | None = None,
     on_pass: Callable[[int], None] = lambda n_passes: None,
 ) -> Iterator[tuple[Shards, list[ShardedChain]]]:
     """Have actors of the current Ray session read chains' shards, and keep them for the length of the block.
 
-    record: where fits on the first chain are kept.   on_pass: told how often all shards have answered.
+    on_pass: called with how often all shards have answered.
     Raises ExecutionError where the shards do not fit on the cluster, DataError for rows that cannot be used.
     """
     shards = Shards(sharding, chains, on_pass)
     try:
         shards.start()
-        widths = [shards.open(number) for number in range(len(chains))]
+        widths = [shards.open(number, heads.known) for number, heads in enumerate(chains)]
         yield (
             shards,
             [
-                ShardedChain(
-                    **heads.known, shards=shards, number=number, width=width, record=record if number == 0 else None
-                )
+                ShardedChain(**heads.known, shards=shards, number=number, width=width)
                 for number, (heads, width) in enumerate(zip(chains, widths, strict=True))
             ],
         )

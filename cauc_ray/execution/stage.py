@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import ray
 
-from cauc_ray.data.inputs import concat_column
+from cauc_ray.data.blocks import concat_column
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.messages import CallResult
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, choices_in, matched
+from cauc_ray.models.answers import Answers, AsDeclared, Batch, Model, ModelFacts, choices_in, matched
 from cauc_ray.models.flops import measured_gflops
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -89,6 +89,7 @@ class StageWorker:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a stage that asked for none shall not fill one's memory
         self._spec = spec
         self._model: Model | None = None
+        self._as_declared = AsDeclared(ModelFacts(spec.name))
         self._gflops: float | None = None
         self._stage = stage
         self._policy = policy
@@ -101,6 +102,7 @@ class StageWorker:
     def load(self) -> ModelFacts:
         """Load the model and return what it says of itself. Raises CaucError, or what the user's code raises."""
         self._model = self._spec.model.load()
+        self._as_declared = AsDeclared(self._model.facts)
         return self._model.facts
 
     def decide(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Parcel]:
@@ -111,7 +113,7 @@ class StageWorker:
         assert self._policy is not None
         clock = _Clock()
         try:
-            answers = clock.asks(self._asked, gathered(parts, parcels))
+            answers = self._as_declared(self._asked(gathered(parts, parcels)))
             answered = _answered(answers)
             state = _state(parts, parcels)
             state = state if state is None else state[answered]
@@ -136,7 +138,7 @@ class StageWorker:
             started_at=clock.started_at,
             compute_s=clock.elapsed_s,
             policy_s=policy_s,
-            device_s=clock.device_s,
+            device_s=answers.device_s,
             node=self._node,
             failures=answers.failures,
             state_bytes=step.state.shape[1] * step.state.itemsize,
@@ -155,7 +157,7 @@ class StageWorker:
         """
         clock = _Clock()
         try:
-            answers = clock.asks(self._asked, gathered(parts, parcels))
+            answers = self._asked(gathered(parts, parcels))
         except (ConfigError, ExecutionError):
             raise
         except SystemExit:
@@ -176,7 +178,7 @@ class StageWorker:
             started_at=clock.started_at,
             compute_s=compute_s,
             policy_s=0.0,
-            device_s=clock.device_s,
+            device_s=answers.device_s,
             node=self._node,
             failures=answers.failures,
         )
@@ -209,34 +211,15 @@ _NOBODY = Step(np.zeros(0, np.int32), np.zeros(0), np.zeros(0, bool), np.zeros((
 
 
 class _Clock:
-    """The time that a call takes: on the wall, and between two events on a GPU if the model has used one."""
+    """The time that a call takes on the wall."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
-        self.device_s: float | None = None
         self._started = time.perf_counter()
 
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._started
-
-    def asks(self, ask: Callable[[Batch], Answers], batch: Batch) -> Answers:
-        cuda = _cuda()
-        if cuda is None:
-            return ask(batch)
-        first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        first.record()
-        answers = ask(batch)
-        last.record()
-        last.synchronize()
-        self.device_s = first.elapsed_time(last) / 1000
-        return answers
-
-
-def _cuda() -> Any:
-    """Return torch.cuda where a model has made use of it in this process, else None."""
-    torch = sys.modules.get("torch")
-    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
 def _answered(answers: Answers) -> Bools:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from cauc_ray.errors import CaucError, CaucWarning, printable
+from cauc_ray.errors import CaucError, own_warnings, printable
 from cauc_ray.execution.actors import START_DEADLINE_S, told
 
 # Ray tells the libraries of a task (OMP_NUM_THREADS) to start as many threads, unless the cluster has its own number.
@@ -188,8 +187,8 @@ class _Trouble:
 def _measure(task: Task) -> Iterator[_Done | _Trouble | None]:
     yield None  # it has begun
     started = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", CaucWarning)
+    warned: list[str] = []
+    with own_warnings(warned.append):
         try:
             value = task.measure()
         except CaucError as error:
@@ -199,8 +198,7 @@ def _measure(task: Task) -> Iterator[_Done | _Trouble | None]:
             said = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
             yield _Trouble(f"the task failed: {said}", _may_pass(error))
             return
-    said_once = dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, CaucWarning))
-    yield _Done(value, tuple(said_once), time.perf_counter() - started)
+    yield _Done(value, tuple(dict.fromkeys(warned)), time.perf_counter() - started)
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.numbers.calibrators import UNCALIBRATED
-from cauc_ray.numbers.metrics import aurc, brier, calibration_error, nll
-from cauc_ray.numbers.reliability import spiegelhalter_z
+from cauc_ray.numbers.metrics import aurc, brier, calibration_error, nll, spiegelhalter_z
 from cauc_ray.numbers.softmax import log_softmax, top_option
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.replay import measure_replay
-from cauc_ray.policies.trace import Examples
+from cauc_ray.policies.trace import Examples, measure_replay
 
 CONVENTIONS: Mapping[str, str] = {
     "ece": "Sum over 15 bins of equal width of their share of rows times |accuracy - mean confidence|.",
@@ -66,11 +64,9 @@ def _stages(policy: BasePolicy, test: Examples) -> list[dict[str, Any]]:
         {
             "stage": stage.name,
             "reached": stage.reached,
-            "coverage": stage.coverage.value if stage.reached else None,
-            "risk": 1 - stage.accepted_accuracy.value if stage.answered else None,
-            "risk_interval": [1 - stage.accepted_accuracy.high, 1 - stage.accepted_accuracy.low]
-            if stage.answered
-            else None,
+            "coverage": stage.coverage.value if stage.coverage else None,
+            "risk": 1 - right.value if (right := stage.accepted_accuracy) else None,
+            "risk_interval": [1 - right.high, 1 - right.low] if right else None,
             "promised": 1 - policy.threshold,
         }
         for stage in measures.stages[:-1]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import ConfigError
-from cauc_ray.front.offline import read_policy_chain
+from cauc_ray.front.offline import policy_of
+from cauc_ray.front.sources import Logits, read_policy_chain
+from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.reference import Answered
 from cauc_ray.policies.trace import trace_policy
-from cauc_ray.policies.watch import Watch, Watched
-from cauc_ray.policies.watch_report import verdict, watch_report
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +40,33 @@ class Check:
         return {"source": self.source, **watch_report(self.policy, self.watched)}
 
 
-def check(logits: str | Path, policy: Policy, *, split: str = "test", seed: int = 0) -> Check:
-    """Watch a policy answer a split of a logit table, and say whether it still holds.
+def check(
+    logits: Logits,
+    policy: str | Path | Policy,
+    *,
+    labels: Any = None,
+    split: str = "test",
+    seed: int = 0,
+    logit_kind: LogitKinds = None,
+) -> Check:
+    """Watch a policy, or the one of a file, answer a split of a logit table, or arrays, and say whether it still holds.
 
     seed: of the order in which examples come; the order in which a table stores them means nothing.
+    labels, logit_kind: as for evaluate.
     Of examples without a label all is watched that needs none. All models have answered all of them, so that each early
     answer is compared with the whole cascade's.
-    Raises PolicyError where the policy has no reference, DataError where the table does not serve, ConfigError for a
-    seed below 0.
+    Raises PolicyError where the policy has no reference or its file cannot be read, DataError where the table does not
+    serve, ConfigError for a seed below 0.
     """
     if seed < 0:
         raise ConfigError(f"seed {seed} is below 0")
+    policy = policy_of(policy)
     watch = Watch(policy)
-    chain = read_policy_chain(logits, policy, split)
+    chain = read_policy_chain(logits, policy, split, logit_kind, labels)
     policy.check_chain(chain)
     trace = trace_policy(policy, chain, likeliest=True)
     order = np.random.default_rng(seed).permutation(len(chain))
-    answered = Answered.of_trace(trace, policy.threshold, chain).at(order)
+    answered = trace.at(policy.threshold, chain).of_rows(order)
     watch.add(answered)
     known = chain.labelled[order]
     correct = answered.predictions == chain.labels[order]

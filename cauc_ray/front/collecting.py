@@ -15,18 +15,20 @@ import numpy as np
 from pydantic import ValidationError
 
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
-from cauc_ray.data.files import count_rows, parquet_files, read_parquet
-from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
 from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session
+from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.metrics import share
+from cauc_ray.numbers.intervals import share
+from cauc_ray.numbers.logits import joint_kind
 
 
 def collect(
@@ -143,6 +145,7 @@ def _works(
                 n_rows=n,
                 block_rows=BLOCK_ROWS,
                 model=stage.model.identity,
+                ids=rows.ids,
             )
             for split, n in sizes.items()
         }
@@ -163,6 +166,8 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
     name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
+    if name in names:  # in the table it would be the stage, whose call is paid by who looks at it
+        raise ConfigError(f"encoder {embedding!r} and a stage of the pool are both named {name!r}; rename one of them")
     try:
         stage = StageSpec(name=name, model=pool.stages[0].model, batch_size=64)
     except ValidationError as error:
@@ -232,12 +237,14 @@ def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> N
         if far is not None:
             warnings.warn(far, CaucWarning, stacklevel=4)
     before = _info(out)
-    kept = [model for model in (before.models if before else []) if model.name != name]
-    kinds = {record.logit_kind} | ({before.logit_kind} if before is not None and kept else set())
-    models = [*kept, PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}")]
+    kind = work.stage.model.answers_kind
+    models = [PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}", logit_kind=kind)]
+    for model in before.models if before else []:
+        if before is not None and model.name != name:
+            models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))
     info = TableInfo(
         cost_unit=cost_unit(work.stage),
-        logit_kind=kinds.pop() if len(kinds) == 1 else "mixed: each model's source says which",
+        logit_kind=joint_kind([model.logit_kind or "raw" for model in models]),
         note=f"collected on {rows.name}: {rows.rule}",
         models=sorted(models, key=lambda model: order.index(model.name) if model.name in order else -1),
     )

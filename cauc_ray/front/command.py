@@ -6,13 +6,16 @@ import argparse
 import io
 import json
 import os
+import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
 from cauc_ray import __version__
-from cauc_ray.errors import CaucError, CaucWarning
+from cauc_ray.errors import CaucError
+from cauc_ray.front.samples import sample_logits
+from cauc_ray.front.supervising import supervise
+from cauc_ray.front.warned import warnings_on_stderr
 
 # The exit code of a check whose policy no longer holds.
 NO_LONGER_HOLDS = 3
@@ -31,16 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a dash shall not end the program
     try:
+        if options.verb == "serve" and arguments is None and sys.platform == "linux":
+            # Before anything takes long: from here on a signal ends it in an orderly way.
+            supervise(own_ray=(options.address or os.environ.get("RAY_ADDRESS") or "local") == "local")
         # The verbs import what they need: `cauc --help` shall not wait for pyarrow, rich and Ray.
         from cauc_ray.front.verbs import VERBS
 
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", CaucWarning)
+        with warnings_on_stderr("cauc"):
             result = VERBS[options.verb](options)  # None where all is said
-        # Only now: what fails says one thing, why.
-        ours = [str(warning.message) for warning in told if issubclass(warning.category, CaucWarning)]
-        for message in dict.fromkeys(ours):  # each once: every method that is fitted may give the same
-            _say("warning", message)
         if options.json and result is not None:
             print(json.dumps(result, allow_nan=False))
         sys.stdout.flush()
@@ -113,8 +114,13 @@ def _parser() -> _Parser:
     collect.add_argument("-o", "--output", metavar="LOGITS", required=True, help="a logit table, new or to go on with")
 
     fit = _verb(verbs, "fit", "fit a policy on a logit table")
+    fit.formatter_class = argparse.RawDescriptionHelpFormatter
+    fit.epilog = (
+        "example, on a table that comes with the package:\n"
+        f"  cauc fit {shlex.quote(str(sample_logits()))} --method rf --budget 4 -o policy.json"
+    )
     fit.add_argument("logits", metavar="LOGITS")
-    _add_chain(fit)
+    _add_chain(fit, named=False)
     fit.add_argument("--method", choices=["base", "rf"], default="base", help="CAUC Base (default) or CAUC-RF")
     fit.add_argument(
         "--calibrator",
@@ -141,12 +147,14 @@ def _parser() -> _Parser:
     evaluate = _verb(verbs, "evaluate", "replay a policy on saved logits")
     evaluate.add_argument("logits", metavar="LOGITS")
     evaluate.add_argument("--policy", metavar="FILE", required=True)
+    _add_logit_kind(evaluate)
     evaluate.add_argument("--split", default="test", help="the split to replay (default: test)")
     evaluate.add_argument("--predictions", metavar="FILE", help="write the answers to this Parquet file")
 
     check = _verb(verbs, "check", "say whether a policy still holds on saved logits; exit 3 where it does not")
     check.add_argument("logits", metavar="LOGITS")
     check.add_argument("--policy", metavar="FILE", required=True, help="fitted with labelled validation")
+    _add_logit_kind(check)
     check.add_argument("--split", default="test", help="the split to check (default: test)")
     check.add_argument("--seed", type=int, default=0, help="of the order in which examples come (default: 0)")
 
@@ -158,7 +166,9 @@ def _parser() -> _Parser:
     )
     sweep.add_argument("--points", type=int, metavar="N", help="this many budgets (default: every operating point)")
     sweep.add_argument(
-        "--embedding", metavar="ENCODER", help="what routers look at (default: the first model's outputs)"
+        "--embedding",
+        metavar="ENCODER",
+        help="what routers look at: an encoder, or a model, whose call they pay (default: the first model's outputs)",
     )
     sweep.add_argument("--split", default="test", help="where final figures are measured (default: test)")
     sweep.add_argument("-o", "--output", metavar="FILE", required=True, help="the Parquet file to write")
@@ -170,7 +180,9 @@ def _parser() -> _Parser:
         "--methods", type=_names, default=["all"], metavar="A,B", help="by name, single for each model (default: all)"
     )
     compare.add_argument(
-        "--embedding", metavar="ENCODER", help="what routers look at (default: the first model's outputs, paid for)"
+        "--embedding",
+        metavar="ENCODER",
+        help="what routers look at: an encoder, or a model, whose call they pay (default: the first model's outputs)",
     )
     compare.add_argument("--budget", type=float, metavar="B", help="cost to match (default: of base on validation)")
     compare.add_argument(
@@ -198,6 +210,7 @@ def _parser() -> _Parser:
     )
     run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder")
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
+    run.add_argument("--retry-failed", action="store_true", help="with --resume: try the rows in DIR/failed again")
     run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
     run.add_argument("--controllers", type=int, default=1, metavar="N", help="share input and replicas among so many")
 
@@ -266,11 +279,22 @@ def _verb(verbs: argparse._SubParsersAction[_Parser], name: str, says: str) -> _
     return verb
 
 
-def _add_chain(verb: _Parser) -> None:
-    verb.add_argument("--models", type=_names, required=True, metavar="A,B,C", help="the chain, cheapest first")
+def _add_chain(verb: _Parser, *, named: bool = True) -> None:
+    said = "the chain, cheapest first" if named else "the chain, cheapest first (default: all models)"
+    verb.add_argument("--models", type=_names, required=named, metavar="A,B,C", help=said)
     verb.add_argument("--costs", type=_numbers, metavar="X,Y,Z", help="of a call of each model (default: the table's)")
     verb.add_argument("--calibration-split", default="calibration", metavar="SPLIT")
     verb.add_argument("--validation-split", default="validation", metavar="SPLIT")
+    _add_logit_kind(verb)
+
+
+def _add_logit_kind(verb: _Parser) -> None:
+    verb.add_argument(
+        "--logit-kind",
+        type=_kinds,
+        metavar="KIND|A=KIND,…",
+        help="what the table holds: raw, log-probabilities, probabilities, surrogate (default: as pool.json declares)",
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -286,6 +310,10 @@ def _pairs(text: str) -> dict[str, str]:
     if not all(name.strip() and own.strip() for name, _, own in pairs) or len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=VALUE separated by commas, each name once")
     return {name.strip(): own.strip() for name, _, own in pairs}
+
+
+def _kinds(text: str) -> str | dict[str, str]:
+    return _pairs(text) if "=" in text else text
 
 
 def _numbers(text: str) -> list[float]:

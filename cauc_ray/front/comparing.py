@@ -12,17 +12,19 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import write_json, write_parquet
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import LogitKinds, LogitTable
 from cauc_ray.data.queries import Texts
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.execution.ledger import new_folder
+from cauc_ray.files.documents import write_json
+from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
 from cauc_ray.front.calibrating import calibration_of
 from cauc_ray.front.examples import ExampleReader
+from cauc_ray.front.fingerprints import fingerprints_of
 from cauc_ray.front.measuring import CONVENTIONS, Bench
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.baselines.controls import fit_single
+from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
 from cauc_ray.policies.methods import METHODS
 
@@ -73,15 +75,17 @@ def compare(
     split: str = "test",
     budget: float | None = None,
     seed: int = 0,
+    logit_kind: LogitKinds = None,
     on_method: Callable[[str, int, int], None] = lambda name, place, of: None,
 ) -> Comparison:
     """Fit methods on one chain, and measure them on a split that none of them has seen.
 
     methods: names of METHODS and "single", or "all".   embedding: an encoder of the table, whose embeddings routers
-    look at; without one they look at the first model's outputs, and pay for its call.   texts, text_column: a Parquet
-    file of the queries' texts, and checkpoints, by a method's name the hub id or folder of the model that it trains on
-    them: for the methods that train on texts.   budget: mean cost per example to match; without one what Base costs on
-    validation at its own threshold.   seed: of all lots.
+    look at; one that is named like a model of the table is that model, whose call they pay on every example; without
+    one they look at the first model's outputs, and pay for its call.   texts, text_column: a Parquet file of the
+    queries' texts, and checkpoints, by a method's name the hub id or folder of the model that it trains on them: for
+    the methods that train on texts.   budget: mean cost per example to match; without one what Base costs on validation
+    at its own threshold.   seed: of all random draws.   logit_kind: as for fit.
     on_method: told each method's name, its place and their number before it is fitted.
     Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
     Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
@@ -95,7 +99,7 @@ def compare(
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
-    table = LogitTable(logits)
+    table = LogitTable(logits, logit_kind)
     reader = ExampleReader(table, models, costs, embedding, Texts(texts, text_column) if texts is not None else None)
     calibration, validation = reader.read_fitting_splits(calibration_split, validation_split)
     fitting = Fitting(calibration, validation, seed)
@@ -117,6 +121,7 @@ def compare(
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
         "embedding": embedding,
         "seed": seed,
+        "fingerprints": fingerprints_of(calibration.chain, validation.chain, test.chain),
         "calibration": calibration_of(fitting, test),
         "conventions": {**CONVENTIONS, **CALIBRATION_CONVENTIONS},
     }
@@ -175,7 +180,7 @@ def _chosen(
 
 
 def _single(model: str, place: int) -> _Entry:
-    return _Entry(Method(f"{SINGLE}:{model}", "single-model", ""), lambda: partial(fit_single, place=place))
+    return _Entry(Method(f"{SINGLE}:{model}", "single-model", ""), lambda: partial(fit_single, model=place))
 
 
 def _curve_table(method: str, curve: Curve, points: OperatingPoints) -> pa.Table:

@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
 
-from cauc_ray.data.yaml_files import read_yaml
 from cauc_ray.errors import ConfigError, explain
+from cauc_ray.files.documents import read_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
 

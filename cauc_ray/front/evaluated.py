@@ -1,11 +1,130 @@
-"""An evaluation as JSON has it."""
+"""What a policy's answers on saved logits are worth: figures, tables, the accuracy-cost curve, JSON."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from cauc_ray.front.offline import Evaluation
-from cauc_ray.numbers.metrics import Share, share
+import pyarrow as pa
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.front.tables import number
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.guarantees import StageGuarantees
+from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.checks import as_expected
+from cauc_ray.policies.evidence import Guard, Measures
+from cauc_ray.policies.notebook import html_table, share_text
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.predictions import Predictions
+from cauc_ray.policies.trace import Answered, answers_alone, measure_guarantees, measure_replay, trace_policy
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A policy's answers on a split of a logit table, or on arrays, and what they are worth.
+
+    measures: accuracy, macro_f1, cost and more.   guarantees: of each stage, what its threshold promises there; None
+    for the last.   guards: of what was realised there against what was expected.
+    order: int (N,), of the chain's examples in predictions; None for the chain's own.
+    """
+
+    policy: Policy
+    chain: Chain
+    replay: Answered
+    measures: Measures
+    guarantees: tuple[StageGuarantees | None, ...]
+    guards: tuple[Guard, ...]
+    order: Ints | None = None
+
+    @classmethod
+    def of(cls, policy: Policy, chain: Chain, order: Ints | None = None) -> Evaluation:
+        """Evaluate a policy on a chain."""
+        answers, measures = measure_replay(policy, chain)
+        on_cost = as_expected(policy.expected, answers.costs, chain.source, policy.budget, policy.cost_unit)
+        guards = () if on_cost is None else (on_cost,)
+        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order)
+
+    @property
+    def predictions(self) -> Predictions:
+        """Return the answers, one for each example."""
+        found = Predictions.of(self.replay, self.chain, self.policy.cost_unit)
+        return found if self.order is None else found.of_rows(self.order)
+
+    def to_arrow(self) -> pa.Table:
+        """Return the answers as a predictions file has them, with labels where they are known."""
+        return self.predictions.to_arrow()
+
+    def to_pandas(self) -> Any:
+        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
+        return self.predictions.to_pandas()
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy over cost: every threshold, each model by itself, and the policy where it stands.
+
+        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
+        Raises ConfigError where matplotlib is missing, DataError where an example has no label.
+        """
+        if axes is None:
+            axes = _new_axes()
+        chain, unit, measures = self.chain, self.policy.cost_unit, self.measures
+        chain.require_labels("a curve")
+        curve = trace_policy(self.policy, chain).frontier(chain)
+        axes.step(curve.cost, 100 * curve.quality, where="post", color="#0072B2", label="every threshold")
+        alone = answers_alone(self.policy, chain) == chain.labels[:, None]
+        for model, cost, accuracy in zip(chain.models, chain.costs.means, alone.mean(axis=0), strict=True):
+            axes.plot(cost, 100 * accuracy, "o", color="black", markersize=5)
+            axes.annotate(
+                model,
+                (cost, 100 * accuracy),
+                xytext=(0, -14),
+                textcoords="offset points",
+                ha="center",
+                parse_math=False,
+            )
+        assert measures.accuracy is not None
+        point = 100 * measures.accuracy.value
+        spread = [[point - 100 * measures.accuracy.low], [100 * measures.accuracy.high - point]]
+        axes.errorbar(
+            measures.cost, point, yerr=spread, fmt="D", color="#D55E00", capsize=3, label="this policy, 95 %", zorder=3
+        )
+        if self.policy.budget is not None:
+            axes.axvline(self.policy.budget, color="#888888", linestyle=":", label="budget")
+        axes.margins(x=0.1, y=0.12)
+        axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
+        axes.set_ylabel("accuracy (%)")
+        axes.grid(alpha=0.25)
+        axes.legend(loc="lower right", frameon=False)
+        return axes
+
+    def _repr_html_(self) -> str:
+        measures, unit = self.measures, self.policy.cost_unit
+        relative = "" if measures.relative_cost is None else f", {measures.relative_cost:.2f} of the last model's"
+        accuracy = None if measures.accuracy is None else measures.accuracy.value
+        rows = [
+            [
+                stage.name,
+                f"{stage.reached:,}",
+                f"{stage.answered:,}",
+                share_text(stage.accepted_accuracy.value if stage.accepted_accuracy else None),
+            ]
+            for stage in measures.stages
+        ]
+        caption = (
+            f"{self.policy.method} on {measures.n:,} examples: {share_text(accuracy)} accuracy at "
+            f"{number(measures.cost)} {unit} each{relative}"
+        )
+        return html_table(caption, ["stage", "reached", "answered", "accuracy"], rows)
+
+
+def _new_axes() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
+    _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    return axes
 
 
 def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
@@ -30,7 +149,7 @@ def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
                 "name": stage.name,
                 "reached": stage.reached,
                 "answered": stage.answered,
-                "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy.n else None,
+                "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy else None,
                 "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
                 "guarantees": None if guarantees is None else guarantees.as_json(),
             }
@@ -43,9 +162,9 @@ def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
 
 def _early(evaluation: Evaluation) -> dict[str, Any]:
     """Return how often answers given before the last stage are wrong, and what was certified of that, if it was."""
-    inner = [stage.accepted_accuracy for stage in evaluation.measures.stages[:-1]]
+    inner = [early for stage in evaluation.measures.stages[:-1] if (early := stage.accepted_accuracy)]
     n = sum(answers.n for answers in inner)
-    right = share(sum(round(answers.n * answers.value) for answers in inner if answers.n), n)
+    right = share(sum(round(answers.n * answers.value) for answers in inner), n)
     certificate = evaluation.policy.threshold_choice.certificate
     return {
         "n": n,
@@ -58,4 +177,4 @@ def _early(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _interval(share: Share | None) -> list[float] | None:
-    return [share.low, share.high] if share is not None and share.n else None
+    return [share.low, share.high] if share else None

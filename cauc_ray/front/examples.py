@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import Texts, read_embeddings
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.trace import Examples
+from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleReader:
     """Reads a chain of models on the splits of a table.
 
-    costs: of a call of each model; None for the table's.   embedding: an encoder of the table.   texts: of the queries.
+    costs: of a call of each model; None for the table's.   embedding: an encoder of the table; one that is named like a
+    model of the table is that model up to its last layer, whose call is paid by who looks.   texts: of the queries.
     """
 
     table: LogitTable
@@ -62,7 +67,30 @@ class ExampleReader:
             chain,
             None if self.embedding is None else read_embeddings(self.table.path, self.embedding, split, ids),
             None if self.texts is None else self.texts.of(ids),
+            self._embedding_call(chain, split),
         )
+
+    def _embedding_call(self, chain: ChainLogits, split: str) -> EmbeddingCall | None:
+        """Return the call that the embeddings take. Raises DataError where what it costs is not known."""
+        name = self.embedding
+        if name is None or name not in self.table.models:
+            return None
+        if name in chain.models:
+            return EmbeddingCall(name, chain.models.index(name))
+        own = self.table.read_chain_heads([name], split, per_call_costs=chain.per_call_costs).known
+        costs = own["costs"].per_call
+        if costs.ndim == 1:
+            return EmbeddingCall(name, None, float(costs[0]))
+        rows = pc.index_in(
+            pa.array(chain.example_ids, pa.string()), value_set=pa.array(own["example_ids"], pa.string())
+        )
+        if rows.null_count:
+            example = chain.example_ids[pc.index(rows.is_null(), True).as_py()]
+            raise DataError(
+                f"{chain.source}: what model {name!r}, whose embedding is looked at, costs for {example!r} "
+                "is not in the table"
+            )
+        return EmbeddingCall(name, None, costs[np.asarray(rows), 0])
 
 
 def _require_alike(first: Examples, other: Examples) -> None:

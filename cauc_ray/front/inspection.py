@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import count_rows, open_parquet, parquet_files, read_json
 from cauc_ray.data.logits import FAILED, LogitTable
 from cauc_ray.errors import DataError
+from cauc_ray.files.documents import read_json
+from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files
 from cauc_ray.models.pool import load_pool
 from cauc_ray.policies.policy import Policy
 
@@ -33,9 +34,12 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         if (path / "summary.json").is_file():
             summary = read_json(path / "summary.json")
-            if not isinstance(summary, dict) or "run_id" not in summary:
-                raise DataError(f"{path / 'summary.json'} is not the summary of a run")
-            return {"kind": "run", "path": str(path), **summary}
+            if isinstance(summary, dict) and "run_id" in summary:
+                return {"kind": "run", "path": str(path), **summary}
+            if isinstance(summary, dict) and {"n_rows", "n_ok", "missing"} <= summary.keys():
+                counts = {key: value for key, value in summary.items() if key.startswith("n_")}
+                return {"kind": "budget sweep", "path": str(path), **counts, "missing": summary["missing"]}
+            raise DataError(f"{path / 'summary.json'} is not the summary of a run")
         if any(path.glob("model=*")):
             return _logit_table(path)
         return _parquet(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import make_folder, parquet_files, read_json, read_parquet, write_json, write_parquet
-from cauc_ray.errors import DataError
+import cauc_ray
+from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.tasks import Outcome, Task, run_tasks
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.parquet import read_parquet, write_parquet
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,8 @@ class Kept:
     """A folder of tasks' values: KEY.json for each, and KEY.parquet where one has a table.
 
     write, read: turn a task's value into what files hold, and back.
-    A value is there by the renaming of its JSON; its key says which task it is of and what that depends on.
+    A value is there by the renaming of its JSON; its key says which task it is of, what that depends on, and which
+    version of the package measured it.
     """
 
     folder: Path
@@ -71,20 +76,22 @@ class Kept:
         return replace(outcome, value=self.read(outcome.task, again))
 
     def _path(self, task: Task) -> Path:
-        key = json.dumps([task.part, task.name, task.identity])
+        key = json.dumps([task.part, task.name, task.identity, cauc_ray.__version__])
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
     def run(self, tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
-        """Yield the outcome of each task: those that are kept first, then the others as run_tasks() ends them."""
+        """Yield the outcome of each task: those that are kept first, then the others as run_tasks() ends them.
+
+        What a task warned of is a CaucWarning here, when its outcome is there.
+        """
+        for outcome in self._outcomes(tasks, deadline_s):
+            for warning in outcome.warnings:
+                warnings.warn(f"{outcome.task}: {warning}", CaucWarning, stacklevel=2)
+            yield outcome
+
+    def _outcomes(self, tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
         found = {task: self.get(task) for task in tasks}
         yield from (outcome for outcome in found.values() if outcome is not None)
         left = [task for task in tasks if found[task] is None]
         for outcome in run_tasks(left, deadline_s) if left else ():
             yield self.put(outcome)
-
-
-def table_identity(logits: Path) -> str:
-    """Return a digest that changes when the files of a logit table do: their names, sizes and times."""
-    files = [*parquet_files(logits), *(path for path in (logits / "pool.json",) if path.is_file())]
-    stats = [(str(file.relative_to(logits)), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

@@ -149,7 +149,7 @@ def run_view(progress: RunProgress, rates: RunRates, cost_unit: str, elapsed_s: 
     parts: list[RenderableType] = [_stages(progress, rates, cost_unit)]
     trouble = [
         f"{what}: {', '.join(counts)}"
-        for what in ("failed", "degraded")
+        for what in ("failed", "degraded", "quarantined")
         if (counts := [f"{n:,} at {stage.name}" for stage in progress.stages if (n := getattr(stage, what))])
     ]
     if trouble:

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.errors import BudgetError
 from cauc_ray.numbers.areas import CONVENTIONS as AREA_CONVENTIONS
-from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferral_area
-from cauc_ray.numbers.metrics import macro_f1, share
-from cauc_ray.numbers.paired import paired_difference
+from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferral_area, upper_hull
+from cauc_ray.numbers.intervals import paired_difference, share
+from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.baselines.controls import hull
 from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.trace import Answers, Examples
@@ -30,7 +30,8 @@ CONVENTIONS: Mapping[str, str] = {
     "accuracy": "Share of the final split's examples answered right, with its 95 % Wilson interval.",
     "macro_f1": "Unweighted mean of the classes' F1, over the classes among answers or labels.",
     "cost": "Mean per example of all calls made: a cascade pays for every stage that it ran, a router for the model "
-    "that it chose; encoders and routers themselves are not counted.",
+    "that it chose; who looks at a pool model's embedding pays that model's call on every example; other encoders and "
+    "routers themselves are not counted.",
     "relative_cost": "Cost over the mean cost of a call of the last model.",
     "avoided": "Share of the examples that never called the last model.",
     "gain": "Accuracy less the last model's on the same examples, with its 95 % percentile bootstrap interval over "
@@ -38,8 +39,8 @@ CONVENTIONS: Mapping[str, str] = {
     "by_lot": "Accuracy that mixing single models by lot has at the same cost: linear between those on the upper hull "
     "of validation cost and accuracy.",
     "setting": "What steers the method (a threshold; for a router less the price of a unit of cost, for FrugalGPT its "
-    "budget), chosen on validation as the best within the budget; controls by lot spend the budget, and Base "
-    "without a given one has its own threshold.",
+    "budget), chosen on validation as the best within the budget, or as the cheapest where none is within it; controls "
+    "by lot spend the budget, and Base without a given one has its own threshold.",
     "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
     "else the best on validation.",
     "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
@@ -81,8 +82,7 @@ class Bench:
             fitted, setup_s = self._set_up(fit, self._checkpoints.get(method.name))
         # Base's own threshold is what gives the budget its size, where nobody gave one.
         own_budget = method.name == "base" and not self._given
-        at_budget = fitted.default if own_budget else method.setting(fitted, self.budget)
-        setting = fitted.default if at_budget is None else at_budget
+        setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted)
         answers = fitted.answers(self._seen(method), setting)
         own = fitted.answers(self._seen(method), fitted.default)
         row = {
@@ -90,7 +90,7 @@ class Bench:
             "paradigm": method.paradigm,
             **self._figures(answers),
             "setting": setting,
-            "steered": at_budget is not None,
+            "steered": steered,
             **self._against_others(answers),
             "default": {"setting": fitted.default, **self._figures(own)},
             "setup_s": setup_s,
@@ -99,6 +99,14 @@ class Bench:
             "note": fitted.note,
         }
         return row, fitted.curve(self._test, fitted.points.settings), fitted.points
+
+    def _at_budget(self, method: Method, fitted: Fitted) -> tuple[float, bool]:
+        """Return a method's setting for the budget, and whether the budget steers it."""
+        try:
+            setting = method.setting(fitted, self.budget)
+        except BudgetError:  # a model that costs more is called for its embedding, whatever follows
+            return float(fitted.points.settings[fitted.points.cost.argmin()]), False
+        return (fitted.default, False) if setting is None else (setting, True)
 
     def areas(self, curve: Curve, largest_cost: float) -> dict[str, float | None]:
         """Return what sums up a curve; what is defined for two models is None for other chains."""
@@ -150,7 +158,7 @@ class Bench:
     def _by_lot(self, cost: float) -> float:
         """Return the accuracy of single models mixed by lot at a cost; beyond the dearest, the dearest's."""
         validation = self._fitting.validation
-        mixed = hull(validation.chain.costs.means, validation.correct().mean(axis=0))
+        mixed = upper_hull(validation.chain.costs.means, validation.correct().mean(axis=0), falling=True)
         costs = self._test.chain.costs.means[mixed]
         return float(np.interp(cost, costs, self._correct.mean(axis=0)[mixed]))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +11,43 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.files import write_parquet, write_text
-from cauc_ray.data.logits import LogitTable
-from cauc_ray.data.predictions import predictions_table
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.data.logits import LogitKinds, LogitTable
+from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.atomic import require_writable
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import path_of
+from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.examples import ExampleReader
+from cauc_ray.front.fingerprints import fingerprints_of
+from cauc_ray.front.options import EvaluateOptions, FitOptions
+from cauc_ray.front.sources import FittingSource, Logits, read_policy_chain
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.certificates import RiskLimit
-from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
-from cauc_ray.policies.cost_guards import as_expected
-from cauc_ray.policies.evidence import Guard
-from cauc_ray.policies.fitting import refit
-from cauc_ray.policies.guards import require_quiet
+from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.replay import Measures, Replay, measure_replay
-from cauc_ray.policies.safe import fit_safe, refit_safe
-from cauc_ray.policies.searching import check_pool, search_chains
-from cauc_ray.policies.stage_guarantees import StageGuarantees, measure_guarantees
-from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.refitting import refit
+from cauc_ray.policies.safe import fit_safe
+from cauc_ray.policies.search import check_pool, search_chains
 
 MOST_POINTS = 100_000
 
 
 def fit(
-    logits: str | Path,
+    logits: Logits,
+    labels: Any = None,
     *,
-    models: Sequence[str],
+    models: Sequence[str] | None = None,
     method: str = "base",
-    costs: Sequence[float] | None = None,
+    costs: Mapping[str, float] | Sequence[float] | None = None,
+    cost_unit: str | None = None,
     calibration_split: str = "calibration",
     validation_split: str = "validation",
+    validation: float | tuple[Mapping[str, Any], Any] | None = None,
+    seed: int = 0,
     budget: float | None = None,
     threshold: float | None = None,
     objective: Objective = "accuracy",
@@ -54,146 +56,166 @@ def fit(
     strict: bool = False,
     safe: bool = False,
     calibrator: CalibratorKind = "temperature",
+    logit_kind: LogitKinds = None,
 ) -> Policy:
-    """Fit a policy on a logit table.
+    """Fit a policy on arrays of logits or on a logit table.
 
-    logits: the table's folder.   models: the chain, cheapest first.   method: "base" or "rf".
-    costs: of a call of each model; without them the table's.   budget: mean cost per example that the
-    threshold is chosen for.   threshold: one to use as it is.   objective: what a chosen threshold maximises.
-    certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given before
-    the last stage are wrong at most so often; validation's labels say so.
-    search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is that
-    of its models alone, and says under search what else there was (see policies.searching).
-    strict: take every guard that fires (policies.guards) for an error.
-    safe: fuse only where that is supported, and fall back on a single model where the chain is no better on validation
-    (see policies.safe); not with search or certify.
-    calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set beside it; "isotonic",
-    with a map of the confidence to how often such answers were right, for Base with one or two models.
-    Raises CaucError: DataError for the table, ConfigError for the arguments, BudgetError for the budget, RiskError
-    where no threshold is certified, GuardError where a guard has fired that must not.
+    >>> import cauc_ray
+    >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
+    >>> policy.models, policy.cost_unit
+    (('small', 'large'), 'k multiply-adds')
+
+    An array's row i is an example whose id is "i", the position as text, in calibration and in validation; its numbers
+    are rounded to float32. A table of the same ids, labels and logits gives the same policy file, byte for byte.
+
+    Args:
+        logits: a table's path or URI; or by model arrays (N, K) with a column for each option: numpy arrays, lists,
+            pandas or polars frames.
+        labels: int (N,), the index of the right option; only for arrays, whose policy is fitted on them.
+        models: the chain, cheapest first; without them all models by rising cost.
+        method: "base" or "rf".
+        costs: of a call of each model, by name or in the order of models; without them the table's.
+        cost_unit: of costs; without it the table's, else "cost units".
+        calibration_split: what the policy is fitted on.
+        validation_split: what its threshold is chosen on.
+        validation: without the latter, a share of the calibration examples, cut off at random; the policy records how
+            many and a digest of which. For arrays also a pair (logits, labels).
+        seed: of that cut.
+        budget: mean cost per example that the threshold is chosen for.
+        threshold: one to use as it is.
+        objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
+        certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given
+            before the last stage are wrong at most so often, by validation's labels.
+        search: take models as a pool, in any order, and fit the best of its sub-chains, cheapest first: the policy is
+            that of its models alone, with what else there was under search (see policies.search).
+        strict: make every warning about the policy (policies.checks) an error.
+        safe: fuse only where that is supported, and fall back on a single model where the chain is no better on
+            validation (see policies.safe); not with search or certify.
+        calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set as well;
+            "isotonic", with a map of the confidence to how often such answers were right, for Base with one or two
+            models.
+        logit_kind: of all models or by model: "raw", "log-probabilities", "probabilities" or "surrogate"; without it
+            as the table declares, else raw.
+
+    Returns:
+        The policy. Warns, with CaucWarning, of each guard that fires.
+
+    Raises:
+        CaucError: DataError for the logits, ConfigError for the arguments, BudgetError for the budget, RiskError where
+            no threshold is certified, GuardError where a guard fires that must not.
     """
-    limit = None if certify is None else RiskLimit.parse(certify)
-    table, rule = LogitTable(logits), ThresholdRule(threshold, budget, objective, limit)
-    names = (calibration_split, validation_split)
-    policy = _fit(table, models, method, names, costs, rule, calibrator, search, safe)
+    share = validation if validation is None or isinstance(validation, float | int) else None
+    options = FitOptions.of({**locals(), "validation": share})
+    pair = None if share is not None else validation
+    policy = _fit(FittingSource(logits, labels, pair, options), options)
     if strict:
         require_quiet(policy.guards)
+    warn_of(policy.guards)
     return policy
 
 
-def _fit(
-    table: LogitTable,
-    models: Sequence[str],
-    method: str,
-    names: tuple[str, str],
-    costs: Sequence[float] | None,
-    rule: ThresholdRule,
-    calibrator: CalibratorKind,
-    search: bool,
-    safe: bool,
-) -> Policy:
-    require_calibrator(calibrator, method, len(models))
-    if search:
-        if safe:
-            raise ConfigError("a search measures chains without the guards of a safe policy; leave one of both out")
-        if rule.certify is not None:
-            raise ConfigError(
-                "a chain that was searched for on validation cannot be certified there; leave one of both out"
-            )
+def _fit(source: FittingSource, options: FitOptions) -> Policy:
+    models, names, rule = source.models, options.splits, options.rule
+    require_calibrator(options.calibrator, options.method, len(models))
+    if options.search:
         check_pool(models)
-    calibration, validation = _read_fitting_splits(table, models, names, costs=costs)
-    if not search:
-        if safe:
-            return fit_safe(method, calibration, validation, rule, names, calibrator=calibrator)
-        return fit_policy(method, calibration, validation, rule, names, calibrator=calibrator)
-    found = search_chains(method, calibration, validation, rule, names[1], calibrator=calibrator)
-    chain = found.chosen.models
-    if costs is not None:
-        costs = [costs[list(models).index(name)] for name in chain]
+    splits = source.read(models, source.costs)
+    if not options.search:
+        fitted = fit_safe if options.safe else fit_policy
+        return fitted(options.method, *splits, rule, names, calibrator=options.calibrator)
+    found = search_chains(options.method, *splits, rule, names[1], calibrator=options.calibrator)
     # Read again: an example that only other models failed on counts here.
-    splits = _read_fitting_splits(table, chain, names, costs=costs)
-    policy = fit_policy(method, *splits, rule, names, calibrator=calibrator)
+    splits = source.read(found.chosen.models, source.costs)
+    policy = fit_policy(options.method, *splits, rule, names, calibrator=options.calibrator)
     return policy.model_copy(update={"search": found})
 
 
-def replace_model(policy: Policy, logits: str | Path, replacements: Mapping[str, str]) -> Policy:
-    """Put other models in the place of some of a policy's, refitting only what that changes.
+def replace_model(
+    policy: str | Path | Policy,
+    logits: Logits,
+    replacements: Mapping[str, str],
+    labels: Any = None,
+    *,
+    costs: Mapping[str, float] | None = None,
+    validation: float | tuple[Mapping[str, Any], Any] | None = None,
+    seed: int = 0,
+    logit_kind: LogitKinds = None,
+) -> Policy:
+    """Put other models in the place of some of a policy's, and fit it again by its own rule.
 
-    logits: a table with the remaining and the new models on the examples that the policy was fitted on.
-    replacements: new model by the one that it replaces. The costs of the remaining models stay.
-    Every other number stays as it is, bit for bit: Base keeps the other models' calibrators and, unless the
-    last model went, their complementarity; RF keeps all before the first replaced stage. Raises CaucError.
+    policy: or its file.   logits: a table, or arrays, with the remaining and the new models on the examples that the
+    policy was fitted on; labels, validation, seed as fit() had them.   replacements: new model by the one that it
+    replaces.   costs: of the new models, by name; without them the table's. Those of the remaining models stay.
+    logit_kind: as for fit; without it that of the policy's models is the policy's.
+    Numbers that do not depend on a replaced model stay equal to the bit: the other models' calibrators; for Base,
+    unless the last model was replaced, their complementarity; for RF, all stages before the first replaced one. Warns
+    as fit() does.
+    Raises CaucError.
     """
+    policy = policy_of(policy)
     for name in replacements:
         if name not in policy.models:
             raise ConfigError(unknown_name("model", name, policy.models))
-    table = LogitTable(logits)
     models = [replacements.get(name, name) for name in policy.models]
-    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
-    again = refit if policy.safe is None else refit_safe
-    if policy.costs == "per-call":
-        return again(policy, *_read_fitting_splits(table, models, names, per_call_costs=True))
-    info = table.info()
-    declared = {m.name: m.cost for m in info.models} if info else {}
-    costs = []
-    for stage, model in zip(policy.stages, models, strict=True):
-        if model != stage.name and model not in declared:
-            raise DataError(f"{table.path} has no pool.json that gives the cost of {model!r}")
-        costs.append(stage.cost if model == stage.name else declared[model])
-    return again(policy, *_read_fitting_splits(table, models, names, costs=costs))
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """A policy's answers on a split of a logit table, and what they are worth.
-
-    guarantees: of each stage, what its threshold promises there; None for the last.   guards: of what was realised
-    there against what was expected.
-    """
-
-    policy: Policy
-    chain: Chain
-    replay: Replay
-    measures: Measures
-    guarantees: tuple[StageGuarantees | None, ...]
-    guards: tuple[Guard, ...]
-
-    @classmethod
-    def of(cls, policy: Policy, chain: Chain) -> Evaluation:
-        """Evaluate a policy on a chain."""
-        answers, measures = measure_replay(policy, chain)
-        on_cost = as_expected(policy.expected, answers.costs, chain.source, policy.budget, policy.cost_unit)
-        guards = () if on_cost is None else (on_cost,)
-        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards)
-
-    def predictions(self) -> pa.Table:
-        """Return the answers as a predictions table."""
-        replay, labels = self.replay, self.chain.labels
-        return predictions_table(
-            self.chain.example_ids,
-            replay.predictions,
-            replay.confidences,
-            replay.stages,
-            replay.costs,
-            labels if self.chain.labelled.any() else None,
-        )
-
-
-def evaluate(logits: str | Path, policy: Policy, *, split: str = "test") -> Evaluation:
-    """Replay a policy on a split of a logit table. Raises DataError where the table does not serve."""
-    chain = read_policy_chain(logits, policy, split)
-    return Evaluation.of(policy, chain)
-
-
-def read_policy_chain(logits: str | Path, policy: Policy, split: str) -> ChainLogits:
-    """Read a policy's models on a split, with costs counted as the policy counts them."""
-    per_call = policy.costs == "per-call"
-    return LogitTable(logits).read_chain(
-        policy.models,
-        split,
-        costs=None if per_call else [stage.cost for stage in policy.stages],
-        per_call_costs=per_call,
+    split = policy.validation.split if policy.validation else "validation"
+    share = validation if validation is None or isinstance(validation, float | int) else None
+    options = FitOptions.of(
+        {
+            "costs": None if costs is None else dict(costs),
+            "cost_unit": policy.cost_unit if isinstance(logits, Mapping) else None,
+            "calibration_split": policy.calibration.split,
+            "validation_split": split,
+            "validation": share,
+            "seed": seed,
+            "logit_kind": logit_kind,
+        }
     )
+    pair = None if share is not None else validation
+    source = FittingSource(logits, labels, pair, options, policy.kinds_by_model)
+    if policy.costs == "per-call":
+        splits = source.read(models, None, per_call_costs=True)
+    else:
+        kept = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
+        splits = source.read(models, {**source.declared, **kept})
+    replaced = refit(policy, *splits)
+    warn_of(replaced.guards)
+    return replaced
+
+
+def evaluate(
+    logits: Logits,
+    policy: str | Path | Policy,
+    *,
+    labels: Any = None,
+    split: str = "test",
+    logit_kind: LogitKinds = None,
+) -> Evaluation:
+    """Replay a policy on a split of a logit table, or on arrays.
+
+    >>> import cauc_ray
+    >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
+    >>> measures = cauc_ray.evaluate(cauc_ray.sample_logits(), policy).measures
+    >>> measures.accuracy.value > 0.9, measures.cost < 5.0
+    (True, True)
+
+    logits: as for fit.   policy: or its file.   labels: int (N,), of arrays; None where there are none, and no
+    accuracy then.   split: of a table.   logit_kind: as for fit; what is not declared is of the kind that the policy
+    was fitted on.
+    Warns, with CaucWarning, where examples cost other than the policy expects. Raises DataError where the logits do
+    not serve, PolicyError where the file does not.
+    """
+    options, policy = EvaluateOptions.of(locals()), policy_of(policy)
+    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels)
+    # The ids of arrays are their positions.
+    order = np.argsort(np.array(chain.example_ids).astype(int)) if isinstance(logits, Mapping) else None
+    evaluation = Evaluation.of(policy, chain, order)
+    warn_of(evaluation.guards)
+    return evaluation
+
+
+def policy_of(policy: str | Path | Policy) -> Policy:
+    """Return a policy, read from its file where that is given. Raises PolicyError as Policy.load does."""
+    return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
 def sweep(
@@ -207,11 +229,13 @@ def sweep(
     split: str = "test",
     points: int | None = None,
     embedding: str | None = None,
+    logit_kind: LogitKinds = None,
 ) -> pa.Table:
     """Trace each method's accuracy over cost: thresholds from validation, final figures on another split.
 
     points: how many budgets, evenly spaced over the validation costs, to choose a threshold for; None takes
     every distinct operating point of the validation split.   embedding: an encoder of the table, for routers.
+    logit_kind: as for fit.
     Returns one row per method and point, by rising threshold: method, budget (null without points), threshold,
     validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
     examples that never reach the last model). Raises CaucError as fit does.
@@ -223,7 +247,7 @@ def sweep(
     for name in methods:
         if method_named(name).needs_texts:
             raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
-    reader = ExampleReader(LogitTable(logits), models, costs, embedding)
+    reader = ExampleReader(LogitTable(logits, logit_kind), models, costs, embedding)
     fitting = Fitting(*reader.read_fitting_splits(calibration_split, validation_split))
     final = reader.read_final(split, "measuring a sweep", fitting)
     of_last = float(final.chain.costs.means[-1])
@@ -257,8 +281,9 @@ def sweep(
                 }
             )
         )
-    unit = {"cost_unit": final.chain.costs.unit, "models": ",".join(models), "split": split}
-    return pa.concat_tables(parts).replace_schema_metadata(unit)
+    fingerprints = fingerprints_of(fitting.calibration.chain, fitting.validation.chain, final.chain)
+    about = {"cost_unit": final.chain.costs.unit, "models": ",".join(models), "split": split}
+    return pa.concat_tables(parts).replace_schema_metadata(about | {"fingerprints": json.dumps(fingerprints)})
 
 
 def sweep_highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
@@ -271,7 +296,7 @@ def sweep_highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]
         rows = table.filter(pc.equal(table.column("method"), name)).to_pydict()
         cost, quality = np.array(rows["validation_cost"]), np.array(rows["validation_accuracy"])
         seen: set[int] = set()
-        for budget in np.linspace(cost[0], cost[-1], n_budgets):
+        for budget in np.linspace(cost.min(), cost.max(), n_budgets):
             best = int(np.where(cost <= budget * (1 + 1e-9), quality, -np.inf).argmax())
             if best not in seen:
                 seen.add(best)
@@ -279,14 +304,9 @@ def sweep_highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]
     return highlights
 
 
-def save_policy(policy: Policy, path: str | Path) -> None:
-    """Write a policy file, whole or not at all."""
-    write_text(Path(path), policy.to_json())
-
-
 def save_table(table: pa.Table, path: str | Path) -> None:
     """Write a Parquet file, whole or not at all."""
-    write_parquet(Path(path), table)
+    write_parquet(path_of(path), table)
 
 
 def require_apart(output: str | Path, *inputs: str | Path) -> None:
@@ -297,18 +317,7 @@ def require_apart(output: str | Path, *inputs: str | Path) -> None:
             raise ConfigError(f"output {output} is, or lies in, the input {source}; write it elsewhere")
 
 
-def _read_fitting_splits(
-    table: LogitTable,
-    models: Sequence[str],
-    names: tuple[str, str],
-    *,
-    costs: Sequence[float] | None = None,
-    per_call_costs: bool | None = None,
-) -> tuple[ChainLogits, ChainLogits | None]:
-    """Read calibration, and validation if the first model has it: a fit says when it cannot do without."""
-    if names[0] == names[1]:
-        raise ConfigError(f"calibration and validation must be two splits, both are {names[0]!r}")
-    calibration = table.read_chain(models, names[0], costs=costs, per_call_costs=per_call_costs)
-    if names[1] not in table.splits(models[0]):
-        return calibration, None
-    return calibration, table.read_chain(models, names[1], costs=costs, per_call_costs=per_call_costs)
+def require_output_file(output: str | Path, *inputs: str | Path) -> None:
+    """Raise ConfigError, before any work, where a file cannot be written or would replace one of the inputs."""
+    require_apart(output, *inputs)
+    require_writable(path_of(output))

@@ -9,16 +9,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cauc_ray.data.files import read_json, write_json
 from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.plan import sharded
+from cauc_ray.execution.plan import require_agreement, sharded
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.front.offline import policy_of
 from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
+from cauc_ray.policies.checks import warn_of
+from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.policy import Policy
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ def run(
     out: str | Path,
     *,
     resume: bool = False,
+    retry_failed: bool = False,
     address: str | None = None,
     controllers: int = 1,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
@@ -43,29 +47,38 @@ def run(
     ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
+    retry_failed: with resume, of a finished run too, try the rows in out/failed again.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
     controllers: how many share the input and the replicas, where one is the limit.
-    Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
+    Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows cost other than the
+    policy expects. Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
     """
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    policy = policy_of(policy)
     stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
+    if retry_failed and not resume:
+        raise ConfigError("only a run that is resumed has failed rows to try again; give resume (--resume) as well")
     if controllers < 1:
         raise ConfigError(f"a run needs at least 1 controller, not {controllers}")
     rows = _opened(input)
     out = Path(out).absolute()
-    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity)
+    costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
+    record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
     if resume:
         record = resumed_record(out, record)
         if (out / "summary.json").is_file():
             summary: dict[str, Any] = read_json(out / "summary.json")
-            return summary
+            if not retry_failed or not summary["n_failed"]:
+                warn_of(map(Guard.model_validate, summary["guards"]))
+                return summary
     else:
         require_new(out)
     chains = sharded(stages, _useful(controllers, rows.source(record.block_rows).n_groups))
     started = time.perf_counter()
     with ray_session(address, sum(map(cpus_needed, chains))), nullcontext() if resume else new_folder(out):
+        (out / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
         run_s = run_cascade(
             chains,
             policy,
@@ -74,6 +87,8 @@ def run(
             record,
             on_progress,
             degrade=pool.on_failure == "degrade",
+            max_failed=pool.max_failed,
+            retry_failed=retry_failed,
         )
     summary = {
         "run_id": record.run_id,
@@ -83,6 +98,7 @@ def run(
         "elapsed_s": time.perf_counter() - started,
     }
     write_json(out / "summary.json", summary)
+    warn_of(map(Guard.model_validate, summary["guards"]))
     return summary
 
 

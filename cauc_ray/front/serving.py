@@ -20,13 +20,22 @@ from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable
+from cauc_ray.execution.plan import require_agreement
 from cauc_ray.execution.session import ray_session, require_fit
+from cauc_ray.front.offline import policy_of
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 START_DEADLINE_S = 900.0
 HTTP_DEADLINE_S = 30.0
+# Routers that do not say so within this are not ready.
+ASK_S = 5.0
+# How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
+GRACE_S = 4.0
+SENT_S = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +67,16 @@ def serve(
     """
     _require_packages()
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    policy = policy_of(policy)
     stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
     port = _free_port(host, port)
     router = pool.serving.router
     needed = router.resources.num_cpus * router.replicas.max
     needed += sum(stage.resources.num_cpus * stage.replicas.max for stage in stages)
     model = pool.name if name is None else name
     # Read by the session that is started here, if one is: else Serve misses a proxy that died for half a minute.
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
-    with ray_session(address, needed + 1):
+    with _environment("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1"), ray_session(address, needed + 1):
         require_fit(stages)
         on_wait("starting Serve")
         with _application(pool, policy, model, host, port, on_wait):
@@ -88,32 +97,68 @@ def _application(
 
     from cauc_ray.serving.app import application
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what it tells is told here in fewer words
     app = application(pool, policy, model)
     if serve.status().proxies:
         raise ExecutionError(
             "Ray Serve runs on this cluster already; add the application to what it serves with serve deploy "
             "(deployments/serve.yaml)"
         )
-    serve.start(http_options=HTTPOptions(host=host, port=port))
+    serve_logger = logging.getLogger("ray.serve")
+    level = serve_logger.level
     try:
+        serve_logger.setLevel(logging.ERROR)  # what it tells is told here in fewer words
+        serve.start(http_options=HTTPOptions(host=host, port=port))
         serve.run_many(
             [serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)],
             wait_for_applications_running=False,
         )
-        _wait_until_running(model, on_wait)
-        yield
+        deadline = time.monotonic() + START_DEADLINE_S
+        _wait_until_running(model, on_wait, deadline)
+        _wait_until_ready(model, deadline)
+        try:
+            yield
+        finally:
+            _let_requests_end(model)
     except RayServeException as error:
         raise ExecutionError(printable(f"Serve: {' '.join(str(error).split())}")) from error
     finally:
         serve.shutdown()
+        serve_logger.setLevel(level)
 
 
-def _wait_until_running(app: str, on_wait: Callable[[str], None]) -> None:
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment for the length of the block, unless it is set."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _let_requests_end(app: str) -> None:
+    """Have the routers take no more requests, and wait for those that are open, not for long."""
+    from ray import serve
+
+    from cauc_ray.serving.router import ROUTER
+
+    deadline = time.monotonic() + GRACE_S
+    try:
+        handle = serve.get_deployment_handle(ROUTER, app)
+        while time.monotonic() < deadline and sum(handle.broadcast("leave").results(timeout_s=GRACE_S)):
+            time.sleep(0.05)
+        time.sleep(SENT_S)
+    except Exception as error:  # a router that has died in any way has no open request
+        logger.warning(f"open requests are not waited for: {type(error).__name__}: {error}")
+
+
+def _wait_until_running(app: str, on_wait: Callable[[str], None], deadline: float) -> None:
     """Wait until all deployments run. Raises ExecutionError with the reason where they do not."""
     from ray import serve
 
-    deadline = time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         status = serve.status().applications.get(app)
         if status is not None:
@@ -125,6 +170,23 @@ def _wait_until_running(app: str, on_wait: Callable[[str], None]) -> None:
             on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
         time.sleep(0.1)
     raise ExecutionError(f"the service has not started within {START_DEADLINE_S:.0f} s")
+
+
+def _wait_until_ready(app: str, deadline: float) -> None:
+    """Wait until all routers know of the stages' replicas, which they hear of later than Serve itself."""
+    from ray import serve
+
+    from cauc_ray.serving.router import ROUTER
+
+    handle = serve.get_deployment_handle(ROUTER, app)
+    while time.monotonic() < deadline:
+        try:
+            if all(handle.broadcast("ready").results(timeout_s=ASK_S)):
+                return
+        except Exception as error:  # a router that is just replaced fails in any way
+            logger.warning(f"a router does not say whether it is ready: {type(error).__name__}: {error}")
+        time.sleep(0.1)
+    raise ExecutionError(f"the service has not been ready within {START_DEADLINE_S:.0f} s")
 
 
 def _reason(status: Any) -> str:
@@ -149,27 +211,25 @@ def set_policy(
     threshold: float | None = None,
     budget: float | None = None,
 ) -> dict[str, Any]:
-    """Change the policy of a running service, on all of its replicas or none; no model is loaded again.
+    """Change the policy of a running service, on all of its replicas; no model is loaded again.
 
     policy: or its file; None keeps the one in force and changes its threshold or budget (mean cost per example).
     url: of the service.   name: of its model, needed where it has several.
-    The environment's CAUC_POLICY_TOKEN is sent if there is one. Returns policy_id, previous and replicas.
-    Raises PolicyError where the service refuses, ExecutionError where it cannot be reached.
+    The environment's CAUC_POLICY_TOKEN is sent if there is one. Returns policy_id, previous, version and replicas (None
+    where one has not confirmed it: it takes the policy before it answers).
+    Raises PolicyError where the service refuses, also where a change at the same time has replaced this one, and
+    ExecutionError where it cannot be reached.
     """
     change: dict[str, Any] = {"threshold": threshold, "budget": budget}
     if policy is not None:
-        change["policy"] = (policy if isinstance(policy, Policy) else Policy.load(policy)).model_dump(mode="json")
+        change["policy"] = policy_of(policy).model_dump(mode="json")
     change = {key: value for key, value in change.items() if value is not None}
     if not change:
         raise ConfigError("give a policy, a threshold or a budget")
     url = url.rstrip("/")
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
-    answer = _http("PUT", address, change)
-    in_force = _http("GET", address)
-    if in_force.get("policy_id") != answer.get("policy_id"):
-        raise ExecutionError(f"policy {answer.get('policy_id')} was taken, but {in_force.get('policy_id')} is in force")
-    return answer
+    return _http("PUT", address, change)
 
 
 def _only_model(url: str) -> str:

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.front.show_policy import show_policy, warn
+from cauc_ray.front.show_policy import show_policy
 from cauc_ray.front.tables import (
     add_row,
     amount,
@@ -94,7 +94,6 @@ def evaluation(result: Mapping[str, Any]) -> None:
         f"{percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
     )
     line(f"cost {number(result['cost'])} {result['cost_unit']}{relative(result['relative_cost'])}")
-    warn(result["guards"])
 
 
 def watched(found: Mapping[str, Any]) -> None:
@@ -265,7 +264,6 @@ def run_summary(summary: Mapping[str, Any]) -> None:
         f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started; "
         f"replicas waited {amount(waiting_s)} of {amount(waiting_s + compute_s)} s"
     )
-    warn(summary["guards"])
     trouble = {
         "rows failed (see failed/)": summary["n_failed"],
         "rows answered without a stage that was down": summary["degraded"],
@@ -279,6 +277,8 @@ def report(result: Mapping[str, Any]) -> None:
     """Say what a report found, and where it is."""
     line(f"policy {result['policy_id']}: {result['verdict']}")
     line(result["consequence"])
+    for left_out in result["left_out"]:
+        line(f"left out: {left_out}")
     line(f"written to {result['page']}, its policy card to {result['card']}")
 
 
@@ -286,6 +286,9 @@ def inspection(found: Mapping[str, Any]) -> None:
     """Show what was found in a file, key by key."""
     if found["kind"] == "policy":
         show_policy(Policy.load(found["path"]))
+        for guard in found["guards"]:
+            if guard["fired"]:
+                line(f"warning: {guard['name']}: {guard['says']}")
         return
     table = Table(
         title=Text(f"{found['path']}: {found['kind']}"), title_justify="left", show_header=False, box=box.SIMPLE

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from cauc_ray.front.tables import add_row, line, new_table, number, percent, print_table, relative, with_interval
+from cauc_ray.numbers.intervals import Share
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import RFStage
-from cauc_ray.policies.evidence import ChainSearch, MeasuredShare, RiskCertificate
+from cauc_ray.policies.evidence import ChainSearch, RiskCertificate
 from cauc_ray.policies.policy import Policy
 
 _CALIBRATED = {
@@ -78,21 +76,9 @@ def show_policy(policy: Policy) -> None:
     if policy.safe is not None:
         line(f"safe: {policy.safe.says}")
     if policy.guards:
-        _guards([guard.model_dump() for guard in policy.guards])
-
-
-def warn(guards: Sequence[Mapping[str, Any]]) -> int:
-    """Print a line for every guard that has fired, as JSON has them, and return how many have."""
-    fired = [guard for guard in guards if guard["fired"]]
-    for guard in fired:
-        line(f"warning: {guard['name']}: {guard['says']}")
-    return len(fired)
-
-
-def _guards(guards: Sequence[Mapping[str, Any]]) -> None:
-    """Warn of every guard that has fired, or say that none has."""
-    if not warn(guards):
-        line(f"guards: {len(guards)} looked at, all quiet")
+        fired = [at.name if at.stage is None else f"{at.name} ({at.stage})" for at in policy.guards if at.fired]
+        warned = f"{len(fired)} warning{'s' if len(fired) > 1 else ''}: {', '.join(fired)}"
+        line(f"guards: {len(policy.guards)} looked at, {warned if fired else 'all quiet'}")
 
 
 def _search(found: ChainSearch, unit: str) -> None:
@@ -110,10 +96,7 @@ def _search(found: ChainSearch, unit: str) -> None:
     for other in found.runners_up:
         add_row(table, "next best", " → ".join(other.models), percent(other.quality), number(other.cost), "", "")
     print_table(table)
-    line(
-        f"{found.n_measured:,} chains measured, {found.n_chains - found.n_measured:,} proven worse; "
-        f"the best of so many looks better on {found.split} than it is"
-    )
+    line(f"{found.n_measured:,} chains measured; the best of so many looks better on {found.split} than it is")
     if found.n_halves:
         line(
             f"held out: chosen on one half of {found.split}, measured on the other, the mean of {found.n_halves}; "
@@ -132,5 +115,5 @@ def _certified(at: RiskCertificate) -> str:
     )
 
 
-def _share(share: MeasuredShare | None) -> str:
+def _share(share: Share | None) -> str:
     return "–" if share is None else with_interval(share.value, [share.low, share.high])

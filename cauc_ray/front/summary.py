@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.files import parquet_files, read_parquet
-from cauc_ray.numbers.metrics import share
-from cauc_ray.policies.cost_guards import as_expected
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.numbers.intervals import share
+from cauc_ray.policies.checks import as_expected
 from cauc_ray.policies.policy import Policy
 
 

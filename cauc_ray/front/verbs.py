@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cauc_ray.front import live, offline, show, tables
 from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.inspection import inspect_path
+from cauc_ray.front.options import EvaluateOptions, FitOptions
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
@@ -47,25 +48,10 @@ def collect(options: Namespace) -> dict[str, Any]:
 
 def fit(options: Namespace) -> dict[str, Any]:
     """Fit a policy and write its file."""
-    offline.require_apart(options.output, options.logits)
+    offline.require_output_file(options.output, options.logits)
     with live.busy("searching" if options.search else "fitting"):
-        policy = offline.fit(
-            options.logits,
-            models=options.models,
-            method=options.method,
-            costs=options.costs,
-            calibration_split=options.calibration_split,
-            validation_split=options.validation_split,
-            budget=options.budget,
-            threshold=options.threshold,
-            objective=options.objective,
-            certify=options.certify,
-            search=options.search,
-            strict=options.strict,
-            safe=options.safe,
-            calibrator=options.calibrator,
-        )
-        offline.save_policy(policy, options.output)
+        policy = offline.fit(options.logits, **FitOptions.chosen(vars(options)))
+        policy.save(options.output)
     if not options.json:
         show_policy(policy)
         tables.line(f"written to {options.output}")
@@ -75,12 +61,12 @@ def fit(options: Namespace) -> dict[str, Any]:
 def evaluate(options: Namespace) -> dict[str, Any]:
     """Replay a policy on saved logits."""
     if options.predictions is not None:
-        offline.require_apart(options.predictions, options.logits, options.policy)
+        offline.require_output_file(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
     with live.busy("replaying"):
-        evaluation = offline.evaluate(options.logits, policy, split=options.split)
+        evaluation = offline.evaluate(options.logits, policy, **EvaluateOptions.chosen(vars(options)))
         if options.predictions is not None:
-            offline.save_table(evaluation.predictions(), options.predictions)
+            offline.save_table(evaluation.to_arrow(), options.predictions)
     result = evaluation_summary(evaluation)
     if not options.json:
         show.evaluation(result)
@@ -93,7 +79,9 @@ def check(options: Namespace) -> dict[str, Any]:
 
     policy = Policy.load(options.policy)
     with live.busy("checking"):
-        found = checking.check(options.logits, policy, split=options.split, seed=options.seed).as_json()
+        found = checking.check(
+            options.logits, policy, split=options.split, seed=options.seed, logit_kind=options.logit_kind
+        ).as_json()
     if not options.json:
         show.watched(found)
     return found
@@ -101,7 +89,7 @@ def check(options: Namespace) -> dict[str, Any]:
 
 def sweep(options: Namespace) -> dict[str, Any]:
     """Trace accuracy over cost and write the table."""
-    offline.require_apart(options.output, options.logits)
+    offline.require_output_file(options.output, options.logits)
     with live.busy("sweeping"):
         table = offline.sweep(
             options.logits,
@@ -113,6 +101,7 @@ def sweep(options: Namespace) -> dict[str, Any]:
             split=options.split,
             points=options.points,
             embedding=options.embedding,
+            logit_kind=options.logit_kind,
         )
         offline.save_table(table, options.output)
     rows = offline.sweep_highlights(table)
@@ -146,6 +135,7 @@ def compare(options: Namespace) -> dict[str, Any]:
             split=options.split,
             budget=options.budget,
             seed=options.seed,
+            logit_kind=options.logit_kind,
             on_method=on_method,
         )
     if options.output is not None:
@@ -175,6 +165,7 @@ def run(options: Namespace) -> dict[str, Any]:
             options.input,
             options.output,
             resume=options.resume,
+            retry_failed=options.retry_failed,
             address=options.address,
             controllers=options.controllers,
             on_progress=on_progress,
@@ -215,7 +206,7 @@ def serve(options: Namespace) -> None:
             else:
                 show.service(service)
         stopped = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken SIGTERM for itself meanwhile
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM
             signal.signal(number, lambda *_: stopped.set())
         stopped.wait()
 
@@ -236,7 +227,7 @@ def submit(options: Namespace) -> None:
     if ended.exit_code is None:
         _tell(f"the job was stopped or never began: {ended.message}")
     elif ended.exit_code > 2 or (options.json and ended.exit_code):
-        said = [line for line in ended.log.splitlines() if line.startswith("jobs.")]
+        said = [line for line in ended.log.splitlines() if line.startswith("jobs.") and ": warning: " not in line]
         _tell(said[-1] if said else f"the job's driver ended with exit code {ended.exit_code}")
     if ended.exit_code != 0:
         sys.exit(2 if ended.exit_code == 2 else 1)

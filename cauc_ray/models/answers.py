@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cauc_ray.errors import DataError
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.numbers.logits import MUST_BE_DECLARED, SumsToOne, as_logits, kind_of
 from cauc_ray.numbers.types import Floats, Ints
 
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
@@ -20,10 +21,11 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 class Answers:
     """What a model says of n rows.
 
-    logits: float32 (n, K), -inf beyond a row's options.   n_options: int (n,), None where every row has K.
-    costs: what the call cost for each row, float64 (n,), or None.   failures: rows that the model cannot answer
-    and why; their logits mean nothing.   counts: how often something happened that a reader of the logits
-    should know, by its name.
+    logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
+    rows have K.   costs: what the call cost for each row, float64 (n,), or None.   failures: rows that the model
+    cannot answer and why; their logits mean nothing.   counts: how often something happened that a reader of the
+    logits should know, by its name.   device_s: seconds of the forward passes on a GPU, None where nobody
+    measures them.
     """
 
     logits: Floats
@@ -31,6 +33,7 @@ class Answers:
     costs: Floats | None = None
     failures: Mapping[int, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    device_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class ModelFacts:
     source: what it is, in one phrase.   logit_kind: what its logits are.   gflops: of one example, as whoever
     published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
     labels: names of its options in their order, where they are the same in every row and the model knows them.
+    dtype: the precision that it computes in, None where nobody knows.
     """
 
     source: str
@@ -47,6 +51,7 @@ class ModelFacts:
     gflops: float | None = None
     params_b: float | None = None
     labels: tuple[str, ...] | None = None
+    dtype: str | None = None
 
 
 class Model(Protocol):
@@ -107,6 +112,42 @@ def padded(rows: Sequence[Floats]) -> Floats:
     for place, row in enumerate(rows):
         logits[place, : len(row)] = row
     return logits
+
+
+class AsDeclared:
+    """Turns a model's answers into logits by their kind, as the reading of a table does."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._kind = kind_of(facts.logit_kind) or "raw"
+        # None once a row was none of probabilities.
+        self._seen: SumsToOne | None = SumsToOne() if self._kind in MUST_BE_DECLARED else None
+
+    def __call__(self, answers: Answers) -> Answers:
+        """Return answers with logits.
+
+        Raises DataError naming a row that holds no probabilities where these were declared, ConfigError where all rows
+        so far are probabilities that were not.
+        """
+        rows = np.ones(len(answers.logits), dtype=bool)
+        rows[list(answers.failures)] = False
+        given = answers.logits[rows]
+        if not given.size:
+            return answers
+        logits = as_logits(given, self._kind)
+        if self._seen is not None:
+            self._seen += SumsToOne.of(logits)
+            if self._seen.certain:
+                raise ConfigError(
+                    "the model gives probabilities (none below 0, each row sums to one), not logits; declare them in "
+                    "the pool file as logit_kind: probabilities in the stage's model"
+                )
+            if not self._seen.possible:
+                self._seen = None
+        if logits is given:
+            return answers
+        every = answers.logits.copy()
+        every[rows] = logits
+        return replace(answers, logits=every)
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:

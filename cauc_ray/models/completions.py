@@ -54,7 +54,7 @@ class OpenAIModel:
     """
 
     def __init__(self, spec: OpenAISpec, key: str) -> None:
-        self.facts = ModelFacts(spec.source, spec.logit_kind)
+        self.facts = ModelFacts(spec.source, spec.answers_kind)
         self._spec = spec
         self._key = key
         self._limit = "max_tokens"  # until a server refuses it in favour of max_completion_tokens

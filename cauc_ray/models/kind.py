@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import abstractmethod
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Model
+from cauc_ray.numbers.logits import LogitKind
 
 # auto: a GPU where the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -26,12 +29,25 @@ class KindSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     # Settings that change how answers are got and not what they are.
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
+    # Whether a call gives up by itself, and has to be waited for until then: another replica would ask the same server.
+    GIVES_UP: ClassVar[bool] = False
 
     @property
     def identity(self) -> str:
         """Return a hash of all that its answers depend on."""
         content = json.dumps(self.model_dump(mode="json", exclude=set(self.HOW)), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @property
+    def files(self) -> frozenset[Path]:
+        """Return the files here that its settings name, and the folders that they name by an absolute path."""
+        paths = map(Path, _texts(self.model_dump(mode="json")))
+        return frozenset(path for path in paths if os.path.isfile(path) or (path.is_absolute() and os.path.isdir(path)))
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits."""
+        return "raw"
 
     @property
     def cost_unit(self) -> str | None:
@@ -49,6 +65,16 @@ class KindSpec(BaseModel):
     def load_features(self) -> Model:
         """Load the model to answer with its penultimate layer in place of logits, for routers."""
         raise ConfigError(f"a model of kind {self.model_dump()['kind']!r} shows no layer before its last one")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
 
 
 def require(extra: str, *packages: str) -> None:

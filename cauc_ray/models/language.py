@@ -18,9 +18,10 @@ import torch
 from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt, text_request
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, ModelFacts, batch_size, padded
+from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.questions import read_questions
 from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, quiet
-from cauc_ray.models.vision import choose_device, choose_dtype
+from cauc_ray.models.vision import choose_device, choose_dtype, dtype_name
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
@@ -67,12 +68,15 @@ class _Asked:
 class ChoiceModel:
     """A causal language model that answers multiple-choice questions with one logit for each option."""
 
-    def __init__(self, spec: TransformersChoiceSpec, tokenizer: Any, network: Any) -> None:
+    def __init__(
+        self, spec: TransformersChoiceSpec, tokenizer: Any, network: Any, device_time: DeviceTime | None = None
+    ) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
         self._network = network
         self._accepts = set(inspect.signature(network.forward).parameters)
         self._device = next(network.parameters()).device
+        self._device_time = device_time or DeviceTime(self._device)
         self._max_tokens = min(spec.max_tokens or 10**9, _context_length(network.config))
         wanted = spec.scoring == "letter" if spec.chat_template is None else spec.chat_template
         self._chat = bool(wanted and tokenizer.chat_template)
@@ -87,11 +91,12 @@ class ChoiceModel:
             "letter": "raw next-token logits of the options' letters",
             "text": "log-likelihoods of the options' texts per byte",
         }
-        precision = str(network.dtype).removeprefix("torch.")
+        precision = dtype_name(network.dtype)
         self.facts = ModelFacts(
             source=f"transformers {spec.model}{file}, {precision}, {how}",
             logit_kind=kinds[spec.scoring],
             params_b=sum(p.numel() for p in network.parameters()) / 1e9,
+            dtype=precision,
         )
 
     def __call__(self, batch: Batch) -> Answers:
@@ -105,6 +110,7 @@ class ChoiceModel:
             else:
                 asked.append(one)
         scores: dict[int, Floats] = {}
+        self._device_time.start()
         with torch.inference_mode():
             for together in self._passes(asked):
                 if self._spec.scoring == "text":
@@ -118,7 +124,8 @@ class ChoiceModel:
         n = batch_size(batch)
         nothing = np.zeros(0, np.float32)
         rows = [nothing if row in faults else scores[row][: len(questions[row].choices)] for row in range(n)]
-        return Answers(padded(rows), np.array([len(row) for row in rows]), failures=faults)
+        n_options = np.array([len(row) for row in rows])
+        return Answers(padded(rows), n_options, failures=faults, device_s=self._device_time.seconds())
 
     def _asked(self, row: int, question: Question) -> _Asked | str:
         """Return a question in tokens, or why it cannot be asked."""
@@ -233,7 +240,8 @@ class ChoiceModel:
 
     def _run(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, **settings: Any) -> Any:
         given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, **settings}
-        return self._network(**{name: value for name, value in given.items() if name in self._accepts})
+        with self._device_time.forward():
+            return self._network(**{name: value for name, value in given.items() if name in self._accepts})
 
 
 def _context_length(config: Any) -> int:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import KindSpec, require
+from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
 # What servers that ask for no key are given: the client refuses to have none.
@@ -36,6 +37,7 @@ class OpenAISpec(KindSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries"})
+    GIVES_UP: ClassVar[bool] = True
     kind: Literal["openai"]
     model: str = Field(min_length=1)
     # A password or key in the address would show in tables and messages.
@@ -59,8 +61,8 @@ class OpenAISpec(KindSpec):
         return f"openai {self.model} at {self.url} ({self.endpoint}), letter log-probabilities"
 
     @property
-    def logit_kind(self) -> str:
-        """Return what the logits are."""
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits."""
         return "log-probabilities"
 
     @property

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
 
-from cauc_ray.data.yaml_files import read_yaml
 from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.files.documents import read_yaml
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 from cauc_ray.models.labels import Labels, read_labels
 from cauc_ray.models.resources import Resources
@@ -102,12 +102,14 @@ class Pool(Section):
     labels: names of the classes in their order, or in the file the path of a text that has one on each line.
     on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
     "degrade" answers them as the stages before would have, and says so in the rows.
+    max_failed: the share of a run's rows that models may fail on before the run ends with an error.
     """
 
     name: str
     task: Literal["image-classification", "multiple-choice"]
     labels: Labels = None
     on_failure: Literal["fail", "degrade"] = "fail"
+    max_failed: float = Field(default=0.01, ge=0, le=1)
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
     serving: PoolServing = PoolServing()
     stages: tuple[StageSpec, ...] = Field(min_length=1)

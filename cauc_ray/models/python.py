@@ -5,30 +5,39 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, as_answers, batch_size
 from cauc_ray.models.kind import KindSpec
+from cauc_ray.numbers.logits import LogitKind
 
 
 class PythonSpec(KindSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable that takes a batch (the input's columns as numpy arrays) and returns
-    float32 logits (n, K), or a list of n vectors where K differs.
+    float32 logits (n, K), or a list of n vectors where K differs.   logit_kind: what these are, raw logits unless
+    declared.
     """
 
+    HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    logit_kind: LogitKind | None = None
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the declared kind, raw without one."""
+        return self.logit_kind or "raw"
 
     def load(self) -> Model:
         """Import the factory and call it. Raises ConfigError when it cannot be imported or gives no callable."""
         factory = imported(self.factory)
-        return python_model(factory(**self.kwargs), f"python {self.factory}")
+        return python_model(factory(**self.kwargs), f"python {self.factory}", self.logit_kind)
 
 
 def imported(factory: str) -> Callable[..., object]:
@@ -42,11 +51,11 @@ def imported(factory: str) -> Callable[..., object]:
     return found
 
 
-def python_model(function: object, source: str) -> PythonModel:
+def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> PythonModel:
     """Take what a factory returned as a model. Raises ConfigError when it cannot be called."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which cannot be called")
-    return PythonModel(function, ModelFacts(source, "as the model returns them"))
+    return PythonModel(function, ModelFacts(source, logit_kind or "as the model returns them"))
 
 
 class LogitFunction(Protocol):

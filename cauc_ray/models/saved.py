@@ -13,21 +13,31 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import DataError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
 from cauc_ray.models.kind import KindSpec
+from cauc_ray.numbers.logits import LogitKind
 
 
 class SavedSpec(KindSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
-    Answers from a logit table by example_id, taking the time that it is told to.
+    Answers from a logit table by example_id, taking the time that it is told to.   logit_kind: what the table holds,
+    where its pool.json does not declare it.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"seconds_per_call", "seconds_per_row"})
+    HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
     kind: Literal["saved"]
     logits: Path
     model: str
     split: str
+    logit_kind: LogitKind | None = None
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of the table's logits."""
+        if self.logit_kind is not None:
+            return self.logit_kind
+        return LogitTable(self.logits).kind(self.model)
 
     @property
     def cost_unit(self) -> str | None:
@@ -50,9 +60,8 @@ class SavedModel:
     def __init__(self, spec: SavedSpec) -> None:
         self._spec = spec
         table = LogitTable(spec.logits)
-        self._table = table.read_model(spec.model, spec.split)
-        info = table.info()
-        self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", info.logit_kind if info else "unknown")
+        self._table = table.read_model(spec.model, spec.split, as_stored=True)
+        self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", spec.answers_kind)
         self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
 
     def __call__(self, batch: Batch) -> Answers:

@@ -12,6 +12,7 @@ from pydantic import Field
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
+from cauc_ray.numbers.logits import LogitKind
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
@@ -68,6 +69,11 @@ class TransformersChoiceSpec(HubSpec):
     chat_template: bool | None = None
     batch_tokens: int = Field(default=8192, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits: texts have logarithms of probabilities."""
+        return "raw" if self.scoring == "letter" else "log-probabilities"
 
     def load(self) -> Model:
         """Load the model and its tokenizer. Raises ConfigError when they are not to be had."""

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import Answers, Batch, ModelFacts
+from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.kind import Device, Precision
 
 # Not all that Pillow reads: it hands an EPS file, which is a program, to Ghostscript.
@@ -31,7 +33,7 @@ MAX_ASPECT = 100
 class ImageModel:
     """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
 
-    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.
+    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.   device_time: of its forward passes.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class ImageModel:
         facts: ModelFacts,
         device: Device = "auto",
         dtype: Precision = "auto",
+        device_time: DeviceTime | None = None,
     ) -> None:
         self._device = choose_device(device)
         self._dtype = torch.float32 if dtype == "auto" else choose_dtype(dtype, self._device)
         self._network = network.eval().to(self._device, self._dtype)
         self._preprocess = preprocess
-        self.facts = facts
+        self.facts = replace(facts, dtype=dtype_name(self._dtype))
+        self._device_time = device_time or DeviceTime(self._device)
         # As many as torch's own: those are the CPUs that the stage was given.
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._last_layer: nn.Module | None = None
@@ -68,14 +72,18 @@ class ImageModel:
         tensors = [image for image in read if not isinstance(image, str)]
         if not tensors:
             return Answers(np.full((len(read), 1), -np.inf, np.float32), failures=failures)
+        self._device_time.start()
         with torch.inference_mode():
-            answered = self._forward(torch.stack(tensors).to(self._device, self._dtype)).float().cpu().numpy()
+            images = torch.stack(tensors).to(self._device, self._dtype)
+            with self._device_time.forward():
+                output = self._forward(images)
+            answered = output.float().cpu().numpy()
         logits = np.full((len(read), answered.shape[1]), -np.inf, np.float32)
         rows = np.array([row for row in range(len(read)) if row not in failures])
         logits[rows] = answered
         for row in rows[~np.isfinite(answered).all(axis=1)]:
             failures[int(row)] = f"the network's answer in {self._dtype} is NaN or infinite"
-        return Answers(logits, failures=failures)
+        return Answers(logits, failures=failures, device_s=self._device_time.seconds())
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         if self._last_layer is None:
@@ -191,6 +199,11 @@ def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     chosen: torch.dtype = getattr(torch, dtype)
     return chosen
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a precision's name as pool files have it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:

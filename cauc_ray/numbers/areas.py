@@ -1,7 +1,7 @@
 """Single numbers that sum up a whole curve: of quality over the share of last-model calls, and over cost.
 
-Each depends on choices that its name does not tell: where a curve starts and ends, what stands between its points,
-what equal points count as. CONVENTIONS says them in one sentence each, to be stored beside the number.
+Each depends on choices that its name does not state: where a curve starts and ends, what is between its points, what
+equal points count as. CONVENTIONS states them in one sentence each, to be stored next to the number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDS = (
 CONVENTIONS: Mapping[str, str] = {
     "deferral_area": (
         f"Trapezoid area of quality over the share of examples that call the last model, from 0 to 1; {_ENDS}; "
-        "normalised, 0 is deferral by lot and 1 the oracle's, both from the first model to the last: a method that "
+        "normalised, 0 is deferral at random and 1 the oracle's, both from the first model to the last: a method that "
         "fuses, or calls models in between, can exceed 1."
     ),
     "oracle_deferral_area": (
@@ -57,8 +57,8 @@ def deferral_area(
     """Return the area of quality over the share of examples deferred to the last model (Gupta et al., ICLR 2024).
 
     shares: float (P,) in [0, 1], in any order.   quality: float (P,).   first, last: quality of the two models alone.
-    oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral by
-    lot has chance = (first + last) / 2; None for the area itself.
+    oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral at
+    random has chance = (first + last) / 2; None for the area itself.
     Chance and oracle know these two models only: where a method fuses, or calls others in between, neither 0 nor 1
     is a bound, and the number compares methods on one chain.
     Returns None where the oracle does no better than chance, as with models that are right on the same rows.
@@ -106,10 +106,8 @@ def apgr(shares: Floats, quality: Floats, first: float, last: float) -> float | 
     >>> apgr(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75)
     0.75
     """
-    at, values = _curve(shares, quality, first, last)
-    if last - first <= _ROUNDING:
-        return None
-    return float(np.trapezoid((values - first) / (last - first), at))
+    area = deferral_area(shares, quality, first, last)
+    return None if area is None or last - first <= _ROUNDING else (area - first) / (last - first)
 
 
 def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) -> float | None:
@@ -117,8 +115,8 @@ def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) ->
 
     Arguments and errors as deferral_area's; q: share of the gap, as 0.5 for CPT(50%).
     Quality need not rise with the share, and interpolating the share over a quality that is not monotone gives
-    whatever the order of the points makes of it. The running maximum is monotone, and can be had: nobody has to call
-    the last model more often than at the best point so far. Returns None where q is never reached, and where
+    a value that depends on the order of the points. The running maximum is monotone, and can be realised: the last
+    model need not be called more often than at the best point so far. Returns None where q is never reached, and where
     apgr is undefined.
 
     >>> cpt(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75, q=0.5)
@@ -140,7 +138,7 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     """Return the average improvement in quality (Hu et al., RouterBench, 2024), by CONVENTIONS["aiq"].
 
     costs, quality: float (P,), of a method's operating points.   largest_cost: among all methods compared.
-    Returns None where everything is free. Raises DataError without points, or where one is dearer than the largest.
+    Returns None where everything is free. Raises DataError without points, or where one costs more than the largest.
 
     >>> aiq(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), largest_cost=4.0)
     0.53125
@@ -159,25 +157,25 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     return round(float(area / largest_cost), 12)  # points of the largest cost leave an area of rounding
 
 
-def upper_hull(costs: Floats, quality: Floats) -> Ints:
-    """Return the places of the points on the non-decreasing upper concave hull, by rising cost, int (H,).
+def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints:
+    """Return the indices of the points on the upper concave hull, by rising cost, int (H,).
 
     costs, quality: float (P,). From the cheapest point, the best of equal cost, to the best one, the cheapest of
-    equal quality. Between neighbours lies what mixing the two by lot gives. Raises DataError without points.
+    equal quality, or, if falling, to the most expensive one. Mixing two neighbours at random gives what lies between
+    them. Raises DataError without points.
 
     >>> upper_hull(np.array([3.0, 2.0, 1.0]), np.array([0.9, 0.6, 0.5]))
     array([2, 0])
     """
     _require_points(costs, quality, "costs")
     order = np.lexsort((-quality, costs))
-    highest = np.maximum.accumulate(quality[order])
     # Only records can be on a hull that never falls; among equal costs, only the first is one.
-    records = order[np.r_[True, highest[1:] > highest[:-1]]]
+    rising = costs[order] if falling else np.maximum.accumulate(quality[order])
     found: list[int] = []
-    for place in records.tolist():
-        while len(found) > 1 and not _above(costs, quality, found[-2], found[-1], place):
+    for point in order[np.r_[True, rising[1:] > rising[:-1]]].tolist():
+        while len(found) > 1 and not _above(costs, quality, found[-2], found[-1], point):
             found.pop()
-        found.append(place)
+        found.append(point)
     return np.array(found)
 
 
@@ -194,8 +192,8 @@ def _curve(shares: Floats, quality: Floats, first: float, last: float) -> tuple[
         raise DataError(f"the quality of the two models alone must be numbers; got {first} and {last}")
     if shares.min() < -_ROUNDING or shares.max() > 1 + _ROUNDING:
         raise DataError(f"shares of last-model calls must lie in [0, 1]; got {shares.min():g} to {shares.max():g}")
-    at, places = np.unique(np.round(shares.astype(np.float64), _SHARE_DIGITS), return_inverse=True)
-    values = np.bincount(places, weights=quality) / np.bincount(places)
+    at, groups = np.unique(np.round(shares.astype(np.float64), _SHARE_DIGITS), return_inverse=True)
+    values = np.bincount(groups, weights=quality) / np.bincount(groups)
     if at[0] > 0:
         at, values = np.append(0.0, at), np.append(first, values)
     if at[-1] < 1:
@@ -212,4 +210,5 @@ def _require_points(abscissae: Floats, quality: Floats, what: str) -> None:
     bad = np.flatnonzero(~(np.isfinite(abscissae) & np.isfinite(quality)))
     if len(bad):
         point = int(bad[0])
-        raise DataError(f"point {point} of a curve is no number: {what} {abscissae[point]}, quality {quality[point]}")
+        found = f"{what} {abscissae[point]}, quality {quality[point]}"
+        raise DataError(f"point {point} of a curve is not a number: {found}")

@@ -1,22 +1,49 @@
-"""What turns a model's logits into scores whose softmax can be believed."""
+"""What turns a model's logits into calibrated scores and confidences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.isotonic import Isotonic
 from cauc_ray.numbers.softmax import top_option
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 CalibratorKind: TypeAlias = Literal["temperature", "offsets", "isotonic"]
 KINDS: tuple[CalibratorKind, ...] = ("temperature", "offsets", "isotonic")
 
 # Confidences of 0 and 1 have no log odds; no float64 between is nearer to 1.
 _NEAREST_ONE = 1 - 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Isotonic:
+    """A map of confidences that is linear between its breakpoints.
+
+    confidences: B numbers, rising from 0 to 1.   accuracies: what each becomes, B numbers in [0, 1] that rise too.
+    Strictly rising: what is more confident before is so after, and a threshold finds as many operating points.
+    Raises ValueError for other numbers.
+    """
+
+    # For files, which hold it as it is.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
+
+    confidences: tuple[float, ...]
+    accuracies: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        x, y = self.confidences, self.accuracies
+        if len(x) != len(y) or len(x) < 2 or (x[0], x[-1]) != (0.0, 1.0) or not 0 <= y[0] < y[-1] <= 1:
+            raise ValueError("breakpoints take confidences from 0 to 1 to as many accuracies in [0, 1]")
+        if any(one >= other for values in (x, y) for one, other in pairwise(values)):
+            raise ValueError("confidences and accuracies must rise from each breakpoint to the next")
+
+    def of(self, confidences: Floats) -> Floats:
+        """Return what confidences in [0, 1], float (n,), become, float64 (n,)."""
+        return np.interp(confidences, self.confidences, self.accuracies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,3 +111,47 @@ def _log_odds(probabilities: Floats) -> Floats:
     inner = np.clip(probabilities, 1 - _NEAREST_ONE, _NEAREST_ONE)
     odds: Floats = np.log(inner) - np.log1p(-inner)
     return odds
+
+
+def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
+    """Fit the rising map that is nearest in squares to being right (Ayer et al. 1955; Zadrozny and Elkan, KDD 2002).
+
+    confidences: float (N,) in [0, 1].   correct: bool (N,). Equal confidences count as one.
+    The regression is constant on blocks of confidences; between two blocks the map is linear. It is then drawn to the
+    identity by 1 / N of the distance, far less than N rows can tell, so that it rises within blocks too.
+    Raises DataError where the arrays are not that, or empty.
+
+    >>> fit_isotonic(np.array([0.6, 0.7, 0.8, 0.9]), np.array([True, False, True, True])).of(np.array([0.6, 0.9]))
+    array([0.525, 0.975])
+    """
+    if confidences.shape != correct.shape or correct.ndim != 1 or not len(correct):
+        raise DataError(
+            f"an isotonic fit needs confidences and correctness of the same rows, (N,) and at least one; "
+            f"got {confidences.shape} and {correct.shape}"
+        )
+    values, index = np.unique(confidences.astype(np.float64), return_inverse=True)
+    ends, means = _pooled(np.bincount(index), np.bincount(index[correct], minlength=len(values)))
+    starts = np.concatenate([[0], ends[:-1]])
+    edges = np.stack([values[starts], values[ends - 1]], axis=1).ravel()
+    # Beyond the outermost confidences it stays as it is there.
+    knots = np.concatenate([[0.0], edges, [1.0]])
+    heights = np.concatenate([means[:1], np.repeat(means, 2), means[-1:]])
+    tilted = heights + (knots - heights) / len(correct)
+    # Blocks of one confidence have one edge, and edges may be nearer than the tilt can tell apart.
+    apart = np.append((np.diff(knots) > 0) & (np.diff(tilted) > 0), True)
+    knots, tilted = knots[apart], tilted[apart]
+    knots[0] = 0.0
+    return Isotonic(tuple(knots.tolist()), tuple(tilted.tolist()))
+
+
+def _pooled(counts: Ints, hits: Ints) -> tuple[Ints, Floats]:
+    """Pool adjacent violators.   counts, hits: int (V,), of each value. Returns where blocks end and their means."""
+    blocks: list[tuple[int, int, int]] = []
+    for end, (n, n_hits) in enumerate(zip(counts.tolist(), hits.tolist(), strict=True), start=1):
+        # Counts, not means, are compared: exact, and equal means are pooled.
+        while blocks and blocks[-1][2] * n >= n_hits * blocks[-1][1]:
+            _, more, more_hits = blocks.pop()
+            n, n_hits = n + more, n_hits + more_hits
+        blocks.append((end, n, n_hits))
+    ends, n_rows, n_right = np.array(blocks).T
+    return ends, n_right / n_rows

@@ -5,7 +5,7 @@ its risk is above the limit; among the rows that it accepts, errors are binomial
 p-value. Thresholds are tested one after another, each at the full level, in an order fixed before validation is
 looked at, up to the first that is not rejected: that a wrong one is ever accepted then has no more than the
 probability of one test (Angelopoulos et al., "Learn then Test"). The order is fixed by the calibration split: it names
-the thresholds, by the shares of rows that they accept, and where to begin, at the one that is surest there.
+the thresholds, by the shares of rows that they accept, and where to begin: at the one of least p-value there.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError, RiskError
-from cauc_ray.numbers.binomial import binomial_tail, least_accepted, risk_upper_bound
 from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.intervals import binomial_tail, least_accepted, risk_upper_bound
 from cauc_ray.numbers.sweep import Frontier, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -75,8 +75,8 @@ class EarlyAnswers:
     def plug_in(self, risk: float) -> tuple[float, int] | None:
         """Return the threshold that accepts most of those whose risk on these rows is at most so much, and how many.
 
-        None where there is none. It promises nothing: chosen among many for its luck, it breaks its word about as often
-        as not.
+        None where there is none. It promises nothing: chosen among many for its luck, it exceeds the risk about every
+        other time.
         """
         kept = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
         if not len(kept):
@@ -110,7 +110,7 @@ def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
             f"got {confidences.shape} and {correct.shape}"
         )
     n, m = confidences.shape
-    # A last stage that is always right leaves the others' errors, one that alone costs anything their coverage.
+    # With a last stage that is always right, errors are the others'; as nothing else has a cost, the cost is deferral.
     answers = np.concatenate([correct, np.ones((n, 1), dtype=bool)], axis=1).astype(np.int32)
     costs = Costs("rows", np.append(np.zeros(m), 1.0))
     frontier = sweep(confidences, answers, np.ones(n, dtype=np.int32), costs)
@@ -127,10 +127,10 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
     sequence = order_of_tests(calibration, limit)
     accepted, wrong = validation.at(sequence)
     last = -1
-    for place, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
+    for step, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
         if binomial_tail(n_wrong, n_accepted, limit.risk) > 1 - limit.confidence:
             break
-        last = place
+        last = step
     if last < 0:
         raise RiskError(_why_none(float(sequence[0]), int(accepted[0]), int(wrong[0]), limit))
     n_accepted, n_wrong = int(accepted[last]), int(wrong[last])
@@ -159,9 +159,9 @@ def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
 def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit) -> str:
     bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
     return (
-        f"no threshold is certified: at {threshold:.4g}, which calibration finds surest, {n_wrong:,} of the "
-        f"{n_accepted:,} validation examples answered early are wrong, so that the risk may be {100 * bound:.3g} % at "
-        f"{100 * limit.confidence:g} % confidence, and {100 * limit.risk:g} % is asked for; allow more risk or less "
+        f"no threshold is certified: at {threshold:.4g}, where calibration has the strongest evidence, {n_wrong:,} of "
+        f"the {n_accepted:,} validation examples answered early are wrong, so that the risk may be {100 * bound:.3g} % "
+        f"at {100 * limit.confidence:g} % confidence, and {100 * limit.risk:g} % is asked for; allow more risk or less "
         f"confidence, or label more validation examples (it takes {least_accepted(limit.risk, limit.confidence):,} "
         "answered early even if none is wrong)"
     )

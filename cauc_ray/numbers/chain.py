@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.digest import digest_of_rows, digest_text
 from cauc_ray.numbers.likelihood import Rows, suits_float32
-from cauc_ray.numbers.offsets import OffsetFit
-from cauc_ray.numbers.temperature import PairFit, TemperatureFit
+from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 UNKNOWN_LABEL = -1
@@ -25,14 +24,13 @@ UNKNOWN_LABEL = -1
 _BLOCK_BYTES = 1 << 20
 
 T = TypeVar("T")
-Fit = TypeVar("Fit", TemperatureFit, OffsetFit, PairFit)
 
 
 @dataclass(frozen=True)
 class ChainPart:
     """Some of a chain's examples with their logits, read in blocks.
 
-    logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' places among all.
+    logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' positions among all.
     cache: what questions keep here from one to the next.
     """
 
@@ -50,7 +48,7 @@ class ChainPart:
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
     def of_models(self, places: Sequence[int]) -> ChainPart:
-        """Return the part of some of the models, in the order of their places here; its cache stays here, too."""
+        """Return the part of some of the models, in the order of their positions here; its cache stays here, too."""
         cache = self.cache.setdefault(f"of_models {list(places)}", {})
         return ChainPart(tuple(self.logits[place] for place in places), self.labels, self.ranks, cache)
 
@@ -61,7 +59,8 @@ class Chain(ABC):
 
     models: names.   example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.
     costs: of the models' calls.   per_call_costs: whether these are the calls' own, not the models'.
-    source: where they come from, for messages.   logit_kind: "raw", "log-probabilities", ...
+    source: where they come from, for messages.   logit_kind: what the models gave, all of them or each; probabilities
+    are logarithms here.
     """
 
     models: tuple[str, ...]
@@ -70,7 +69,7 @@ class Chain(ABC):
     costs: Costs
     per_call_costs: bool
     source: str
-    logit_kind: str
+    logit_kind: str | tuple[LogitKind, ...]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -84,13 +83,26 @@ class Chain(ABC):
     def narrow(self) -> bool:
         """Return whether fits on the logits as they are compute in float32."""
 
-    @abstractmethod
-    def of_models(self, places: Sequence[int]) -> Chain:
-        """Return the chain of some of the models, in the order of their places here."""
+    @property
+    def logit_kinds(self) -> tuple[LogitKind, ...]:
+        """Return what each model gave."""
+        if isinstance(self.logit_kind, str):
+            return (kind_of(self.logit_kind) or "raw",) * len(self.models)
+        return self.logit_kind
 
-    def remembered(self, what: Any, compute: Callable[[], Fit]) -> Fit:
-        """Return a fit on these examples, computed now unless it is known from before.   what: says which."""
-        return compute()
+    @abstractmethod
+    def of_models(self, places: Sequence[int]) -> Self:
+        """Return the chain of some of the models, in the order of their positions here."""
+
+    def with_models(self, places: Sequence[int], /, **logits: Any) -> Self:
+        """Return the chain of some of the models.   logits: what a subclass has of them."""
+        return replace(
+            self,
+            models=tuple(self.models[place] for place in places),
+            logit_kind=tuple(self.logit_kinds[place] for place in places),
+            costs=self.costs.of_models(places),
+            **logits,
+        )
 
     @cached_property
     def labelled(self) -> Bools:
@@ -117,9 +129,15 @@ class Chain(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLogits(Chain):
-    """A chain whose logits are all here.   logits: M arrays, float (N, K); -inf where an example has no such option."""
+    """A chain whose logits are all here.
+
+    logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
+    """
 
     logits: tuple[Floats, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logits", tuple(real_options(logits) for logits in self.logits))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask the one part that there is."""
@@ -130,14 +148,9 @@ class ChainLogits(Chain):
         """Return whether fits on the logits as they are compute in float32."""
         return suits_float32(self.logits[0].shape, *(logits.dtype for logits in self.logits))
 
-    def of_models(self, places: Sequence[int]) -> ChainLogits:
-        """Return the chain of some of the models, in the order of their places here."""
-        return replace(
-            self,
-            models=tuple(self.models[place] for place in places),
-            logits=tuple(self.logits[place] for place in places),
-            costs=self.costs.of_models(places),
-        )
+    def of_models(self, places: Sequence[int]) -> Self:
+        """Return the chain of some of the models, in the order of their positions here."""
+        return self.with_models(places, logits=tuple(self.logits[place] for place in places))
 
     @cached_property
     def part(self) -> ChainPart:
@@ -152,10 +165,9 @@ def _digest(stage: int, part: ChainPart) -> int:
 def in_order(ranks: Sequence[Ints], values: Sequence[Any]) -> Any:
     """Return what parts say of their rows as one array in the rows' order.
 
-    ranks: of each part's rows, int (n,).   values: of each part, arrays (n, ...).
+    ranks: of each part's rows, int (n,): a part may hold them in any order, a single part too.   values: of each part,
+    arrays (n, ...).
     """
-    if len(values) == 1:
-        return values[0]
     whole = np.empty((sum(map(len, ranks)), *values[0].shape[1:]), dtype=values[0].dtype)
     for own, value in zip(ranks, values, strict=True):
         whole[own] = value

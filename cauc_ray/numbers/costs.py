@@ -12,6 +12,8 @@ from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 LARGEST = 1e100
+# Of costs that were given without one.
+UNNAMED_UNIT = "cost units"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _CONCENTRATIONS = np.array([100.0, 300.0])
 # Rows that a context's categories share before any was seen. As many for each of them would be too many: most of many
 # categories never occur, and a prediction that must first learn this from the rows loses to any other one.
 _UNSEEN = 2.0
-# What a row of the reference counts for. At 1/2 its error is as large again, and a stream that is drawn for ever from
+# What a row of the reference counts for. At 1/2 its error is as large again, and an endless stream drawn from
 # other saved rows, as many as the reference's, differs from it no more; the rest is for a reference of unlucky rows.
 _TRUST = 0.4
 
@@ -27,9 +27,9 @@ _TRUST = 0.4
 class ShareDrift:
     """Tests whether the shares of K categories, within each of G contexts, are still those of reference rows.
 
-    Both predictions are Dirichlet's, so that their ratio needs counts alone. One that stays begins with the
-    reference's shares as its mean, one that changes with what the former has come to by then: it shall win by what is
-    new alone. How often a context comes is not tested. The state is counts and evidence, no rows.
+    Both predictions are Dirichlet's, so that their ratio needs only counts. One that stays begins with the reference's
+    shares as its mean, one that changes with what the former has come to by then: it should win only by what is new.
+    How often a context comes is not tested. The state is counts and evidence, no rows.
     """
 
     def __init__(self, reference: Ints) -> None:

@@ -1,18 +1,18 @@
 """The negative log likelihood of weighted logits, with its derivatives, in one pass over the rows.
 
-With P arrays of logits S_1..S_P of shape (N, K) and weights w, the scores of a row are w_1 S_1 + ... + w_P S_P.
-A pass visits blocks of rows that stay in the processor's cache and keeps only sums over the rows, in float64:
-the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. What is summed is computed in
-float64 too, but for large float32 logits, whose own rounding is of the size of that of float32 arithmetic: it
-moves a fitted weight by some 1e-7 of itself.
+With P arrays of logits S_1..S_P of shape (N, K), weights w and biases b, the scores of a row are
+w_1 S_1 + ... + w_P S_P + b. A pass visits blocks of rows that stay in the processor's cache and keeps only sums over
+the rows, in float64: the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. Sums of the parts of
+a table add up to those of the whole. What is summed is computed in float64 too, but for large float32 logits, whose own
+rounding is of the size of that of float32 arithmetic: it moves a fitted weight by some 1e-7 of itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,11 +27,14 @@ _FLOAT32_ELEMENTS = 4_000_000
 # A block's arrays stay in the second-level cache of one core.
 _BLOCK_BYTES = 768 * 1024
 
-_Taken = TypeVar("_Taken")
+# With biases, products of rows x K x K up to this size are left to one thread by BLAS. Where others compute next to
+# this process, threads that wait for one another take many times as long; only large K are worth that, and blocks of
+# some rows.
+_ONE_THREAD, _SOME_ROWS, _MANY_OPTIONS_BYTES = 1 << 17, 8, 4 << 20
 
 
 class Rows(Protocol):
-    """Logits of N rows, float (N, K), read by slices or places: an array, or what stands elsewhere."""
+    """Logits of N rows, float (N, K), read by slices or positions: an array, or what is stored elsewhere."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,78 +52,62 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
-    """What is known of rows before any pass.
+class Facts:
+    """What is known of rows before any pass; those of parts add up.
 
     n: how many.   spreads: (P,), summed over the rows, the distance of a row's largest logit from its mean.
-    best: whether there is one source and every label is its row's largest logit.   n_options: K.   lacking: the rank of
-    the first row that lacks some of them, None where none does.
+    log_margins, n_margins: (P,), summed over the rows, the logarithm of that distance from the next smaller logit, and
+    how many rows have one.
+    best: whether there is one array and every label is its row's largest logit, so that more weight is always better.
+    n_options: K.   lacking: the rank of the first row that lacks some of them, None where none does.
     """
 
     n: int
     spreads: Floats
+    log_margins: Floats
+    n_margins: Floats
     best: bool
     n_options: int
     lacking: int | None
 
-
-@dataclass(frozen=True, slots=True)
-class RowSample:
-    """Some rows of a likelihood.   ranks: int (n,).   sources: P arrays (n, K).   labels: int (n,)."""
-
-    ranks: Ints
-    sources: list[Floats]
-    labels: Ints
+    def __add__(self, other: Facts) -> Facts:
+        """Return the facts of both's rows."""
+        return Facts(
+            n=self.n + other.n,
+            spreads=self.spreads + other.spreads,
+            log_margins=self.log_margins + other.log_margins,
+            n_margins=self.n_margins + other.n_margins,
+            best=self.best and other.best,
+            n_options=max(self.n_options, other.n_options),
+            lacking=min((rank for rank in (self.lacking, other.lacking) if rank is not None), default=None),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Some rows of a pass.
 
-    gaps: logits less their row's largest, P arrays (rows, K).   terms: exp of their weighted sum less its
-    peak, (rows, K).   spare: room of that shape.   sums: of the terms, (rows,).   label_gaps: (P, rows).
-    nll: summed over the rows.
+    gaps: logits less their row's largest, P arrays (rows, K).   terms: exp of their scores less their peak, (rows, K).
+    spare: room of that shape.   sums: of the terms, (rows,).   labels: (rows,).   label_gaps: (P, rows).   nll: summed
+    over the rows.
     """
 
     gaps: list[Floats]
     terms: Floats
     spare: Floats
     sums: Floats
+    labels: Ints
     label_gaps: Floats
     nll: float
+
+    def means(self) -> Floats:
+        """Return the mean gap of each array under the softmax, float64 (P, rows)."""
+        return np.stack([np.vecdot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
 
 
 def suits_float32(shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> bool:
     """Say whether logits of such a shape and of these types are computed with in float32."""
     return math.prod(shape) >= _FLOAT32_ELEMENTS and all(dtype == np.float32 for dtype in dtypes)
-
-
-def _block_rows(n: int, k: int, n_sources: int, dtype: type[np.floating]) -> int:
-    return min(n, max(1, _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (n_sources + 2))))
-
-
-class _Buffers:
-    """Room for a block: P gaps, the terms, and a spare array, all (rows, K)."""
-
-    def __init__(self, n_sources: int, n: int, k: int, dtype: type[np.floating]) -> None:
-        rows = _block_rows(n, k, n_sources, dtype)
-        self.arrays = [np.empty((rows, k), dtype=dtype) for _ in range(n_sources + 2)]
-        self.ones = np.ones(k, dtype=dtype)
-
-
-def _block_sums(block: _Block) -> Floats:
-    """Return NLL, gradient (P,), curvature (P, P) and gradient outer products (P, P) of a block, end to end."""
-    p = len(block.gaps)
-    means = np.stack([np.vecdot(block.terms, gap) / block.sums for gap in block.gaps]).astype(np.float64)
-    curvature = np.empty((p, p))
-    for i in range(p):
-        weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
-        for j in range(i, p):
-            second = np.vecdot(weighted, block.gaps[j]) / block.sums
-            curvature[i, j] = curvature[j, i] = (second - means[i] * means[j]).sum(dtype=np.float64)
-    residuals = means - block.label_gaps
-    scatter = residuals @ residuals.T
-    return np.concatenate([[block.nll], residuals.sum(axis=1), curvature.ravel(), scatter.ravel()])
 
 
 class Likelihood:
@@ -134,10 +121,10 @@ class Likelihood:
         narrow: bool | None = None,
         ranks: Ints | None = None,
     ) -> None:
-        """Take P sources of shape (N, K) and labels int (N,).
+        """Look at all rows once. Raises DataError naming a row that cannot be fitted.
 
-        narrow: whether to compute in float32, None for what suits so many logits of such a type.   ranks: int (N,), the
-        rows' places among all where these are but a part of them.
+        narrow: whether to compute in float32, None for what suits so many logits of such a type.
+        ranks: int (N,), the rows' positions among all where these are but a part of them.
         """
         n, k = sources[0].shape
         self.sources, self.labels = list(sources), np.asarray(labels)
@@ -147,100 +134,157 @@ class Likelihood:
             shapes = [s.shape for s in self.sources]
             raise DataError(f"logits {shapes} and labels {self.labels.shape} do not describe the same rows")
         self.ranks = np.arange(n) if ranks is None else ranks
-        if self.labels.min() < 0 or self.labels.max() >= k:
-            row = int(np.flatnonzero((self.labels < 0) | (self.labels >= k))[0])
-            raise DataError(f"row {self.ranks[row]}: label {self.labels[row]} is outside the {k} options")
+        self._require(self.labels, (self.labels < 0) | (self.labels >= k), f"label {{}} is outside the {k} options")
         if narrow is None:
             narrow = suits_float32((n, k), *(s.dtype for s in self.sources))
         self.dtype: type[np.floating] = np.float32 if narrow else np.float64
-        self.tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
-        self.label_gaps = np.empty((len(self.sources), n))
-        self.padded = False
+        self._tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
+        self._label_gaps = np.empty((len(self.sources), n))
+        self._padded = False
         self._lacking: int | None = None
-        self._spreads = np.zeros(len(self.sources))
-        for rows in self._slices():
+        self._spreads, self._log_margins, self._n_margins = np.zeros((3, len(self.sources)))
+        for rows in self._slices(self.dtype):
             for place, source in enumerate(self.sources):
                 self._look(place, source[rows], rows)
+
+    def _require(self, values: Any, bad: Bools, why: str, rows: slice = slice(None)) -> None:
+        """Raise DataError naming the first bad row, int (n,), of some.   why: with room for its value."""
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise DataError(f"row {self.ranks[rows][row]}: {why.format(values[row])}")
 
     def _look(self, place: int, logits: Floats, rows: slice) -> None:
         """Note what every pass needs of a block of a source."""
         top, labels = logits.max(axis=1), self.labels[rows]
-        if not np.isfinite(top).all():
-            row = int(np.flatnonzero(~np.isfinite(top))[0])
-            rank = self.ranks[rows][row]
-            raise DataError(f"row {rank}: largest logit is {top[row]}; NaN, +inf and rows of -inf cannot be fitted")
+        unfit = "largest logit is {}; NaN, +inf and rows of -inf cannot be fitted"
+        self._require(top, ~np.isfinite(top), unfit, rows)
         gap = np.float64(logits[np.arange(len(labels)), labels]) - np.float64(top)
-        if not np.isfinite(gap).all():
-            row = int(np.flatnonzero(~np.isfinite(gap))[0])
-            rank = self.ranks[rows][row]
-            raise DataError(f"row {rank}: label {labels[row]} points at an option that the row does not have")
+        self._require(labels, ~np.isfinite(gap), "label {} points at an option that the row does not have", rows)
         # A missing option makes its row's sum -inf. Only the search's bounds need the sums: float32 will do.
         total = np.vecdot(logits, np.ones(logits.shape[1], dtype=logits.dtype))
         n_options: int | Ints = logits.shape[1]
         if np.isneginf(total).any():
-            self.padded = True
+            self._padded = True
             lacking = int(self.ranks[rows][np.isneginf(total)].min())
             self._lacking = lacking if self._lacking is None else min(lacking, self._lacking)
             there = np.isfinite(logits)
             total, n_options = np.where(there, logits, 0).sum(axis=1), there.sum(axis=1)
-        self.tops[place][rows, 0] = top
-        self.label_gaps[place, rows] = gap
+        self._tops[place][rows, 0] = top
+        self._label_gaps[place, rows] = gap
         self._spreads[place] += float((top - total / n_options).sum(dtype=np.float64))
+        margins = top - np.where(logits < top[:, None], logits, -np.inf).max(axis=1)
+        margins = margins[np.isfinite(margins)]
+        self._log_margins[place] += float(np.log(margins, dtype=np.float64).sum())
+        self._n_margins[place] += len(margins)
 
-    def extent(self) -> Extent:
+    def facts(self) -> Facts:
         """Return what is known of the rows before any pass."""
-        best = len(self.sources) == 1 and not self.label_gaps.any()
-        return Extent(len(self.labels), self._spreads, best, self.sources[0].shape[1], self._lacking)
+        return Facts(
+            n=len(self.labels),
+            spreads=self._spreads,
+            log_margins=self._log_margins,
+            n_margins=self._n_margins,
+            best=len(self.sources) == 1 and not self._label_gaps.any(),
+            n_options=self.sources[0].shape[1],
+            lacking=self._lacking,
+        )
 
-    def sample(self, step: int) -> RowSample:
-        """Return every row whose rank is a multiple of step."""
+    def sample(self, step: int) -> tuple[Ints, list[Floats], Ints]:
+        """Return every row whose rank is a multiple of step: ranks (n,), P arrays (n, K), labels (n,)."""
         places = np.flatnonzero(self.ranks % step == 0)
-        return RowSample(self.ranks[places], [s[places] for s in self.sources], self.labels[places])
+        return self.ranks[places], [source[places] for source in self.sources], self.labels[places]
 
-    def nll(self, weights: Floats) -> float:
-        """Return the NLL at these weights, in nats, summed over the rows."""
-        return sum(self._over_blocks(weights, lambda block: block.nll))
+    def nll(self, at: Floats) -> float:
+        """Return the NLL at these weights and biases, in nats, summed over the rows."""
+        return sum(block.nll for block in self._blocks(at))
 
-    def totals(self, weights: Floats) -> Floats:
-        """Visit all rows once at these weights. Returns what sums of these are made of, float64 (1 + P + 2 P^2,)."""
-        totals: Floats = np.array(self._over_blocks(weights, _block_sums)).sum(axis=0)
+    def totals(self, at: Floats) -> Floats:
+        """Visit all rows once at these weights and biases. Returns the sums as unpacked() takes them."""
+        p, d = len(self.sources), len(at)
+        totals = np.zeros(1 + d + d * d + p * p)
+        gradient, curvature, scatter = unpacked(totals, p, d)
+        for block in self._blocks(at):
+            means = block.means()
+            totals[0] += block.nll
+            for i in range(p):
+                weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
+                for j in range(i, p):
+                    second = np.vecdot(weighted, block.gaps[j]) / block.sums
+                    curvature[i, j] += (second - means[i] * means[j]).sum(dtype=np.float64)
+                    curvature[j, i] = curvature[i, j]
+            residuals = means - block.label_gaps
+            gradient[:p] += residuals.sum(axis=1)
+            scatter += residuals @ residuals.T
+            if d > p:
+                probabilities = np.divide(block.terms, block.sums[:, None], out=block.terms)
+                of_options = probabilities.sum(axis=0)
+                gradient[p:] += of_options - np.bincount(block.labels, minlength=d - p)
+                for i in range(p):
+                    centred = np.subtract(block.gaps[i], means[i][:, None], out=block.spare)
+                    curvature[i, p:] += np.multiply(probabilities, centred, out=block.spare).sum(axis=0)
+                curvature[p:, p:] -= probabilities.T @ probabilities
+                curvature[p:, p:][np.diag_indices(d - p)] += of_options
+        curvature[p:, :p] = curvature[:p, p:].T
         return totals
 
-    def _slices(self) -> Iterator[slice]:
+    def squares(self, at: Floats, directions: Floats) -> Floats:
+        """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
+        p = len(self.sources)
+        totals = np.zeros(1 + p)
+        for block in self._blocks(at):
+            of_biases = (
+                np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums - directions[:, p + block.labels]
+            )
+            along = directions[:, :p] @ (block.means() - block.label_gaps) + of_biases
+            totals += block.nll, *np.vecdot(along, along)
+        return totals
+
+    def _slices(self, dtype: type[np.floating], *, biased: bool = False) -> Iterator[slice]:
         n, k = self.sources[0].shape
-        size = _block_rows(n, k, len(self.sources), self.dtype)
+        size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (len(self.sources) + 2))
+        if biased:
+            size = _ONE_THREAD // (k * k)
+            if size < _SOME_ROWS:
+                size = _MANY_OPTIONS_BYTES // (8 * k)
+        size = max(1, size)
         return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
-    def _over_blocks(self, weights: Floats, take: Callable[[_Block], _Taken]) -> list[_Taken]:
-        """Take something from every block of rows, in their order."""
-        n, k = self.sources[0].shape
-        buffers = _Buffers(len(self.sources), n, k, self.dtype)
-        label_scores = weights @ self.label_gaps
-        scale = [self.dtype(weight) for weight in weights]
-        return [take(self._block(rows, scale, label_scores, buffers)) for rows in self._slices()]
-
-    def _block(self, rows: slice, scale: list[np.floating], label_scores: Floats, buffers: _Buffers) -> _Block:
-        """Compute a block of rows in the buffers, which the next one overwrites."""
-        *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers.arrays)
-        for gap, source, top in zip(gaps, self.sources, self.tops, strict=True):
-            np.subtract(source[rows], top[rows], out=gap)
-        missing = self._drop_missing(gaps) if self.padded else None
-        np.multiply(gaps[0], scale[0], out=terms)
-        for gap, weight in zip(gaps[1:], scale[1:], strict=True):
-            terms += np.multiply(gap, weight, out=spare)
-        if missing is not None:
-            terms[missing] = -np.inf
-        peak_sum = 0.0
-        # No term exceeds 0. Where the label's own is not so low that the sums could vanish, no peak is missed.
-        if float(label_scores[rows].min()) < _LOWEST_SCORE:
-            peaks = terms.max(axis=1, keepdims=True)
-            terms -= peaks
-            peak_sum = float(peaks.sum(dtype=np.float64))
-        np.exp(terms, out=terms)
-        # By dot products: a matrix product would start threads of its own.
-        sums = np.vecdot(terms, buffers.ones)
-        nll = float(np.log(sums).sum(dtype=np.float64)) + peak_sum - float(label_scores[rows].sum())
-        return _Block(gaps, terms, spare, sums, self.label_gaps[:, rows], nll)
+    def _blocks(self, at: Floats) -> Iterator[_Block]:
+        """Compute blocks of rows in buffers, which the next one overwrites."""
+        p, k = len(self.sources), self.sources[0].shape[1]
+        weights, biases = at[:p], at[p:]
+        biased = len(biases) > 0
+        dtype = np.float64 if biased else self.dtype
+        slices = list(self._slices(dtype, biased=biased))
+        buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
+        ones = np.ones(k, dtype=dtype)
+        label_scores = weights @ self._label_gaps
+        if biased:
+            label_scores += biases[self.labels]
+        for rows in slices:
+            *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)
+            for gap, source, top in zip(gaps, self.sources, self._tops, strict=True):
+                np.subtract(source[rows], top[rows], out=gap, dtype=dtype)
+            missing = self._drop_missing(gaps) if self._padded else None
+            np.multiply(gaps[0], dtype(weights[0]), out=terms)
+            for gap, weight in zip(gaps[1:], weights[1:], strict=True):
+                terms += np.multiply(gap, dtype(weight), out=spare)
+            if biased:
+                terms += biases
+            if missing is not None:
+                terms[missing] = -np.inf
+            peak_sum = 0.0
+            # Without biases no term exceeds 0. Where the label's own is not so low that the sums could vanish, no peak
+            # is missed.
+            if biased or float(label_scores[rows].min()) < _LOWEST_SCORE:
+                peaks = terms.max(axis=1, keepdims=True)
+                terms -= peaks
+                peak_sum = float(peaks.sum(dtype=np.float64))
+            np.exp(terms, out=terms)
+            # By dot products: a matrix product would start threads of its own.
+            sums = np.vecdot(terms, ones)
+            nll = float(np.log(sums).sum(dtype=np.float64)) + peak_sum - float(label_scores[rows].sum())
+            yield _Block(gaps, terms, spare, sums, self.labels[rows], self._label_gaps[:, rows], nll)
 
     @staticmethod
     def _drop_missing(gaps: list[Floats]) -> Bools:
@@ -251,3 +295,9 @@ class Likelihood:
         for gap in gaps:
             gap[missing] = 0.0
         return missing
+
+
+def unpacked(totals: Floats, p: int, d: int) -> tuple[Floats, Floats, Floats]:
+    """Return gradient (D,), curvature (D, D) and scatter (P, P) of sums that follow an NLL, as views."""
+    gradient, curvature, scatter = np.split(totals[1:], [d, d + d * d])
+    return gradient, curvature.reshape(d, d), scatter.reshape(p, p)

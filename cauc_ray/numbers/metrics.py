@@ -1,42 +1,20 @@
-"""Metrics of predictions and confidences, with their conventions stated."""
+"""Metrics of predictions, and of confidences against what came, with their conventions stated."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from statistics import NormalDist
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
 
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.intervals import NormalTest, share
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A share of n rows with a Wilson interval of the given level; all NaN where n is 0."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-
-def share(n_hits: int, n: int, level: float = 0.95) -> Share:
-    """Return n_hits / n with its score interval (Wilson, JASA 1927).
-
-    >>> share(90, 100)
-    Share(value=0.9, low=0.8256343384950865, high=0.9447708629393249, n=100)
-    """
-    if n == 0:
-        return Share(float("nan"), float("nan"), float("nan"), 0)
-    z = NormalDist().inv_cdf(0.5 + level / 2)
-    value = n_hits / n
-    centre = (value + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
-    # At 0 and 1 the interval ends there exactly; rounding would put it a hair to the side.
-    low = 0.0 if n_hits == 0 else centre - half
-    high = 1.0 if n_hits == n else centre + half
-    return Share(value, low, high, n)
+# Bins of a calibration error (Guo et al. 2017).
+N_BINS = 15
+EDGES: Floats = np.arange(1, N_BINS) / N_BINS
 
 
 def accuracy(predictions: Ints, labels: Ints) -> float:
@@ -86,7 +64,7 @@ def calibration_error(
     confidences: Floats,
     correct: Bools,
     bins: Literal["equal-width", "equal-mass"] = "equal-width",
-    n_bins: int = 15,
+    n_bins: int = N_BINS,
 ) -> float:
     """Return the expected calibration error: sum over bins of n_b / n |accuracy_b - mean confidence_b|.
 
@@ -109,8 +87,8 @@ def calibration_error(
     return float(np.abs(gaps).sum() / n)
 
 
-def calibration_gaps(confidences: Floats, correct: Bools, n_bins: int = 15) -> Floats:
-    """Return by how much more rows of each equal-width bin are right than their confidences say, float64 (n_bins,).
+def calibration_gaps(confidences: Floats, correct: Bools, n_bins: int = N_BINS) -> Floats:
+    """Return how many more rows of each equal-width bin are right than their confidences predict, float64 (n_bins,).
 
     Summed over the rows of a bin: gaps of several sets of rows add up to those of all, of which calibration_error is
     the sum of magnitudes over the number of rows. Arguments are those of calibration_error.
@@ -125,6 +103,121 @@ def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
     # Against the bins' edges: multiplying by n_bins would put some edges into the bin below.
     edges = np.arange(1, n_bins) / n_bins
     return np.searchsorted(edges, confidences, side="right")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSums:
+    """Sums over n rows from which their calibration error and its test follow; those of several sets add up.
+
+    gaps: float64 (B,), right answers less confidences by bin.   variances: float64 (B,), the variances of these where
+    confidences are calibrated.   excess, excess_variance: of Spiegelhalter's statistic.
+    """
+
+    n: int = 0
+    gaps: Floats = field(default_factory=lambda: np.zeros(N_BINS))
+    variances: Floats = field(default_factory=lambda: np.zeros(N_BINS))
+    excess: float = 0.0
+    excess_variance: float = 0.0
+
+    @classmethod
+    def of(cls, confidences: Floats, correct: Bools, edges: Floats = EDGES) -> CalibrationSums:
+        """Return the sums of rows.   confidences: float (n,).   correct: bool (n,).   edges: of the bins, (B - 1,)."""
+        p = confidences.astype(np.float64)
+        gaps, variances, slope = correct - p, p * (1 - p), 1 - 2 * p
+        index = np.searchsorted(edges, p, side="right")
+        return cls(
+            n=len(p),
+            gaps=np.bincount(index, weights=gaps, minlength=len(edges) + 1).astype(float),
+            variances=np.bincount(index, weights=variances, minlength=len(edges) + 1).astype(float),
+            excess=float((gaps * slope).sum()),
+            excess_variance=float((slope**2 * variances).sum()),
+        )
+
+    def __add__(self, other: CalibrationSums) -> CalibrationSums:
+        """Return the sums over both sets of rows, whose bins are the same."""
+        return CalibrationSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @property
+    def error(self) -> float:
+        """Return the expected calibration error."""
+        return float(np.abs(self.gaps).sum()) / self.n
+
+    @property
+    def error_by_chance(self) -> float:
+        """Return what calibrated confidences would have on average, were each bin's gap normal."""
+        return float(np.sqrt(2 / np.pi * self.variances).sum()) / self.n
+
+    @property
+    def test(self) -> NormalTest | None:
+        """Return Spiegelhalter's test; None where every confidence is 0, 1/2 or 1."""
+        return NormalTest(self.excess / math.sqrt(self.excess_variance)) if self.excess_variance else None
+
+
+def spiegelhalter_z(confidences: Floats, correct: Bools) -> NormalTest | None:
+    """Test calibration without bins (Spiegelhalter, Statistics in Medicine 1986).
+
+    z = sum (c - p) (1 - 2 p) / sqrt(sum (1 - 2 p)^2 p (1 - p)) for c = 1 where right: by how many standard
+    deviations the Brier score exceeds what calibrated confidences would give. Above 0 they are too extreme.
+    Arguments and errors as reliability_bins'. Returns None where every confidence is 0, 1/2 or 1: such rows add
+    nothing to the variance.
+
+    >>> spiegelhalter_z(np.array([0.9, 0.9]), np.array([True, False])).z
+    1.885...
+    """
+    _require_rows(confidences, correct)
+    return CalibrationSums.of(confidences, correct).test
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """A reliability diagram of B equal-width bins; NaN in bins without rows.
+
+    centres: float64 (B,).   confidence: float64 (B,), mean.   accuracy, low, high: float64 (B,), with the Wilson
+    interval of level 0.95.   counts: int (B,), rows.
+    """
+
+    centres: Floats
+    confidence: Floats
+    accuracy: Floats
+    low: Floats
+    high: Floats
+    counts: Ints
+
+
+def reliability_bins(confidences: Floats, correct: Bools, n_bins: int = N_BINS) -> Reliability:
+    """Return the reliability diagram whose gaps calibration_error adds up, over the same bins.
+
+    confidences: float (N,) in [0, 1].   correct: bool (N,). Raises DataError where they are not that, or empty.
+
+    >>> reliability_bins(np.array([0.9, 0.8, 0.3]), np.array([True, False, False]), n_bins=2).accuracy
+    array([0. , 0.5])
+    """
+    _require_rows(confidences, correct)
+    index = equal_width_bins(confidences, n_bins)
+    counts = np.bincount(index, minlength=n_bins)
+    hits = np.bincount(index[correct], minlength=n_bins)
+    shares = [share(int(n_hits), int(n)) for n_hits, n in zip(hits, counts, strict=True)]
+    sums = np.bincount(index, weights=confidences, minlength=n_bins)
+    return Reliability(
+        centres=(np.arange(n_bins) + 0.5) / n_bins,
+        confidence=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
+        accuracy=np.array([each.value for each in shares]),
+        low=np.array([each.low for each in shares]),
+        high=np.array([each.high for each in shares]),
+        counts=counts,
+    )
+
+
+def _require_rows(confidences: Floats, correct: Bools) -> None:
+    if confidences.shape != correct.shape or correct.ndim != 1 or not len(correct):
+        raise DataError(
+            f"reliability needs confidences and correctness of the same rows, (N,) and at least one; "
+            f"got {confidences.shape} and {correct.shape}"
+        )
+    bad = np.flatnonzero(~((confidences >= 0) & (confidences <= 1)))
+    if len(bad):
+        row = int(bad[0])
+        raise DataError(f"row {row}: confidence {confidences[row]} is not in [0, 1]")
 
 
 def aurc(confidences: Floats, correct: Bools) -> float:

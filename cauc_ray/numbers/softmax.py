@@ -7,6 +7,9 @@ import numpy as np
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Floats, Ints
 
+# A first sum, which only finds the exponent of the second, is exact for so many terms: 2^20.
+_HEADROOM = 20
+
 
 def row_sums(terms: Floats) -> Floats:
     """Sum each row so that the order of its terms, its padding and its neighbours change no bit of the sum.
@@ -17,16 +20,28 @@ def row_sums(terms: Floats) -> Floats:
     and exact sums are the same in any order. Plain sums are not: two rows whose options are permuted would get
     confidences that differ in the last bit, and a threshold could fall between them; nor would a live batch
     give what the replay of the whole table gives.
+    The sum whose exponent decides the multiples must not depend on the order either: near a power of two, plain sums of
+    one row in two orders have two exponents. It is a sum of multiples of 2^-31 of the row's largest term.
 
     >>> row_sums(np.array([[1.0, 2.0, 3.0]]))
     array([6.])
     """
-    _, exponents = np.frexp(terms.sum(axis=1, keepdims=True))
+    _, exponents = np.frexp(terms.max(axis=1, keepdims=True))
+    _, exponents = np.frexp(_sums_of_multiples(terms.copy(), exponents + _HEADROOM))
+    sums: Floats = _sums_of_multiples(terms, exponents)[:, 0]
+    return sums
+
+
+def _sums_of_multiples(terms: Floats, exponents: Ints) -> Floats:
+    """Round terms, float64 (N, K), to multiples of 2^(e - 51) and sum the rows, float64 (N, 1).
+
+    exponents: e, int (N, 1); exact where the row's sum is at most about 2^e.
+    """
     # Adding 1.5 x 2^(e + 1) leaves a term no bits below 2^(e - 51); subtracting it gives back what is left.
     magnitudes = np.ldexp(3.0, exponents)
     terms += magnitudes
     terms -= magnitudes
-    sums: Floats = terms.sum(axis=1)
+    sums: Floats = terms.sum(axis=1, keepdims=True)
     return sums
 
 

@@ -36,9 +36,17 @@ class OperatingPoint:
     quality: float
 
 
+def pareto(cost: Floats, quality: Floats | Ints) -> Ints:
+    """Return the indices of the points that none as cheap equals in quality, by rising cost.   Both: (P,)."""
+    order = np.lexsort((-quality, cost))
+    ranked = quality[order]
+    kept: Ints = order[np.append(True, ranked[1:] > np.maximum.accumulate(ranked)[:-1])]
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class OperatingPoints:
-    """What a method did at P settings of what steers it, on the examples where that is chosen.
+    """What a method did at P settings, on the examples where one of them is chosen.
 
     settings, cost, quality: float64 (P,); cost is the mean per example.   unit: of the cost.
     """
@@ -57,7 +65,7 @@ class OperatingPoints:
         best = self.quality == self.quality[within].max()
         return int(np.where(within & best, self.cost, np.inf).argmin())
 
-    def index_of_dearest(self, budget: float) -> int:
+    def index_of_most_expensive(self, budget: float) -> int:
         """Return which point costs most within the budget. Raises BudgetError as index_of_best does."""
         return int(np.where(self._within(budget), self.cost, -np.inf).argmax())
 
@@ -68,9 +76,7 @@ class OperatingPoints:
         best within budgets spaced evenly from the cheapest point's cost to the best one's, both ends among them:
         at such a budget nothing is lost, and at any other no more than by rounding it down to the next of them.
         """
-        order = np.lexsort((-self.quality, self.cost))
-        quality = self.quality[order]
-        kept = order[np.append(True, quality[1:] > np.maximum.accumulate(quality)[:-1])]
+        kept = pareto(self.cost, self.quality)
         if len(kept) > most:
             cost = self.cost[kept]
             within = np.searchsorted(cost, np.linspace(cost[0], cost[-1], most), side="right")
@@ -92,9 +98,10 @@ class OperatingPoints:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """All P operating points of a method that one threshold steers, by rising threshold.
+    """All P operating points of a method with one threshold, by rising threshold.
 
-    Along them a cascade's cost never falls, and neither does a router's where all calls of a model cost the same.
+    Along them a cascade's cost never falls, and neither does a router's by prices where all calls of a model cost the
+    same.
 
     confidences: float64 (P - 1,), rising: point p holds for thresholds in (confidences[p - 1], confidences[p]].
     cost: float64 (P,), mean per example.   quality: float64 (P,), accuracy or macro-F1.
@@ -110,7 +117,8 @@ class Frontier:
         """Return for each point the threshold to publish: midway between its neighbours, float64 (P,).
 
         Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes, where
-        confidences are probabilities, and lie one beyond the outermost where they are not.
+        confidences are probabilities, and lie one beyond the outermost where they are not, or at the next float where
+        one is less than these tell apart.
         """
         if not len(self.confidences):
             return np.array([STOP_ALL])
@@ -119,8 +127,9 @@ class Frontier:
         # Between adjacent floats there is no middle; the upper end still belongs to the point.
         middle = np.where(middle > low, middle, high)
         first, last = self.confidences[0], self.confidences[-1]
-        ends = STOP_ALL if first >= STOP_ALL else first - 1, STOP_NONE if last < STOP_NONE else last + 1
-        return np.concatenate([ends[:1], middle, ends[1:]])
+        lowest = STOP_ALL if first >= STOP_ALL else min(first - 1, np.nextafter(first, -np.inf))
+        highest = STOP_NONE if last < STOP_NONE else max(last + 1, np.nextafter(last, np.inf))
+        return np.concatenate([[lowest], middle, [highest]])
 
     def index(self, thresholds: Floats) -> Ints:
         """Return which point each threshold realises, int (same shape)."""
@@ -146,10 +155,10 @@ def sweep(
 ) -> Frontier:
     """Return all distinct operating points of one threshold shared by the non-final stages.
 
-    confidences: float64 (N, S - 1), of the non-final stages.   predictions: int (N, S), the answer of each
-    example if it stopped at each stage.   labels: int (N,).   costs: of the M models.   calls: bool (S, M), which
-    models were called where an example stops at each stage; None for a cascade of all models, where that is the
-    stage's own and those before it.
+    confidences: float64 (N, S - 1), of the non-final stages; inf where an example stops at every threshold, -inf where
+    it stops at none.   predictions: int (N, S), the answer of each example if it stopped at each stage.   labels: int
+    (N,).   costs: of the M models.   calls: bool (S, M), which models were called where an example stops at each
+    stage; None for a cascade of all models, where that is the stage's own and those before it.
     Quality is accuracy or macro-F1 (see metrics.macro_f1). A confidence equal to the threshold stops.
 
     >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
@@ -174,7 +183,17 @@ def sweep(
         quality = (int(correct[0].sum()) + np.concatenate([[0], n_correct])) / n
     else:
         quality = _macro_f1_path(events, predictions, labels)
-    return Frontier(events.values[events.ends], cost, quality, costs.unit)
+    return _reachable(events.values[events.ends], cost, quality, costs.unit)
+
+
+def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Frontier:
+    """Return the points that some threshold, a finite number, realises.
+
+    values: float64 (E,), rising, that part the E + 1 points; -inf lies above no threshold and inf below none.
+    """
+    real = np.isfinite(values)
+    points = np.append(values > -np.inf, True) & np.append(True, values < np.inf)
+    return Frontier(values[real], cost[points], quality[points], unit)
 
 
 def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 from cauc_ray.numbers.chain import Chain, ChainPart
-from cauc_ray.numbers.signs import Signs, signs, signs_of
+from cauc_ray.numbers.intervals import Signs, signs, signs_of
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
-from cauc_ray.policies.cauc_rf import fold
+from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.trace import answers_alone, trace_policy
-from cauc_ray.policies.weighed import Folded
 
 
 def admit_in_base(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
-    """Return a drafted policy that fuses what is supported.
+    """Return a policy that fuses what is supported.
 
     A model stays where its gains over its losses on calibration are established; all of them, where what they make of
     the last stage's answers is established to be a gain on validation, if that is given, with all of its labels.
@@ -36,23 +35,23 @@ def _gains(stage: BaseStage, n: int) -> bool:
     return signs(stage.n_gain, stage.n_loss, n).gains
 
 
-def signs_of_fusion(chain: Chain, folds: tuple[Folded, ...]) -> Signs:
+def signs_of_fusion(chain: Chain, stages: tuple[RFStage, ...]) -> Signs:
     """Return the gains and losses of a recursive fusion's answers against those of its last stage by itself.
 
-    folds: of the stages up to the one in question.   chain: of these and maybe more models, all rows labelled.
+    stages: up to the one in question.   chain: of these and maybe more models, all rows labelled.
     """
-    parts = chain.each(partial(_count_part, folds))
+    parts = chain.each(partial(_count_part, stages))
     return signs(sum(gains for gains, _ in parts), sum(losses for _, losses in parts), len(chain))
 
 
-def _count_part(folds: tuple[Folded, ...], part: ChainPart) -> tuple[int, int]:
+def _count_part(stages: tuple[RFStage, ...], part: ChainPart) -> tuple[int, int]:
     n_gain = n_loss = 0
     for rows in part.blocks():
         labels = part.labels[rows]
         r: Floats | None = None
-        for logits, by in zip(part.logits, folds, strict=False):
-            own = by.calibrator.scores(logits[rows])
-            r = fold(own, by.alpha, by.beta, r)
+        for logits, stage in zip(part.logits, stages, strict=False):
+            own = stage.calibrator.scores(logits[rows])
+            r = stage.fold(own, r)
         assert r is not None
         found = signs_of(r.argmax(axis=1) == labels, own.argmax(axis=1) == labels)
         n_gain, n_loss = n_gain + found.n_gain, n_loss + found.n_loss

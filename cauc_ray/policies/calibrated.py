@@ -1,37 +1,28 @@
-"""Fits of a stage's calibrator, of the kind that is asked for, on the parts of a chain."""
+"""Fits of a stage's numbers on the parts of a chain: its calibrator, and RF's pair of temperatures."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.numbers.calibration import MOST_OPTIONS, TemperatureFit, solve_bias_corrected, solve_temperatures
+from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind, Isotonic, fit_isotonic
 from cauc_ray.numbers.chain import Chain, ChainPart
-from cauc_ray.numbers.isotonic import Isotonic, fit_isotonic
-from cauc_ray.numbers.temperature import FitStatus
-from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.weighed import offsets_of, temperature_of
+from cauc_ray.numbers.likelihood import Likelihood, Rows
+from cauc_ray.numbers.parts import Parts
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.cauc_rf import RFStage
+
+T = TypeVar("T")
 
 # A map of confidences of its own for every model is for a small and a large one: what a third is worth to the two
 # would be decided by three maps, each of which knows only how often its own model is right.
 MOST_ISOTONIC = 2
-
-
-@dataclass(frozen=True, slots=True)
-class CalibratorFit:
-    """A fitted calibrator; the temperature's standard error, NaN where it was clamped; mean NLL in nats.
-
-    nll_before: of the logits as they are.   nll_after: of the calibrator's probabilities.
-    """
-
-    calibrator: Calibrator
-    standard_error: float
-    nll_before: float
-    nll_after: float
-    status: FitStatus
 
 
 def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None:
@@ -45,20 +36,22 @@ def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None
         )
 
 
-def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> CalibratorFit:
-    """Fit a stage's calibrator. Raises DataError as fit_temperature and offsets_of do."""
+def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
+    """Fit a stage's calibrator.   The fit's nll_after is that of the calibrator's probabilities.
+
+    Raises DataError as fit_temperature does, and for offsets where an example lacks an option or a model has too many.
+    """
+    parts = _parts(chain, _Own(stage), narrow=chain.narrow)
+    fit = solve_temperatures(parts)
     if kind == "offsets":
-        shifted = offsets_of(chain, stage)
-        calibrator = Calibrator(shifted.temperature, shifted.offsets)
-        return CalibratorFit(calibrator, shifted.standard_error, shifted.nll_before, shifted.nll_after, shifted.status)
-    fit = temperature_of(chain, stage)
-    calibrator, nll_after = Calibrator(fit.temperature), fit.nll_after
-    if kind == "isotonic":
-        confidences, correct = _answers_of(chain, stage, calibrator)
-        isotonic = fit_isotonic(confidences, correct)
-        nll_after -= _nll_saved(isotonic, confidences, correct)
-        calibrator = Calibrator(fit.temperature, isotonic=isotonic)
-    return CalibratorFit(calibrator, fit.standard_error, fit.nll_before, nll_after, fit.status)
+        fit = _bias_corrected(chain, stage, parts, fit)
+    calibrator = Calibrator(fit.temperature, fit.biases)
+    if kind != "isotonic":
+        return calibrator, fit
+    confidences, correct = _answers_of(chain, stage, calibrator)
+    isotonic = fit_isotonic(confidences, correct)
+    saved = _nll_saved(isotonic, confidences, correct)
+    return replace(calibrator, isotonic=isotonic), replace(fit, nll_after=fit.nll_after - saved)
 
 
 def _answers_of(chain: Chain, stage: int, calibrator: Calibrator) -> tuple[Floats, Bools]:
@@ -83,3 +76,89 @@ def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float
     right = np.log(np.maximum(after, tiny)) - np.log(confidences)
     wrong = np.log(np.maximum(1 - after, 2.0**-53)) - np.log(np.maximum(1 - confidences, 2.0**-53))
     return float(np.where(correct, right, wrong).mean())
+
+
+def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFit) -> TemperatureFit:
+    lacking, n_options, model = parts.facts.lacking, parts.facts.n_options, chain.models[stage]
+    if lacking is not None:
+        raise DataError(
+            f"{chain.source}: example {chain.example_ids[lacking]!r} lacks some of the {n_options} options of model "
+            f"{model!r}; offsets need a fixed set, take --calibrator temperature"
+        )
+    if n_options > MOST_OPTIONS:
+        raise DataError(
+            f"{chain.source}: offsets are fitted for up to {MOST_OPTIONS:,} options, model {model!r} has "
+            f"{n_options:,}; take --calibrator temperature"
+        )
+    return solve_bias_corrected(parts, alone)
+
+
+def pair_of(chain: Chain, before: tuple[RFStage, ...], calibrator: Calibrator) -> TemperatureFit:
+    """Fit alpha and beta of the stage after some others (paper, eq. 8-9).   calibrator: the stage's own."""
+    return solve_temperatures(_parts(chain, _Pair(before, calibrator), narrow=False))
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A stage's own logits, whose temperature is fitted."""
+
+    stage: int
+
+    def sources(self, part: ChainPart) -> list[Rows]:
+        return [part.logits[self.stage]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """r of the stages before, and the next one's calibrated logits, whose temperatures are fitted together."""
+
+    before: tuple[RFStage, ...]
+    calibrator: Calibrator
+
+    def sources(self, part: ChainPart) -> list[Rows]:
+        n = len(self.before)
+        return [_Computed(part.logits[:n], self._r), _Computed((part.logits[n],), self._scores)]
+
+    def _r(self, logits: list[Floats]) -> Floats:
+        r: Floats | None = None
+        for own, stage in zip(logits, self.before, strict=True):
+            r = stage.fold(stage.calibrator.scores(own), r)
+        assert r is not None
+        return r
+
+    def _scores(self, logits: list[Floats]) -> Floats:
+        return self.calibrator.scores(logits[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Rows, float64 (n, K), that are computed from some models' logits as they are read."""
+
+    logits: tuple[Rows, ...]
+    compute: Callable[[list[Floats]], Floats]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.logits[0].shape
+
+    @property
+    def dtype(self) -> np.dtype[np.float64]:
+        return np.dtype(np.float64)
+
+    def __getitem__(self, rows: slice | Ints, /) -> Floats:
+        return self.compute([own[rows] for own in self.logits])
+
+
+def _parts(chain: Chain, fitted: _Own | _Pair, *, narrow: bool) -> Parts:
+    def each(ask: Callable[[Likelihood], T], /) -> list[T]:
+        return chain.each(partial(_asked, fitted, narrow, ask))
+
+    return Parts(each, narrow=narrow)
+
+
+def _asked(fitted: _Own | _Pair, narrow: bool, ask: Callable[[Likelihood], T], part: ChainPart) -> T:
+    """Ask the likelihood of a part, which stays there for the next question of the same fit."""
+    if part.cache.get("fitted") != fitted:
+        likelihood = Likelihood(fitted.sources(part), part.labels, narrow=narrow, ranks=part.ranks)
+        part.cache.update(fitted=fitted, likelihood=likelihood)
+    return ask(part.cache["likelihood"])

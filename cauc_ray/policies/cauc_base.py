@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.policy import Policy, Stage, Step, same_width
+from cauc_ray.policies.policy import Policy, Step, same_width
+from cauc_ray.policies.policy_file import Stage
 
 # The paper's epsilon, which only has to keep a model of constant logits from dividing by zero.
 EPSILON = 1e-12
@@ -22,17 +23,15 @@ class BaseStage(Stage):
     of, null where it is and in files from before they were kept.
     """
 
+    # Not the rate: fused is what became of it.
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"mean", "std", "fused"}
+
     mean: float = Field(ge=-LARGEST, le=LARGEST)
     std: float = Field(ge=0, le=LARGEST)
     complementarity_rate: float | None = Field(ge=-1, le=1)
     fused: bool
     n_gain: int | None = Field(default=None, ge=0)
     n_loss: int | None = Field(default=None, ge=0)
-
-    @property
-    def beside_id(self) -> set[str]:
-        """Return the fields that a policy's id leaves out: also the counts, of which the rate is made."""
-        return super().beside_id | {"n_gain", "n_loss"}
 
 
 class BasePolicy(Policy):
@@ -61,7 +60,7 @@ class BasePolicy(Policy):
         """
         numbers = self.stages[stage]
         calibrator = numbers.calibrator
-        scores = calibrator.scores(logits, numbers.name)
+        scores = numbers.scores(logits)
         if state is None:
             state = np.zeros((len(scores), 1 + scores.shape[1]))
         weight, total = state[:, :1], state[:, 1:]
@@ -71,7 +70,7 @@ class BasePolicy(Policy):
         if numbers.fused:
             p = own_confidences[:, None]
             standardised = (scores - numbers.mean) / (numbers.std + EPSILON)
-            alone = weight[:, 0] == 0
+            unfused = weight[:, 0] == 0
             weight, total = weight + p, total + p * standardised
         if stage < len(self.stages) - 1:
             accepted = own_confidences >= self.threshold
@@ -80,9 +79,9 @@ class BasePolicy(Policy):
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
-        scores = np.where(alone[:, None], scores, on_last_scale)
+        scores = np.where(unfused[:, None], scores, on_last_scale)
         confidences = calibrator.answers(scores)[1]
-        # Standardising may round two logits of a row that stands alone into a tie.
-        predictions = np.where(alone, own, fused.argmax(axis=1)).astype(np.int32)
+        # Standardising may round two logits of a row that nothing is fused with into a tie.
+        predictions = np.where(unfused, own, fused.argmax(axis=1)).astype(np.int32)
         believed = calibrator.believed(scores, predictions)
         return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)), believed)

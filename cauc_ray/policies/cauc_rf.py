@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.softmax import top_option
-from cauc_ray.numbers.temperature import FitStatus
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import FrozenModel
-from cauc_ray.policies.policy import Policy, Stage, Step, same_width
+from cauc_ray.policies.policy import Policy, Step, same_width
+from cauc_ray.policies.policy_file import Stage
 
 
 class PairDiagnostics(FrozenModel):
@@ -33,10 +34,16 @@ class RFStage(Stage):
     alpha and beta are those that were not admitted.
     """
 
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"alpha", "beta", "fused"}
+
     alpha: float | None = Field(ge=1 / LARGEST, le=LARGEST)
     beta: float | None = Field(ge=1 / LARGEST, le=LARGEST)
     pair_diagnostics: PairDiagnostics | None
     fused: bool = True
+
+    def fold(self, scores: Floats, state: Floats | None) -> Floats:
+        """Return r after the stage, float64 (n, K) (paper, eq. 8).   scores: its calibrated logits."""
+        return fold(scores, *((self.alpha, self.beta) if self.fused else (None, None)), state, self.name)
 
 
 class RFPolicy(Policy):
@@ -64,9 +71,7 @@ class RFPolicy(Policy):
 
     def fold(self, stage: int, logits: Floats, state: Floats | None) -> Floats:
         """Return r after a stage, float64 (n, K) (paper, eq. 8)."""
-        numbers = self.stages[stage]
-        alpha, beta = (numbers.alpha, numbers.beta) if numbers.fused else (None, None)
-        return fold(numbers.scores(logits), alpha, beta, state, numbers.name)
+        return self.stages[stage].fold(self.stages[stage].scores(logits), state)
 
 
 def fold(scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = "") -> Floats:

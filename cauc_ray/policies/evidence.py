@@ -1,16 +1,15 @@
-"""What a policy's file says of how its numbers came about: fits, choices, and what was measured."""
+"""The record in a policy's file of how its numbers came about: fits, choices, and what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
-from cauc_ray.numbers.isotonic import Isotonic
-from cauc_ray.numbers.metrics import Share
-from cauc_ray.numbers.temperature import FitStatus
+from cauc_ray.numbers.calibration import FitStatus
+from cauc_ray.numbers.intervals import Share
 
 MOST_CURVE_POINTS = 100
 # In a reference: bins of confidence, groups of options, and how many of an answer's likeliest options count.
@@ -25,50 +24,10 @@ class FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class MeasuredShare(FrozenModel):
-    """A share of n rows with its 95 % Wilson interval."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, share: Share) -> MeasuredShare | None:
-        """Take over a computed share; None where there were no rows."""
-        return cls(value=share.value, low=share.low, high=share.high, n=share.n) if share.n else None
-
-
-class IsotonicMap(FrozenModel):
-    """What an isotonic calibrator makes of confidences: linear between breakpoints, strictly rising over [0, 1]."""
-
-    confidences: tuple[float, ...]
-    accuracies: tuple[float, ...]
-
-    @model_validator(mode="after")
-    def _rises(self) -> Self:
-        x, y = self.confidences, self.accuracies
-        if len(x) != len(y) or len(x) < 2 or (x[0], x[-1]) != (0.0, 1.0) or not 0 <= y[0] < y[-1] <= 1:
-            raise ValueError("breakpoints take confidences from 0 to 1 to as many accuracies in [0, 1]")
-        if any(one >= other for values in (x, y) for one, other in pairwise(values)):
-            raise ValueError("confidences and accuracies must rise from each breakpoint to the next")
-        return self
-
-    @classmethod
-    def of(cls, fitted: Isotonic) -> IsotonicMap:
-        """Take over a fitted map."""
-        return cls(confidences=fitted.confidences, accuracies=fitted.accuracies)
-
-    @property
-    def numbers(self) -> Isotonic:
-        """Return the map."""
-        return Isotonic(self.confidences, self.accuracies)
-
-
 class TemperatureDiagnostics(FrozenModel):
     """How a stage's calibration went, on the calibration split; NLL in nats, the standard error in T.
 
-    Calibration errors are over 15 equal-width bins, before (T = 1 alone) and after all that calibrates the stage.
+    Calibration errors are over 15 equal-width bins, before (at T = 1) and after all that calibrates the stage.
     """
 
     status: FitStatus
@@ -103,7 +62,7 @@ class RiskCertificate(FrozenModel):
 class ThresholdChoice(FrozenModel):
     """How the threshold was chosen, and on which split (null where it was given).
 
-    objective: what it maximises. Beside a given threshold it says what the curve's quality is, null for accuracy.
+    objective: what it maximises. With a given threshold it is the quality of the curve, null for accuracy.
     certificate: of a certified threshold.
     """
 
@@ -127,29 +86,39 @@ class FittedOn(FrozenModel):
     examples_fingerprint: str
 
 
-class StageExpectation(FrozenModel):
-    """How many examples reached and left a stage, and how often its accepted answers were right."""
+class StageShare(FrozenModel):
+    """How many examples reached a stage and stopped there, the share that did, and the accuracy of these answers.
+
+    Null are the shares of no example.
+    """
 
     name: str
     reached: int
     answered: int
-    coverage: MeasuredShare | None
-    accepted_accuracy: MeasuredShare | None
+    coverage: Share | None
+    accepted_accuracy: Share | None
 
 
-class Expectation(FrozenModel):
-    """What the policy did on a labelled split: mean cost per example, and relative to the last model alone.
+class Measures(FrozenModel):
+    """What a policy did on a split: mean cost per example, and relative to the last model alone, null if that is free.
 
-    cost_deviation: of the examples' costs; null in files from before it was measured.
+    accuracy, macro_f1: over the labelled examples, null without any; files have no macro_f1.   cost_deviation: of the
+    examples' costs; null in files from before it was measured.
     """
 
     split: str
     n: int = Field(ge=1)
-    accuracy: MeasuredShare
+    accuracy: Share | None
+    macro_f1: SkipJsonSchema[float | None] = Field(default=None, exclude=True)
     cost: float
     relative_cost: float | None
-    stages: tuple[StageExpectation, ...]
+    stages: tuple[StageShare, ...]
     cost_deviation: float | None = Field(default=None, ge=0)
+
+    @property
+    def n_labelled(self) -> int:
+        """Return how many of the examples have a label."""
+        return self.accuracy.n if self.accuracy else 0
 
 
 class SafeChoice(FrozenModel):
@@ -165,25 +134,28 @@ class SafeChoice(FrozenModel):
     says: str
 
 
+GuardName: TypeAlias = Literal[
+    "cost-above-largest",
+    "below-single-model",
+    "worse-than-part",
+    "fusion-within-noise",
+    "fusion-hurts",
+    "few-examples",
+    "temperature-uncertain",
+    "separable",
+    "uninformative-confidence",
+    "cost-shift",
+]
+
+
 class Guard(FrozenModel):
     """Something that was looked at because it makes policies disappoint, and what was seen.
 
-    stage: which it is about, null for the policy.   fired: whether it must be feared.   says: in one line, for people.
+    stage: which it is about, null for the policy.   fired: whether it is a warning.   says: in one line, for people.
     figures: the numbers in it, by name.
     """
 
-    name: Literal[
-        "cost-above-largest",
-        "below-single-model",
-        "worse-than-part",
-        "fusion-within-noise",
-        "fusion-hurts",
-        "few-examples",
-        "temperature-uncertain",
-        "separable",
-        "uninformative-confidence",
-        "cost-shift",
-    ]
+    name: GuardName
     stage: str | None
     fired: bool
     says: str
@@ -268,7 +240,7 @@ class ChainSearch(FrozenModel):
     """How a policy's chain was found among all sub-chains of a pool, cheapest first.
 
     split: where the chain was chosen.   objective: what was maximised there.   budget: null without one.
-    n_measured: of n_chains; the others were proven to be none of those named here.
+    n_measured: of n_chains; in files of earlier versions the others were proven to be none of those named here.
     n_halves: on so many the choice was repeated.   n_same: of these, how many chose the same chain.
     chosen: the policy's.   full: all models of the pool.   pair, single: the best of so many models.
     runners_up: the next best after the chosen one.

@@ -65,7 +65,7 @@ class Fitting:
     """What a method is fitted from.
 
     calibration: what its numbers are fitted on.   validation: what thresholds, epochs and sizes are chosen on.
-    seed: of everything drawn by lot.   checkpoint: the model that some methods train on texts, a hub id or a folder.
+    seed: of everything random.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     """
 
     calibration: Examples
@@ -79,9 +79,9 @@ class Method:
     """A method by its name.
 
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
-    packages: those it imports beside cauc-ray's own.   extra: the extra of cauc-ray that installs them.
-    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it takes the dearest
-    point within it, not the best.   sees_labels: it is told the answers, to show what nobody can reach.
+    packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
+    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it takes the most
+    expensive point within it, not the best.   sees_labels: it knows the answers, to show what no method can reach.
     """
 
     name: str
@@ -105,20 +105,20 @@ class Method:
         return fit
 
     def setting(self, fitted: Fitted, budget: float) -> float | None:
-        """Return what steers it to a budget, a mean cost per example on validation; None where nothing steers it.
+        """Return its setting for a budget, a mean cost per example on validation; None where it has only one.
 
         Raises BudgetError where no point is so cheap.
         """
         points = fitted.points
         if self.sees_labels or len(points.settings) == 1:
             return None
-        point = points.index_of_dearest(budget) if self.spends_budget else points.index_of_best(budget)
+        point = points.index_of_most_expensive(budget) if self.spends_budget else points.index_of_best(budget)
         return float(points.settings[point])
 
 
 @dataclass(frozen=True)
-class Steered:
-    """A fitted method that one threshold steers.
+class Thresholded:
+    """A fitted method with one threshold, which is still open.
 
     given: the threshold without a budget; None for the best on validation.
     """

@@ -14,12 +14,10 @@ from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.evidence import Guard, SafeChoice, ThresholdChoice
-from cauc_ray.policies.fitting import rule_of
 from cauc_ray.policies.methods import fit_policy
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import answers_alone
+from cauc_ray.policies.trace import answers_alone, replay
 
 
 def fit_safe(
@@ -30,13 +28,12 @@ def fit_safe(
     names: tuple[str, str],
     *,
     calibrator: CalibratorKind = "temperature",
-    previous: Policy | None = None,
 ) -> Policy:
     """Fit a policy that guards its fusions and falls back on a single model, and record what that has changed.
 
-    A fusion is admitted where its gain over the stage's own answers is established on validation (numbers.signs); for
-    Base, whose models are fused at once, that of each one on calibration too, where complementarity is counted. Stages
-    whose fusion is not admitted answer by themselves.
+    A fusion is admitted where its gain over the stage's own answers is established on validation (numbers.intervals);
+    for Base, whose models are fused at once, that of each one on calibration too, where complementarity is counted.
+    Stages whose fusion is not admitted answer by themselves.
     Without a budget or a threshold the policy may cost no more on validation than always calling the largest model.
     A threshold that leaves it behind a single model within that limit, or within the budget, is chosen anew as the best
     within it, and where that is behind too, the chain of that model alone is published. A threshold that is given
@@ -47,7 +44,7 @@ def fit_safe(
     if validation is None:
         raise ConfigError("a safe policy is compared with single models on a validation split; give one")
     validation.require_labels("comparing with single models")
-    fit = partial(fit_policy, method, calibrator=calibrator, safe=True, previous=previous)
+    fit = partial(fit_policy, method, calibrator=calibrator, safe=True)
     policy = fit(calibration, validation, rule, names)
     unfused, changes = _unfused(policy), []
     if unfused:
@@ -80,14 +77,6 @@ def require_safe_rule(rule: ThresholdRule) -> None:
         raise ConfigError(
             "validation that has admitted fusions cannot certify a risk as well; leave --safe or --certify out"
         )
-
-
-def refit_safe(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
-    """Refit a safe policy as refit does, and guard it anew."""
-    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
-    rule = rule_of(policy, calibration)
-    kind = policy.calibrator_kind
-    return fit_safe(policy.method, calibration, validation, rule, names, calibrator=kind, previous=policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +131,13 @@ def _best_within(
 ) -> Policy | None:
     """Choose the threshold anew, None where none is within the limit."""
     within = ThresholdRule(budget=limit, objective=rule.objective)
-    anew: Policy
     try:
-        if isinstance(policy, BasePolicy):
-            anew = choose_threshold(policy, calibration, validation, within)
-        else:
-            assert isinstance(policy, RFPolicy)
-            anew = choose_threshold(policy, calibration, validation, within)
+        anew = choose_threshold(policy, calibration, validation, within)
     except BudgetError:
         return None
     if rule.budget is not None:
         return anew
-    # The limit is nobody's budget; the policy says under safe what it was.
+    # The limit was not asked for as a budget; the policy's file has it under safe.
     choice = ThresholdChoice(rule="best", objective=rule.objective, split=anew.threshold_choice.split)
     return anew.model_copy(update={"threshold_choice": choice})
 

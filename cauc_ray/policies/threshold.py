@@ -9,24 +9,18 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.certificates import EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Frontier, Objective
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import RFPolicy
+from cauc_ray.policies.checks import Measured, look
 from cauc_ray.policies.evidence import (
     MOST_CURVE_POINTS,
     CurvePoint,
-    Expectation,
-    MeasuredShare,
     RiskCertificate,
-    StageExpectation,
     ThresholdChoice,
 )
-from cauc_ray.policies.guards import Measured, look
-from cauc_ray.policies.policy import check_budget, check_threshold
-from cauc_ray.policies.reference import reference_of
-from cauc_ray.policies.replay import measure
-from cauc_ray.policies.trace import Trace, trace_policy
+from cauc_ray.policies.monitor import reference_of
+from cauc_ray.policies.policy import Policy, check_budget, check_threshold
+from cauc_ray.policies.trace import Trace, measure, trace_policy
 
-AnyPolicy = TypeVar("AnyPolicy", BasePolicy, RFPolicy)
+AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +52,16 @@ class ThresholdRule:
             )
 
 
-# What the paper has where nobody gives anything.
+# What the paper has where nothing is given.
 BY_DEFAULT = ThresholdRule()
 
 
 def choose_threshold(policy: AnyPolicy, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> AnyPolicy:
     """Set the threshold that the rule gives, certifies or finds best on validation (paper, eq. 11); finish the policy.
 
-    policy: all but its threshold and what that entails. Raises ConfigError without a validation split to choose on,
-    DataError where its labels are missing, BudgetError where no operating point is as cheap as the budget, RiskError
-    where no threshold's risk is certified.
+    policy: at any threshold. Raises ConfigError without a validation split to choose on, DataError where its labels are
+    missing, BudgetError where no operating point is as cheap as the budget, RiskError where no threshold's risk is
+    certified.
     """
     if rule.threshold is not None:
         choice = ThresholdChoice(rule="given", objective=None, split=None)
@@ -91,7 +85,7 @@ def choose_threshold(policy: AnyPolicy, calibration: Chain, validation: Chain | 
 def _certify(
     policy: AnyPolicy, calibration: Chain, validation: Chain, limit: RiskLimit, swept: _Swept
 ) -> tuple[float, ThresholdChoice]:
-    """Return the certified threshold of most coverage. Calibration only says what to test, and in which order."""
+    """Return the certified threshold of most coverage. Calibration only decides what to test, and in which order."""
     if len(policy.stages) < 2:
         raise ConfigError("with one model nothing is answered early, whose risk could be certified; give two or more")
     on_validation = _early(swept.trace, validation)
@@ -153,43 +147,19 @@ def _finish(
     choice: ThresholdChoice,
     swept: _Swept | None,
 ) -> AnyPolicy:
-    """Set the threshold, measure what to expect of it and of others, and check the whole as a file would be."""
+    """Return the policy at a threshold, with what to expect there and at others."""
     measured_on = validation if validation is not None and validation.labelled.any() else calibration
     split = (
         policy.calibration.split if measured_on is calibration or policy.validation is None else policy.validation.split
     )
-    decided = policy.model_copy(update={"threshold": threshold, "threshold_choice": choice})
+    decided = type(policy)(**dict(policy) | {"threshold": threshold, "threshold_choice": choice})
     trace = trace_policy(decided, measured_on) if swept is None else swept.trace
-    stops = trace.stops(threshold)
-    predictions = trace.answers(threshold).predictions
-    labels, labelled, costs = measured_on.labels, measured_on.labelled, measured_on.costs
-    measures = measure(policy.models, predictions, stops, labels, labelled, costs)
-    assert measures.accuracy is not None
-    accuracy = MeasuredShare.of(measures.accuracy)
-    assert accuracy is not None
-    expected = Expectation(
-        split=split,
-        n=measures.n,
-        accuracy=accuracy,
-        cost=measures.cost,
-        relative_cost=measures.relative_cost,
-        stages=tuple(
-            StageExpectation(
-                name=stage.name,
-                reached=stage.reached,
-                answered=stage.answered,
-                coverage=MeasuredShare.of(stage.coverage),
-                accepted_accuracy=MeasuredShare.of(stage.accepted_accuracy),
-            )
-            for stage in measures.stages
-        ),
-        cost_deviation=float(costs.of_stops(stops).std()),
-    )
-    guards = look(decided, expected, Measured(measured_on, trace, stops), calibration)
-    reference = None if swept is None else reference_of(trace, threshold, measured_on, split)
+    answered = trace.at(threshold, measured_on)
+    expected = measure(answered, measured_on, split, with_f1=False)
+    guards = look(decided, expected, Measured(measured_on, trace, answered), calibration)
+    reference = None if swept is None else reference_of(answered, trace, measured_on, split)
     found = {"expected": expected, "guards": guards, "reference": reference, "curve": _curve(swept)}
-    complete = decided.model_copy(update=found)
-    return type(policy).model_validate(complete.model_dump())
+    return type(policy)(**dict(decided) | found)
 
 
 def _curve(swept: _Swept | None) -> tuple[CurvePoint, ...]:

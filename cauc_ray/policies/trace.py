@@ -1,30 +1,52 @@
-"""What a method sees of a split, and what it would answer there whatever its threshold."""
+"""What a method sees of a split, what it would answer there at every threshold, and what answers at one are worth."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, in_order
+from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
+from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy, Stage
+from cauc_ray.policies.evidence import Measures, StageShare
+from cauc_ray.policies.policy import Policy, Step
+from cauc_ray.policies.policy_file import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCall:
+    """The call of a pool's model whose layer the embeddings are: who looks at them pays it on every example.
+
+    model: its name.   place: in the chain, None for a model that the chain does not have.   costs: of that one's calls,
+    float64 (N,), or one for all; 0 for a model of the chain, whose costs the chain has.
+    """
+
+    model: str
+    place: int | None
+    costs: Floats | float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
     """A split as a method sees it: what the models said, and what is known of the queries themselves.
 
-    embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.   texts: N.
+    embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.
+    embedding_call: what they take; None for an encoder that is no model of the pool, which is not counted.   texts: N.
     """
 
     chain: ChainLogits
     embeddings: Floats | None = None
     texts: tuple[str, ...] | None = None
+    embedding_call: EmbeddingCall | None = None
 
     def __post_init__(self) -> None:
         for what, rows in (("embeddings", self.embeddings), ("texts", self.texts)):
@@ -40,43 +62,56 @@ class Examples:
         correct: Bools = answers == self.chain.labels[:, None]
         return correct
 
+    @property
+    def embedding_note(self) -> str:
+        """Return the note in tables on a method that looks at the embeddings; empty where they cost nothing."""
+        call = self.embedding_call
+        return "" if call is None else f"features: the embedding by {call.model!r}, its call paid"
+
     def without_labels(self) -> Examples:
-        """Return the same examples as they are when somebody asks."""
+        """Return the same examples as they are when answers are asked for."""
         unknown = np.full_like(self.chain.labels, UNKNOWN_LABEL)
         return replace(self, chain=replace(self.chain, labels=unknown))
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A method's answers.   predictions: int32 (N,).   calls: bool (N, M), which models were called for each."""
+    """A method's answers.   predictions: int32 (N,).   calls: bool (N, M), which models were called for each.
+
+    other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
+    """
 
     predictions: Ints
     calls: Bools
+    other_costs: Floats | float = 0.0
 
     def costs(self, chain: Chain) -> Floats:
         """Return what each example cost, float64 (N,)."""
         cost: Floats = np.where(self.calls, chain.costs.per_call, 0.0).sum(axis=1)
-        return cost
+        return cost + self.other_costs
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """What a method would answer at each of its S steps; an example stops where its confidence reaches a threshold.
 
-    predictions: int32 (N, S).   confidences: float64 (N, S); the last step's stop nobody, all do who come there.
+    predictions: int32 (N, S).   confidences: float64 (N, S); the last step stops every example that reaches it.
     calls: bool (S, M), which models were called for an example that stops at a step.
-    likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where nobody asked for it.
+    likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where not asked for.
+    other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
     """
 
     predictions: Ints
     confidences: Floats
     calls: Bools
     likeliest: Ints | None = None
+    other_costs: Floats | float = 0.0
 
     def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
         """Return all operating points on the chain's examples, which have labels."""
         inner = self.confidences[:, :-1]
-        return sweep(inner, self.predictions, chain.labels, chain.costs, objective, self.calls)
+        found = sweep(inner, self.predictions, chain.labels, chain.costs, objective, self.calls)
+        return replace(found, cost=found.cost + np.mean(self.other_costs))
 
     def stops(self, threshold: float) -> Ints:
         """Return the step at which each example stops, int (N,)."""
@@ -88,11 +123,65 @@ class Trace:
     def answers(self, threshold: float) -> Answers:
         """Return the answers at a threshold."""
         stops = self.stops(threshold)
-        return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops])
+        return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
+
+    def at(self, threshold: float, chain: Chain) -> Answered:
+        """Return what a cascade of all of the chain's models answers at a threshold."""
+        stops = self.stops(threshold)
+        at = np.arange(len(stops)), stops
+        codes = None if self.likeliest is None else self.likeliest[at]
+        costs = chain.costs.of_stops(stops)
+        return Answered(self.predictions[at], self.confidences[at], stops.astype(np.int8), costs, codes)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A cascade's answers, replayed or live; all arrays (N,).
+
+    predictions: int32.   confidences: float64.   stages: int8, which one answered.   costs: float64, of all calls made
+    for the example.   likeliest: int16, as Step.likeliest has them; None where not asked for.
+    """
+
+    predictions: Ints
+    confidences: Floats
+    stages: Ints
+    costs: Floats
+    likeliest: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.predictions)
+
+    def of_rows(self, rows: Ints | Bools) -> Answered:
+        """Return some of the answers."""
+        return Answered(*(None if of is None else of[rows] for of in self._arrays()))  # type: ignore[arg-type]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answered]) -> Answered:
+        """Return the answers of several, one after another."""
+        columns = zip(*(part._arrays() for part in parts), strict=True)
+        return cls(*(None if of[0] is None else np.concatenate(of) for of in columns))  # type: ignore[arg-type]
+
+    def _arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
+        return self.predictions, self.confidences, self.stages, self.costs, self.likeliest
+
+
+_Paid = TypeVar("_Paid", Answers, Trace)
+
+
+def with_embedding_paid(found: _Paid, examples: Examples) -> _Paid:
+    """Return what a method found by looking at the examples' embeddings, with the call that these take."""
+    call = examples.embedding_call
+    if call is None:
+        return found
+    if call.place is None:
+        return replace(found, other_costs=found.other_costs + call.costs)
+    calls = found.calls.copy()
+    calls[:, call.place] = True
+    return replace(found, calls=calls)
 
 
 class Cascade(Protocol):
-    """A method that one threshold steers: what it answers, and how sure it is, after each step."""
+    """A method with one threshold: what it answers, and how sure it is, after each step."""
 
     def trace(self, examples: Examples) -> Trace:
         """Return its answers and confidences at every step."""
@@ -117,27 +206,11 @@ class PolicyCascade:
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether the trace shall have it."""
-    parts = chain.each(partial(_trace_part, policy, likeliest))
-    ranks = [part.ranks for part in parts]
-    return Trace(
-        in_order(ranks, [part.predictions for part in parts]),
-        in_order(ranks, [part.confidences for part in parts]),
-        calls_in_turn(len(policy.stages)),
-        in_order(ranks, [part.likeliest for part in parts]) if likeliest else None,
-    )
+    predictions, confidences, codes = _in_rows_order(chain, partial(_trace_part, policy, likeliest))
+    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)), codes if likeliest else None)
 
 
-@dataclass(frozen=True, slots=True)
-class _PartTrace:
-    """The steps of some rows.   ranks: int (n,).   The others: (n, M), as a trace has them; likeliest only if asked."""
-
-    ranks: Ints
-    predictions: Ints
-    confidences: Floats
-    likeliest: Ints
-
-
-def _trace_part(policy: Policy, with_likeliest: bool, part: ChainPart) -> _PartTrace:
+def _trace_part(policy: Policy, with_likeliest: bool, part: ChainPart) -> tuple[Ints, Floats, Ints]:
     n, m = len(part), len(part.logits)
     predictions, confidences = np.empty((n, m), dtype=np.int32), np.empty((n, m))
     codes = np.empty((n, m if with_likeliest else 0), dtype=np.int16)
@@ -149,19 +222,140 @@ def _trace_part(policy: Policy, with_likeliest: bool, part: ChainPart) -> _PartT
             if with_likeliest:
                 codes[rows, stage] = step.likeliest()
             state = step.state
-    return _PartTrace(part.ranks, predictions, confidences, codes)
+    return predictions, confidences, codes
+
+
+def replay(policy: Policy, chain: Chain) -> Answered:
+    """Run a policy on saved logits, calling each stage for the deferred examples only."""
+    policy.check_chain(chain)
+    predictions, confidences, stages = _in_rows_order(chain, partial(_replay_part, policy))
+    return Answered(predictions, confidences, stages, chain.costs.of_stops(stages))
+
+
+def _replay_part(policy: Policy, part: ChainPart) -> tuple[Ints, Floats, Ints]:
+    n = len(part)
+    predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
+    for block in part.blocks():
+        rows = np.arange(block.start, block.stop)
+        for stage, reached, step in steps_of(policy, rows, lambda stage, rows: part.logits[stage][rows]):
+            done = reached[step.accepted]
+            predictions[done] = step.predictions[step.accepted]
+            confidences[done] = step.confidences[step.accepted]
+            stages[done] = stage
+    return predictions, confidences, stages
+
+
+def steps_of(policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats]) -> Iterator[tuple[int, Ints, Step]]:
+    """Take a policy's steps for some rows, and yield for each stage the rows that reached it and what it decided.
+
+    logits_of: called with a stage and the rows that reach it, int (n,): its logits of them, float (n, K).
+    """
+    state = None
+    for stage in range(len(policy.stages)):
+        if not len(rows):
+            return
+        step = policy.step(stage, logits_of(stage, rows), state)
+        yield stage, rows, step
+        rows, state = rows[~step.accepted], step.state[~step.accepted]
 
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:
     """Return what each stage's model would answer by itself, int32 (N, M)."""
-    parts = chain.each(partial(_part_alone, policy.stages))
-    answers: Ints = in_order([ranks for ranks, _ in parts], [answers for _, answers in parts])
+    (answers,) = _in_rows_order(chain, partial(_part_alone, policy.stages))
     return answers
 
 
-def _part_alone(stages: tuple[Stage, ...], part: ChainPart) -> tuple[Ints, Ints]:
+def _part_alone(stages: tuple[Stage, ...], part: ChainPart) -> tuple[Ints]:
     answers = np.empty((len(part), len(stages)), dtype=np.int32)
     for rows in part.blocks():
         for place, (logits, stage) in enumerate(zip(part.logits, stages, strict=True)):
             answers[rows, place] = stage.scores(logits[rows]).argmax(axis=1)
-    return part.ranks, answers
+    return (answers,)
+
+
+_Arrays = TypeVar("_Arrays", bound=tuple[npt.NDArray[Any], ...])
+
+
+def _in_rows_order(chain: Chain, ask: Callable[[ChainPart], _Arrays]) -> _Arrays:
+    """Ask every part of a chain for arrays of its rows, and return each as one array in the order of all rows."""
+    parts = chain.each(partial(_with_ranks, ask))
+    ranks = [own for own, _ in parts]
+    arrays = zip(*(values for _, values in parts), strict=True)
+    return cast(_Arrays, tuple(in_order(ranks, of) for of in arrays))
+
+
+def _with_ranks(ask: Callable[[ChainPart], _Arrays], part: ChainPart) -> tuple[Ints, _Arrays]:
+    return part.ranks, ask(part)
+
+
+def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = True) -> Measures:
+    """Measure answers to a chain's examples.   split: their name.   with_f1: whether to measure macro-F1, too."""
+    labelled, stages = chain.labelled, answered.stages
+    correct = (answered.predictions == chain.labels) & labelled
+    shares = []
+    for place, name in enumerate(chain.models):
+        here, reached = stages == place, int((stages >= place).sum())
+        n_answered, n_labelled = int(here.sum()), int((here & labelled).sum())
+        shares.append(
+            StageShare(
+                name=name,
+                reached=reached,
+                answered=n_answered,
+                coverage=share(n_answered, reached) if reached else None,
+                accepted_accuracy=share(int((correct & here).sum()), n_labelled) if n_labelled else None,
+            )
+        )
+    some = bool(labelled.any())
+    cost, of_last = float(answered.costs.mean()), float(chain.costs.means[-1])
+    return Measures(
+        split=split,
+        n=len(answered),
+        accuracy=share(int(correct.sum()), int(labelled.sum())) if some else None,
+        macro_f1=macro_f1(answered.predictions[labelled], chain.labels[labelled]) if some and with_f1 else None,
+        cost=cost,
+        relative_cost=cost / of_last if of_last > 0 else None,
+        stages=tuple(shares),
+        cost_deviation=float(answered.costs.std()),
+    )
+
+
+def measure_replay(policy: Policy, chain: Chain) -> tuple[Answered, Measures]:
+    """Replay a policy and measure its answers."""
+    answered = replay(policy, chain)
+    return answered, measure(answered, chain, chain.source)
+
+
+def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | None, ...]:
+    """Measure the paper's propositions at every stage, over the labelled examples that reach it.
+
+    A stage's confidence is that of the answer which it would give: RF's is of the scores fused so far. Its fallback is
+    the rest of the cascade, which may stop at any later stage and costs what it then calls.
+
+    What the rest of a cascade does with an example that stops is known here too, from all of its logits.
+    None for the last stage, which has no threshold, and where no labelled example comes.
+    """
+    trace = trace_policy(policy, chain)
+    last = len(policy.stages) - 1
+    stops = trace.stops(policy.threshold)
+    accepted = trace.confidences >= policy.threshold
+    accepted[:, last] = True
+    correct = trace.predictions == chain.labels[:, None]
+    found: list[StageGuarantees | None] = []
+    for stage in range(last):
+        rows = np.flatnonzero(chain.labelled & (stops >= stage))
+        if not len(rows):
+            found.append(None)
+            continue
+        onward = accepted[:, stage + 1 :].argmax(axis=1) + stage + 1
+        extra = chain.costs.of_stops(onward) - chain.costs.of_stops(np.full(len(chain), stage))
+        confidences, right = trace.confidences[rows, stage], correct[rows, stage]
+        fallback = correct[rows, onward[rows]], extra[rows]
+        found.append(stage_guarantees(confidences, right, *fallback, policy.threshold))
+    return (*found, None)
+
+
+def single_model_accuracy(chain: ChainLogits, stage: int) -> Share:
+    """Return the accuracy of one model alone on the labelled examples."""
+    predictions = chain.logits[stage].argmax(axis=1)
+    hits = (predictions == chain.labels) & chain.labelled
+    return share(int(hits.sum()), int(chain.labelled.sum()))

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve import Application
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.execution.plan import import_paths
+from cauc_ray.execution.plan import import_paths, require_agreement
 from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.models.service import Replicas
@@ -56,6 +56,7 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
             f"a model's name is part of URLs: some printable text without '/', '?', '#' and '%', not {model!r}"
         )
     stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
     deployments = [_stage(spec).bind(spec, import_paths()) for spec in stages]
     key = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
     return _router(pool).bind(model, pool, policy, deployments, key, import_paths())

@@ -72,7 +72,9 @@ class Cascade:
                 max_queued=pool.serving.max_queued_rows,
             )
             more = self._expects_more(stage)
-            self.lanes.append(Lane(stage, spec.name, limits, client, self, more, spec.replicas.min))
+            degrades = self._degrades and stage > 0
+            lane = Lane(stage, spec.name, limits, client, self, more, spec.replicas.min, degrades=degrades)
+            self.lanes.append(lane)
         dropped = partial(observer.shadow_rows, "dropped")
         self._shadows = Shadows(pool.serving.shadow, self.lanes, self, dropped)
 

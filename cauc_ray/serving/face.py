@@ -96,7 +96,8 @@ class _Shortcut:
         scope["path_params"] = {name: value for name, value in found.groupdict().items() if value is not None}
         request = Request(scope, receive)
         try:
-            response = await self._face.infer(request)
+            with self._face.router.one_more_request():
+                response = await self._face.infer(request)
         except RequestError as error:
             response = await _refused(request, error)
         except Exception as error:
@@ -108,7 +109,7 @@ class _Face:
     """What each address does."""
 
     def __init__(self, router: Router) -> None:
-        self._router = router
+        self.router = router
         self._inference = Inference(router)
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(router.pool.serving.max_body_mb * 1e6)
@@ -117,7 +118,7 @@ class _Face:
         """Return what the OpenAPI page says of the addresses."""
         inputs = self._inference.inputs
         return Pages(
-            model=self._router.model,
+            model=self.router.model,
             version=VERSION,
             request=request_schema(inputs.names, OUTPUTS, any_input=inputs.takes_any),
             example=example_request(inputs.declared, pixels=inputs.any_pixels),
@@ -132,7 +133,7 @@ class _Face:
             "name": "cauc-ray",
             "version": PACKAGE_VERSION,
             "extensions": extensions,
-            "models": [self._router.model],
+            "models": [self.router.model],
         }
         return JSONResponse(told)
 
@@ -140,7 +141,7 @@ class _Face:
         return JSONResponse({"live": True})
 
     async def ready(self) -> Response:
-        ready = self._router.ready
+        ready = await self.router.ready()
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
@@ -149,15 +150,16 @@ class _Face:
 
     async def model_ready(self, request: Request) -> Response:
         self._require_model(request)
-        ready = self._router.ready
-        return JSONResponse({"name": self._router.model, "ready": ready}, 200 if ready else 503)
+        ready = await self.router.ready()
+        return JSONResponse({"name": self.router.model, "ready": ready}, 200 if ready else 503)
 
     async def policy(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token, self._policy_token)
-        in_force = self._router.in_force
-        content = {"policy_id": in_force.id, "policy": in_force.policy.model_dump(mode="json")}
-        return JSONResponse({**content, "refused": self._router.refused})
+        in_force = await self.router.current_policy()
+        content = {"policy_id": in_force.id, "version": in_force.version, "refused": in_force.kept.refused}
+        policy = in_force.policy.model_dump(mode="json")
+        return JSONResponse({**content, "policy": policy}, headers={"ETag": self.router.etag(in_force)})
 
     async def set_policy(self, request: Request) -> Response:
         self._require_model(request)
@@ -173,22 +175,23 @@ class _Face:
             raise RequestError("the body is not JSON") from error
         if isinstance(content, dict) and isinstance(content.get("policy"), str):
             raise RequestError("'policy' is the content of a policy file; paths on the server are not read")
-        return JSONResponse(await self._router.set_policy(content))
+        told = await self.router.set_policy(content, request.headers.get("if-match"))
+        return JSONResponse(told, headers={"ETag": told.pop("etag")})
 
     async def watch(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token, self._policy_token)
-        return JSONResponse(await self._router.watch())
+        return JSONResponse(await self.router.watch())
 
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token)
         body = await _body(request, self._max_body)
-        return JSONResponse(self._router.feedback(body))
+        return JSONResponse(await self.router.feedback(body))
 
     async def infer(self, request: Request) -> Response:
         started = time.perf_counter()
-        told: dict[str, Any] = {"request_id": request.headers.get("x-request-id"), "model": self._router.model}
+        told: dict[str, Any] = {"request_id": request.headers.get("x-request-id"), "model": self.router.model}
         status = 500
         try:
             self._require_model(request)
@@ -212,14 +215,14 @@ class _Face:
             raise
         finally:
             seconds = time.perf_counter() - started
-            self._router.metrics.request(status, seconds)
+            self.router.metrics.request(status, seconds)
             log_request(logger, {**told, "status": status, "seconds": round(seconds, 6)})
 
     def _require_model(self, request: Request) -> None:
         name = request.path_params["name"]
         version = request.path_params.get("version", VERSION)
-        if name != self._router.model:
-            raise RequestError(f"there is no model {name!r:.80}; this service has {self._router.model!r}", 404)
+        if name != self.router.model:
+            raise RequestError(f"there is no model {name!r:.80}; this service has {self.router.model!r}", 404)
         if version != VERSION:
             raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,18 +15,27 @@ from cauc_ray.errors import explain
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.store import Store
 
 # A confidence comes as the float32 that the answer said.
 _ROUNDING = 1e-6
+
+# Answers whose feedback one router remembers, so that it is counted once.
+MOST_REMEMBERED = 10_000
 
 _Option = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class FeedbackMessage(BaseModel):
-    """The body: what the answers said, and the labels, a list of each by row."""
+    """The body: what the answers said, and the labels, a list of each by row.
+
+    answer_id: as the response's parameters said.   rows: which of the answer's rows these are, all of them without it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     policy_id: str
+    answer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+    rows: list[_Option] | None = None
     prediction: list[_Option] = Field(min_length=1)
     confidence: list[Annotated[float, Field(ge=0, le=1)]]
     stage: list[Annotated[int, Field(ge=0)]]
@@ -32,15 +44,18 @@ class FeedbackMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Answers that one policy gave, and which were right; arrays (n,).
+    """Rows of an answer that one policy gave, and which were right; arrays (n,).
 
-    stages: int.   confidences: float64.   correct: bool.
+    stages: int.   confidences: float64.   correct: bool.   answer: what tells it from other answers.   rows: int, of
+    the answer; None where these are its first ones.
     """
 
     policy_id: str
     stages: Ints
     confidences: Floats
     correct: Bools
+    answer: str = ""
+    rows: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -52,8 +67,8 @@ class Feedback:
             message = FeedbackMessage.model_validate_json(body)
         except ValidationError as error:
             raise RequestError(f"the feedback is not understood: {explain(error)}") from error
-        columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label")}
-        sizes = {name: len(values) for name, values in columns.items()}
+        columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label", "rows")}
+        sizes = {name: len(values) for name, values in columns.items() if values is not None}
         if len(set(sizes.values())) > 1:
             told = ", ".join(f"{n} of {name}" for name, n in sizes.items())
             raise RequestError(f"the feedback's lists must be of the same rows; there are {told}")
@@ -61,14 +76,73 @@ class Feedback:
             raise RequestError(f"feedback has at most {most_rows} rows, not {sizes['label']}", 413)
         if max(message.stage) >= len(policy.stages):
             raise RequestError(f"a stage is 0 to {len(policy.stages) - 1}, not {max(message.stage)}")
+        rows = np.arange(sizes["label"]) if message.rows is None else np.array(message.rows)
+        if message.rows is not None and message.answer_id is None:
+            raise RequestError("the feedback's rows are those of an answer: give its answer_id, too")
+        if len(np.unique(rows)) < len(rows) or rows.max() >= most_rows:
+            raise RequestError(f"the feedback's rows must be distinct, from 0 to {most_rows - 1}")
         return cls(
             message.policy_id,
             np.array(message.stage),
             np.array(message.confidence, dtype=np.float64),
             np.array(message.prediction) == np.array(message.label),
+            message.answer_id or _content_of(message),
+            rows,
         )
 
     def given_by(self, policy: Policy) -> Feedback:
         """Return the answers that the policy gave by itself: not those that a request's cap or a fault cut short."""
         own = (self.stages == len(policy.stages) - 1) | (self.confidences >= policy.threshold - _ROUNDING)
-        return Feedback(self.policy_id, self.stages[own], self.confidences[own], self.correct[own])
+        return self.at(own)
+
+    def at(self, kept: Bools) -> Feedback:
+        """Return some of the rows.   kept: bool (n,)."""
+        rows = np.arange(len(self)) if self.rows is None else self.rows
+        own = self.stages[kept], self.confidences[kept], self.correct[kept]
+        return Feedback(self.policy_id, *own, self.answer, rows[kept])
+
+
+class Reported:
+    """Remembers which rows had their feedback, for all router replicas of a deployment together.
+
+    Each router keeps at most MOST_REMEMBERED entries in the store, and drops its oldest first.
+    key: of the deployment's life.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._own: deque[tuple[str, str]] = deque()
+        self._lock = threading.Lock()
+
+    def new(self, feedback: Feedback) -> Feedback:
+        """Return the rows that had none before, and remember them. Blocks for a few calls to Ray's head."""
+        rows = range(len(feedback)) if feedback.rows is None else feedback.rows.tolist()
+        store, left, n_before = self._store(feedback.policy_id), sum(1 << row for row in rows), 0
+        # An entry is written once: of two routers that take the same rows at once, one finds the other's.
+        while left and not store.add(f"{feedback.answer}:{n_before}", f"{left:x}".encode()):
+            left &= ~int(store.get(f"{feedback.answer}:{n_before}") or b"0", 16)
+            n_before += 1
+        if left:
+            self._remember(feedback.policy_id, f"{feedback.answer}:{n_before}")
+        return feedback.at(np.array([bool(left >> row & 1) for row in rows], dtype=bool))
+
+    def forget(self, policy_id: str) -> None:
+        """Forget all of a policy that is no longer in force: what is known of its answers is not counted."""
+        self._store(policy_id).clear()
+        with self._lock:
+            self._own = deque(entry for entry in self._own if entry[0] != policy_id)
+
+    def _remember(self, policy_id: str, name: str) -> None:
+        with self._lock:
+            self._own.append((policy_id, name))
+            oldest = self._own.popleft() if len(self._own) > MOST_REMEMBERED else None
+        if oldest is not None:
+            self._store(oldest[0]).delete(oldest[1])
+
+    def _store(self, policy_id: str) -> Store:
+        return Store(f"feedback:{self._key}:{policy_id}")
+
+
+def _content_of(message: FeedbackMessage) -> str:
+    """Return what tells feedback without an answer_id from other such: its content."""
+    return hashlib.sha256(message.model_dump_json().encode()).hexdigest()[:32]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class Flight:
     costs: float64 (n,), of all calls so far.   degraded: bool (n,), rows that a stage should have had but could
     not.   scores: float64 (n, K), of the best answers, kept only where they are wanted.   called: bool (M,).
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
-    the policy has a reference.
+    the policy has a reference.   digest: of the columns, once it is asked for.
     shadow: whether nobody waits for it, and it is counted apart.   early: rows of others that shall have such a one.
     reason: why rows are degraded, as of the first one.   spans_ns: by stage, when rows were first ready for it and
     when they were last answered, since the epoch.
@@ -48,7 +49,7 @@ class Flight:
     last_stage: int
     wants_scores: bool = False
     shadow: bool = False
-    kind_of_columns: frozenset[tuple[str, str]] = field(init=False)
+    kind_of_columns: frozenset[tuple[str, str, tuple[int, ...]]] = field(init=False)
     predictions: Ints = field(init=False)
     likeliest: Ints = field(init=False)
     confidences: Floats = field(init=False)
@@ -60,13 +61,17 @@ class Flight:
     reason: str | None = None
     early: list[Early] = field(default_factory=list)
     spans_ns: dict[int, tuple[int, int]] = field(default_factory=dict)
+    digest: bytes | None = None
     n_open: int = field(init=False)
     groups: set[Group] = field(default_factory=set)
     done: asyncio.Future[None] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Joined arrays of two types would become one type, and a model may read them otherwise.
-        self.kind_of_columns = frozenset((name, column.dtype.str) for name, column in self.columns.items())
+        # Joined arrays of two types would become one type, and of two shapes a column of objects: a model may read
+        # them differently, or not at all, and a row's answer would depend on its neighbours.
+        self.kind_of_columns = frozenset(
+            (name, column.dtype.str, column.shape[1:]) for name, column in self.columns.items()
+        )
         self.predictions = np.full(self.n, -1, dtype=np.int32)
         self.likeliest = np.full(self.n, -1, dtype=np.int16)
         self.confidences = np.full(self.n, np.nan)
@@ -113,6 +118,16 @@ class Flight:
         self.scores[rows] = -np.inf
         self.scores[rows, :k] = scores
 
+    def fingerprint(self) -> bytes:
+        """Return a digest of the input: the same for two requests that hold the same."""
+        if self.digest is None:
+            digest = blake2b(digest_size=16)
+            for name, column in sorted(self.columns.items()):
+                digest.update(repr((name, column.dtype.str, column.shape)).encode())
+                digest.update(repr(column.tolist()).encode() if column.dtype == object else column.tobytes())
+            self.digest = digest.digest()
+        return self.digest
+
     def finish(self, n_rows: int) -> None:
         """Count rows that need nothing more; the last ones end the request."""
         self.n_open -= n_rows
@@ -142,7 +157,9 @@ class Group:
 
     stage: which one.   rows: int (m,), places in the request.   payload, places: what holds their columns, and
     where in it, int (m,).   state: float64 (m, S), None before the first stage.   ready_at, expires_at: seconds
-    on the loop's clock.   attempt: 1, or more after a replica died.   live: False once nobody waits for them here.
+    on the loop's clock.   attempt: 1, or more after a call could not be made.   failed_at: replicas that could not
+    answer them.   suspected_at: when a replica ended, or did not answer, in a call that had them; since then no other
+    rows share their call.   live: False once nobody waits for them here.
     """
 
     flight: Flight
@@ -154,6 +171,8 @@ class Group:
     ready_at: float
     expires_at: float
     attempt: int = 1
+    failed_at: frozenset[str] = frozenset()
+    suspected_at: float | None = None
     live: bool = True
 
     def __len__(self) -> int:

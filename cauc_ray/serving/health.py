@@ -13,14 +13,19 @@ DOWN_AFTER_S = 3.0
 
 
 class StageHealth:
-    """What is known of a stage's replicas and of its last calls.   clock: seconds."""
+    """What is known of a stage's replicas and of its last calls.
 
-    def __init__(self, n_replicas: int, clock: Callable[[], float]) -> None:
+    clock: seconds.   down_after_s: how long rows wait where there is no replica.
+    """
+
+    def __init__(self, n_replicas: int, clock: Callable[[], float], down_after_s: float = DOWN_AFTER_S) -> None:
         self._clock = clock
+        self._down_after_s = down_after_s
+        self.most_replicas = n_replicas
         self._without_since: float | None = None
         self._n_failures = 0
         self._paused_until = 0.0
-        self._succeeded_at = -math.inf
+        self.succeeded_at = -math.inf
         self.n_replicas = n_replicas
 
     @property
@@ -35,6 +40,12 @@ class StageHealth:
         elif self._without_since is None:
             self._without_since = self._clock()
         self._n_replicas = n
+        self.most_replicas = max(self.most_replicas, n)
+
+    @property
+    def missing(self) -> bool:
+        """Return whether there has been no replica for longer than rows wait for one."""
+        return self._without_since is not None and self._clock() - self._without_since > self._down_after_s
 
     @property
     def paused(self) -> bool:
@@ -43,22 +54,21 @@ class StageHealth:
 
     def why_not(self, calling: bool) -> str | None:
         """Return why the stage takes no rows now, None where it does.   calling: whether a call is under way."""
-        now = self._clock()
-        if self._without_since is not None and now - self._without_since > DOWN_AFTER_S:
+        if self.missing:
             return "it has no replica"
-        if self.paused and (calling or now < self._paused_until):
+        if self.paused and (calling or self._clock() < self._paused_until):
             return "its last calls have failed"
         return None
 
     def succeeded(self) -> None:
         """Note a call that was answered."""
         self._n_failures = 0
-        self._succeeded_at = self._clock()
+        self.succeeded_at = self._clock()
 
     @property
     def silent_s(self) -> float:
         """Return how many seconds ago a call was answered last."""
-        return self._clock() - self._succeeded_at
+        return self._clock() - self.succeeded_at
 
     def failed(self, *, for_good: bool = False) -> None:
         """Note a call that came to nothing; for_good: it alone is reason enough to leave the stage alone."""

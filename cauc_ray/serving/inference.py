@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +62,7 @@ class Inference:
     async def answer(self, body: bytes, json_length: int | None, version: str, headers: Mapping[str, str]) -> Reply:
         """Answer one request. Raises RequestError."""
         started_ns = time.time_ns()
-        in_force = self._router.in_force  # once: a request has one policy to the end
+        in_force = await self._router.policy_for_request()  # once: a request has one policy to the end
         if len(body) > LONG_BODY:
             request, columns, n = await asyncio.to_thread(self._read, body, json_length)
         else:
@@ -131,6 +132,7 @@ class Inference:
         degraded = bool(flight.degraded.any())
         told = {
             "policy_id": policy_id,
+            "answer_id": uuid.uuid4().hex,
             "stage": int(flight.stages.max()),
             "stages_called": ",".join(called),
             "cost": float(flight.costs.sum()),

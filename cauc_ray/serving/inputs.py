@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.models.service import InputSpec
-from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.faults import RequestError, shown
 from cauc_ray.serving.tensors import Tensor
 
 _BYTES = InputSpec(datatype="BYTES")
@@ -49,13 +49,14 @@ class Inputs:
     def columns(self, tensors: Mapping[str, Tensor]) -> tuple[Batch, int]:
         """Return a request's columns, each (n, ...), and n.
 
-        Raises RequestError naming the tensor that is missing, unknown, or has another type or shape.
+        Raises RequestError naming the tensor that is missing, unknown, has another type or shape, or is not finite.
         """
         self._check_names(tensors)
         n = self._n_rows(tensors)
         columns: dict[str, npt.NDArray[Any]] = {}
         for name, tensor in tensors.items():
             self._check(tensor)
+            _require_finite(tensor)
             columns[name] = self._column(tensor)
         if self._questions:
             columns = _questions(columns)
@@ -130,6 +131,16 @@ class Inputs:
         if tensor.name != "choices":
             return texts
         return _lists(texts) if texts.ndim == 1 else _rows_of(texts)
+
+
+def _require_finite(tensor: Tensor) -> None:
+    """Refuse NaN and infinities, which raw bytes can hold and JSON cannot: few models can read them."""
+    if tensor.values.dtype.kind != "f":
+        return
+    finite = np.isfinite(tensor.values)
+    if not finite.all():
+        row = int(np.argwhere(~finite)[0, 0])
+        raise RequestError(f"input {shown(tensor.name)}: row {row} holds NaN or an infinity; give finite numbers")
 
 
 def _texts(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:

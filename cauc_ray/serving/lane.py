@@ -2,7 +2,10 @@
 
 A batch goes when it is full, when it has waited long enough, or when nothing is on its way that could join it. A
 replica computes one batch and has at most one more waiting; one that is not full is sent just in time, so that it
-arrives when the replica is free and rows can join it until then.
+arrives when the replica is free and rows can join it until then. Requests take turns: a batch's worth each.
+
+What a replica could not answer is asked of another. The rows of a call during which a replica ended or hung are
+suspected: each request's go alone from then on, and one that ends a replica once more is refused.
 """
 
 from __future__ import annotations
@@ -10,41 +13,65 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from cauc_ray.execution.stage import Part
 from cauc_ray.models.answers import Answers, Batch
 from cauc_ray.serving.faults import StageError, Trouble
 from cauc_ray.serving.flight import Group
-from cauc_ray.serving.health import StageHealth
+from cauc_ray.serving.health import DOWN_AFTER_S, StageHealth
+from cauc_ray.serving.isolation import StageAnswer, row_of
 from cauc_ray.serving.pace import Pace
-from cauc_ray.serving.packing import of_live, packed
+from cauc_ray.serving.packing import of_groups, packed
+from cauc_ray.serving.suspects import Suspects
 
-# Replicas that die under a batch: so often it is tried, each request's rows by themselves from the second time on.
+# So many replicas are asked for rows that replicas could not answer.
 MOST_ATTEMPTS = 3
 # Rows that are likely to take more than this share of their time are refused: by then many would come too late.
 MOST_WAIT = 0.8
+# A call that takes more than this share of its rows' time, and so many times as long as others, may hang: its rows are
+# asked for elsewhere, too.
+OVERDUE, OVERDUE_CALLS = 0.5, 4.0
+# Where there are several replicas, suspected rows wait until two of them run, so that one is left for the others, or
+# for this share of their time. How many run is known so long after one has ended.
+HOLD, SETTLE_S = 0.35, 2.0
+# What has computed alone for less than this does not hang.
+HANGS_S = 1.0
+# Calls that end within this, since their replicas did, are taken for those of one replica.
+ONE_DEATH_S = 0.5
+# A replica that failed so many calls in a row that others answered, or that had a good row, is replaced; so long after
+# the last one where no other replica answers: then it may be the stage.
+FAILURES_TO_REPLACE, REPLACE_PAUSE_S = 3, 30.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StageAnswer:
-    """What a stage says of a call: the model's answers, or why there are none; compute_s: in the model."""
-
-    answers: Answers | None
-    compute_s: float
-    error: str | None = None
 
 
 class StageClient(Protocol):
     """How a stage is called."""
 
-    async def answer(self, parts: Sequence[Part], parcels: Sequence[Any]) -> StageAnswer:
-        """Have the model answer rows of parcels, each columns or a reference to some. Raises StageError."""
+    async def answer(
+        self,
+        parts: Sequence[Part],
+        parcels: Sequence[Any],
+        *,
+        good_row: Batch | None = ...,
+        avoid: Collection[str] = ...,
+        on_begin: Callable[[], None] | None = ...,
+    ) -> StageAnswer:
+        """Have the model answer rows of parcels, each columns or a reference to some.
+
+        good_row: one that the stage has answered before.   avoid: replicas that shall not answer, if there are others.
+        on_begin: called once the model begins. Raises StageError.
+        """
+
+    def replace(self, replica: str) -> None:
+        """Have a replica ended, and another started."""
 
     def share(self, columns: Batch) -> Any:
         """Put columns where every stage can read them and return the reference; None for what is too small."""
@@ -73,12 +100,19 @@ class LaneLimits:
     max_queued: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Call:
-    """started_at: on the loop's clock."""
+    """A call under way.
+
+    started_at: on the loop's clock.   alone: with suspected rows.   overdue: whether it may hang.   began_at: when the
+    model is known to have begun, None if it is not.
+    """
 
     batch: list[Group]
     started_at: float
+    alone: bool = False
+    overdue: bool = False
+    began_at: float | None = None
 
 
 class Lane:
@@ -96,14 +130,23 @@ class Lane:
         events: LaneEvents,
         expects_more: Callable[[], bool],
         n_replicas: int = 1,
+        *,
+        degrades: bool = False,
     ) -> None:
         self.stage, self.name, self.limits = stage, name, limits
         self.n_queued = 0
         self._client, self._events, self._expects_more = client, events, expects_more
         self._loop = asyncio.get_running_loop()
-        self.health = StageHealth(n_replicas, self._loop.time)
+        # Rows that have no answer yet have nothing to lose by waiting for a replica to come back.
+        down_after_s = DOWN_AFTER_S if degrades else max(DOWN_AFTER_S, MOST_WAIT * limits.timeout_s)
+        self.health = StageHealth(n_replicas, self._loop.time, down_after_s)
+        self._suspects = Suspects(self._loop.time)
+        self._good_row: Batch | None = None
+        self._failures: Counter[str] = Counter()  # by replica, in a row
+        self._replaced_at = self._died_at = self._recovered_at = -float("inf")
         self._queue: deque[Group] = deque()
         self._again: deque[list[Group]] = deque()  # batches that are tried again as they are
+        self._alone: deque[Group] = deque()  # suspected rows
         self._calls: dict[asyncio.Task[None], _Call] = {}
         self._expiries: list[tuple[float, int, Group]] = []
         self._n_expiries = 0
@@ -121,12 +164,18 @@ class Lane:
         reason = self.health.why_not(calling=bool(self._calls))
         if reason is not None:
             self._give_back(group, "down", f"stage {self.name!r} is down: {reason}")
-        elif self.n_queued + len(group) > self.limits.max_queued or self._wait_s() > MOST_WAIT * self.limits.timeout_s:
+        elif (
+            self.n_queued + len(group) > self.limits.max_queued
+            or self._wait_s(len(group)) > MOST_WAIT * self.limits.timeout_s
+        ):
             self._give_back(group, "overloaded", f"stage {self.name!r} has too much to do")
         else:
-            self._queue.append(group)
-            self.n_queued += len(group)
             self._expect(group)
+            if self._suspects.verdict(group.flight) == "clear":
+                self._queue.append(group)
+                self.n_queued += len(group)
+            else:
+                self._suspect(group)
             self.pump_soon()
 
     def withdraw(self, group: Group) -> None:
@@ -144,15 +193,17 @@ class Lane:
         """Send what can go now, and come back when something else can."""
         self._pumps = False
         while (batch := self._next()) is not None:
-            task = self._loop.create_task(self._call(batch))
-            self._calls[task] = _Call(batch, self._loop.time())
+            call = _Call(batch, self._loop.time(), alone=batch[0].suspected_at is not None)
+            self._calls[self._loop.create_task(self._call(call))] = call
         self._set_timer()
 
-    def _wait_s(self) -> float:
-        """Return in how many seconds a row that comes now is likely to be answered; 0 if at once, or not known yet."""
+    def _wait_s(self, n: int) -> float:
+        """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet."""
         n_replicas, n_calls = max(1, self.health.n_replicas), len(self._calls)
         n_free = max(0, n_replicas - n_calls)
-        n_waiting = self.n_queued / self.limits.batch_size - n_free
+        # Of a longer request only so much goes before these.
+        n_before = min(self.n_queued, (len(self._queue) + len(self._again)) * max(n, self.limits.batch_size))
+        n_waiting = n_before / self.limits.batch_size - n_free
         if n_free and n_waiting <= 0:
             return 0.0
         # Where more calls than replicas are under way at once, one of them ends so often.
@@ -160,26 +211,71 @@ class Lane:
 
     def _leave(self, group: Group) -> None:
         group.end()
-        if group in self._queue:
-            self._queue.remove(group)
-            self.n_queued -= len(group)
+        for queue in (self._queue, self._alone):
+            if group in queue:
+                queue.remove(group)
+                self.n_queued -= len(group)
 
     def _next(self) -> list[Group] | None:
         """Return the batch to send now, None if it is too early for one."""
-        n_calls, n_replicas = len(self._calls), max(1, self.health.n_replicas)
+        suspect = self._next_suspect()
+        if suspect is not None:
+            return [suspect]
+        # A call that hangs keeps its replica, but not the place of one that another could answer.
+        n_calls, n_replicas = len(self._in_time()), max(1, self.health.n_replicas)
         while self._again and n_calls < 2 * n_replicas:
             batch = self._again.popleft()
             self.n_queued -= sum(map(len, batch))
-            live = [group for group in batch if group.live]
+            live = [group for group in batch if group.live and not self._set_apart(group)]
             if live:
                 return live
         size = self.limits.batch_size
-        if self.n_queued >= size and n_calls < 2 * n_replicas:
+        if self.n_queued - sum(map(len, self._alone)) >= size and n_calls < 2 * n_replicas:
             return self._take(size)
         now = self._loop.time()
         if self._queue and now >= self._wanted_at() and (now >= self._due_at() or not self._expects_more()):
             return self._take(size)
         return None
+
+    def _next_suspect(self) -> Group | None:
+        """Return suspected rows to send now; so many at once that they leave a replica for the others."""
+        while self._alone:
+            group = self._alone[0]
+            if group.live:
+                n_alone = sum(call.alone for call in self._calls.values())
+                others_first = self.health.most_replicas < 2 and self._recovered_at == float("inf")
+                if (
+                    n_alone >= max(1, self.health.n_replicas - 1)
+                    or self._loop.time() < self._risked_at(group)
+                    or (others_first and (self._queue or len(self._calls) > n_alone))
+                ):
+                    return None
+            self._alone.popleft()
+            self.n_queued -= len(group)
+            if group.live:
+                return group
+        return None
+
+    def _risked_at(self, group: Group) -> float:
+        """Return when suspected rows may be sent, as far as is known."""
+        assert group.suspected_at is not None
+        if self.health.most_replicas < 2:
+            return 0.0
+        n_hung = sum(call.overdue for call in self._calls.values())
+        at_last = group.suspected_at + HOLD * self.limits.timeout_s
+        return min(at_last, self._died_at + SETTLE_S) if self.health.n_replicas - n_hung >= 2 else at_last
+
+    def _set_apart(self, group: Group) -> bool:
+        """Suspect rows whose input has become suspected while they waited; return whether it has."""
+        if self._suspects.verdict(group.flight) == "clear":
+            return False
+        self._suspect(group)
+        self.pump_soon()
+        return True
+
+    def _in_time(self) -> list[_Call]:
+        """Return the calls that do not seem to hang."""
+        return [call for call in self._calls.values() if not call.overdue]
 
     def _due_at(self) -> float:
         """Return when the row that waits longest has waited for others long enough."""
@@ -187,13 +283,13 @@ class Lane:
 
     def _wanted_at(self) -> float:
         """Return when a replica will have use for a batch that is not full."""
-        n_calls, n_replicas = len(self._calls), max(1, self.health.n_replicas)
-        if n_calls < n_replicas:
+        calls, n_replicas = self._in_time(), max(1, self.health.n_replicas)
+        if len(calls) < n_replicas:
             return 0.0
-        if n_calls >= 2 * n_replicas:
+        if len(calls) >= 2 * n_replicas:
             return float("inf")
         # Calls come back in about the order in which they were sent.
-        following = list(self._calls.values())[n_calls - n_replicas]
+        following = calls[len(calls) - n_replicas]
         return following.started_at + self._pace.compute_s
 
     def _take(self, n: int) -> list[Group] | None:
@@ -201,12 +297,16 @@ class Lane:
         others: list[Group] = []
         while self._queue and n > 0:
             group = self._queue.popleft()
+            if self._suspects.verdict(group.flight) != "clear":  # it was not when it came
+                self.n_queued -= len(group)
+                self._set_apart(group)
+                continue
             if batch and group.flight.kind_of_columns != batch[0].flight.kind_of_columns:
                 others.append(group)
                 continue
             if len(group) > n:
                 group, rest = group.split(n)
-                self._queue.appendleft(rest)
+                self._queue.append(rest)  # others' turn
                 self._expect(group)
                 self._expect(rest)
             batch.append(group)
@@ -215,14 +315,11 @@ class Lane:
         self._queue.extendleft(reversed(others))
         return batch or None
 
-    async def _call(self, batch: list[Group]) -> None:
-        started = self._loop.time()
+    async def _call(self, call: _Call) -> None:
         fault: StageError | None = None
         try:
-            parts, parcels = packed(batch, self._client.share)
-            answer = await self._client.answer(parts, parcels)
-            if answer.answers is None:
-                fault = StageError("failed", answer.error or "it gave no reason")
+            parts, parcels = packed(call.batch, self._client.share)
+            answer = await self._client.answer(parts, parcels, **self._how(call))
         except StageError as error:
             fault = error
         except Exception as error:  # whatever it is, nobody shall wait for ever
@@ -231,55 +328,185 @@ class Lane:
         finally:
             self._calls.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
             self.pump_soon()
-        if fault is None and answer.answers is not None:
-            self.health.succeeded()
-            call_s = self._loop.time() - started
-            self._pace.note(call_s, answer.compute_s)
-            self._events.called(self.stage, sum(map(len, batch)), call_s)
-            live, answers = of_live(batch, answer.answers)
-            for group in live:
-                group.end()
-            self._events.answered(self.stage, live, answers)
-        elif fault is not None:
-            self._recover(batch, fault)
-
-    def _recover(self, batch: list[Group], fault: StageError) -> None:
-        """Try again what may go better, and give back the rest."""
-        live = [group for group in batch if group.live]
-        self._failed(for_good=fault.kind == "down")
-        reason = f"stage {self.name!r}: {fault.message}"
-        if fault.kind == "died" and live and live[0].attempt < MOST_ATTEMPTS:
-            for group in live:
-                group.attempt += 1
-            self._try_again([[group] for group in live] if live[0].attempt > 2 else [live])
-        elif fault.kind == "failed" and sum(map(len, live)) > 1 and not self.health.paused:
-            self._try_again(self._halves(live))  # until the guilty rows are alone
+        if fault is not None:
+            self._recover(call, fault)
+        elif answer.answers is None:
+            self._unanswered(call, answer)
         else:
-            trouble: Trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
-            for group in live:
+            self._answered(call, answer, answer.answers)
+        self._end_idle_calls()  # another call may have had the same rows
+
+    def _how(self, call: _Call) -> dict[str, Any]:
+        """Return how a call differs from others."""
+        if call.alone:
+            return {"on_begin": partial(self._begin, call), "good_row": self._good_row}
+        failed_at = frozenset[str]().union(*(group.failed_at for group in call.batch))
+        if not failed_at:
+            return {}
+        return {"avoid": failed_at if self.health.n_replicas > 1 else (), "good_row": self._good_row}
+
+    def _begin(self, call: _Call) -> None:
+        call.began_at = self._loop.time()
+
+    def _answered(self, call: _Call, answer: StageAnswer, answers: Answers) -> None:
+        """Pass on the answers of a call, but for rows on which another replica shall be heard first."""
+        batch = call.batch
+        call_s = self._loop.time() - call.started_at
+        self.health.succeeded()
+        self._recovered_at = min(self._recovered_at, self._loop.time())
+        if call.started_at >= self._recovered_at and not call.alone:  # others may have waited for a replica to start
+            self._pace.note(call_s, answer.compute_s)
+        self._events.called(self.stage, sum(map(len, batch)), call_s)
+        self._keep_good_row(batch, answers)
+        starts = np.cumsum([0, *map(len, batch)])
+        again: list[Group] = []
+        failed_at: set[str] = set()
+        for group, start in zip(batch, starts[:-1], strict=True):
+            if not group.live:
+                continue
+            if any(row in answer.raised for row in range(start, start + len(group))):
+                if not group.failed_at and self._has_another(group, answer.replica):
+                    again.append(group)
+            else:
+                failed_at |= group.failed_at
+                if call.alone:
+                    self._suspects.note(group.flight, "clear")
+        for replica in failed_at:
+            self._failed_alone(replica)
+        if not answer.raised:
+            del self._failures[answer.replica]
+        self._ask_another(again, answer.replica)
+        live, answers = of_groups(batch, answers, [group.live and group not in again for group in batch])
+        for group in live:
+            group.end()
+        if live:
+            self._events.answered(self.stage, live, answers)
+
+    def _keep_good_row(self, batch: Sequence[Group], answers: Answers) -> None:
+        """Keep the first row that was ever answered: what fails on it is the stage, or a replica."""
+        if self._good_row is not None:
+            return
+        rows = ((group, row) for group in batch for row in group.rows)
+        good = next((one for place, one in enumerate(rows) if place not in answers.failures), None)
+        if good is not None:
+            self._good_row = row_of(good[0].flight.columns, int(good[1]))
+
+    def _unanswered(self, call: _Call, answer: StageAnswer) -> None:
+        """Have another replica asked for the rows of a call of which none was answered, or give them back."""
+        if answer.fault == "replica":
+            self._failed_alone(answer.replica)
+        live = [group for group in call.batch if group.live]
+        again = [group for group in live if answer.fault != "stage" and self._may_ask_again(group, answer)]
+        self._ask_another(again, answer.replica)
+        given_up = [group for group in live if group not in again]
+        # What nobody has ever answered may be the inputs' own fault.
+        if given_up and answer.fault != "unknown":
+            self._failed()
+        for group in given_up:
+            if group.live:
+                self._give_back(group, "error", f"stage {self.name!r}: {answer.error}")
+
+    def _may_ask_again(self, group: Group, answer: StageAnswer) -> bool:
+        # With a good row, the only replica finds out whether it is broken.
+        finds_out = answer.fault == "unknown" and not group.failed_at and self._good_row is not None
+        return self._has_another(group, answer.replica) or finds_out
+
+    def _has_another(self, group: Group, replica: str) -> bool:
+        """Return whether a replica is left to ask for rows after one could not answer them."""
+        failed_at = group.failed_at | {replica}
+        return len(failed_at) < min(MOST_ATTEMPTS, self.health.n_replicas)
+
+    def _ask_another(self, groups: list[Group], replica: str) -> None:
+        for group in groups:
+            group.failed_at |= {replica}
+        if groups:
+            self._try_again([groups])
+
+    def _failed_alone(self, replica: str) -> None:
+        """Note that a replica failed on what is known to be answered by others, or was before."""
+        self._failures[replica] += 1
+        if not replica or self._failures[replica] < FAILURES_TO_REPLACE:
+            return
+        now = self._loop.time()
+        if self.health.silent_s < 1.0 or now - self._replaced_at > REPLACE_PAUSE_S:
+            del self._failures[replica]
+            self._replaced_at = now
+            self._client.replace(replica)
+
+    def _recover(self, call: _Call, fault: StageError) -> None:
+        """Try again what may go better, and give back the rest."""
+        live = [group for group in call.batch if group.live]
+        reason = f"stage {self.name!r}: {fault.message}"
+        if fault.kind == "died":
+            self._died(call, live, reason)
+            return
+        self._failed(for_good=fault.kind == "down")
+        trouble: Trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
+        for group in live:
+            if fault.kind == "failed" and group.attempt < MOST_ATTEMPTS and not self.health.paused:
+                group.attempt += 1
+                self._try_again([[group]])
+            elif group.live:
                 self._give_back(group, trouble, reason)
+
+    def _died(self, call: _Call, live: Sequence[Group], reason: str) -> None:
+        """Suspect the rows of a call during which a replica ended, and refuse those that were alone in it."""
+        now = self._loop.time()
+        if not call.alone and now - self._died_at > ONE_DEATH_S:
+            self._failed()
+        self._died_at, self._recovered_at = now, float("inf")
+        for group in live:
+            if not group.live:  # another of its request's was given back
+                continue
+            group.attempt += 1
+            began = call.began_at is not None
+            if began and group.suspected_at is not None and self.health.succeeded_at > group.suspected_at:
+                self._give_back(group, "refused", f"{reason} twice while it had this input")
+                self._convict(group)
+            elif group.attempt > MOST_ATTEMPTS + (0 if began or not call.alone else 2):
+                self._failed()  # others have not been answered either: it may be the stage
+                self._give_back(group, "error", reason)
+            else:
+                self._suspect(group)
+
+    def _suspect(self, group: Group) -> None:
+        """Have rows answered alone, as soon as that may be risked."""
+        if self._suspects.verdict(group.flight) == "guilty":
+            self._refuse(group)
+            return
+        if group in self._alone or any(call.alone and group in call.batch for call in self._calls.values()):
+            return
+        if group.suspected_at is None:
+            group.suspected_at = self._loop.time()
+            if self._suspects.verdict(group.flight) == "clear":
+                self._suspects.note(group.flight, "suspected")
+        self._alone.append(group)
+        self.n_queued += len(group)
+
+    def _convict(self, group: Group) -> None:
+        """Refuse the input of rows that have ended or hung a replica alone, wherever it waits."""
+        self._suspects.note(group.flight, "guilty")
+        for other in list(self._alone):
+            if other.live and self._suspects.verdict(other.flight) == "guilty":
+                self._leave(other)
+                self._refuse(other)
+
+    def _refuse(self, group: Group) -> None:
+        self._give_back(group, "refused", f"this input has ended or hung replicas of stage {self.name!r}")
 
     def _try_again(self, batches: list[list[Group]]) -> None:
         self._again.extend(batches)
         self.n_queued += sum(len(group) for batch in batches for group in batch)
 
-    def _halves(self, batch: list[Group]) -> list[list[Group]]:
-        if len(batch) > 1:
-            middle = len(batch) // 2
-            return [batch[:middle], batch[middle:]]
-        halves = batch[0].split(len(batch[0]) // 2)
-        for half in halves:
-            self._expect(half)
-        return [[half] for half in halves]
-
-    def _failed(self, *, for_good: bool) -> None:
+    def _failed(self, *, for_good: bool = False) -> None:
         """Note a call that came to nothing; if that is one too many, give back all that waits."""
         self.health.failed(for_good=for_good)
         if not self.health.paused:
             return
-        waiting = [*self._queue, *(group for batch in self._again for group in batch)]
+        waiting = [*self._queue, *self._alone, *(group for batch in self._again for group in batch)]
         self._queue.clear()
         self._again.clear()
+        self._alone.clear()
         self.n_queued = 0
         for group in waiting:
             if group.live:
@@ -300,6 +527,9 @@ class Lane:
         times = [self._expiries[0][0]] if self._expiries else []
         if self._queue and (wanted_at := self._wanted_at()) < float("inf"):
             times.append(max(self._due_at(), wanted_at))
+        times += [self._overdue_at(call) for call in self._in_time() if self._pace.call_s]
+        if self._alone and (risked_at := self._risked_at(self._alone[0])) > self._loop.time():
+            times.append(risked_at)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(min(times), self._on_time) if times else None
@@ -313,12 +543,32 @@ class Lane:
             if group.live:
                 self._leave(group)
                 expired.append(group)
+        self._suspect_overdue(now, expired)
         for group in expired:
             self._events.unanswered(self.stage, group, "timeout", reason)
         # While others are answered, a replica hangs or there is much to do: no reason to leave the stage alone.
         if expired and self._end_idle_calls() and self.health.silent_s > self.limits.timeout_s:
             self._failed(for_good=True)
         self.pump()
+
+    def _overdue_at(self, call: _Call) -> float:
+        return call.started_at + max(OVERDUE * self.limits.timeout_s, OVERDUE_CALLS * self._pace.call_s)
+
+    def _suspect_overdue(self, now: float, expired: Sequence[Group]) -> None:
+        """Suspect the rows of calls that may hang, and find those guilty that hang alone."""
+        for call in list(self._calls.values()):
+            if not call.overdue and self._pace.call_s and now >= self._overdue_at(call):
+                call.overdue = True
+                for group in call.batch:
+                    if group.live and not call.alone and self.health.most_replicas > 1:
+                        self._suspect(group)
+            for group in call.batch:
+                if group not in expired:
+                    continue
+                if call.began_at is not None and now - call.began_at > max(HANGS_S, 10 * self._pace.compute_s):
+                    self._convict(group)
+                elif call.overdue and not call.alone and self._suspects.verdict(group.flight) == "clear":
+                    self._suspects.note(group.flight, "suspected")
 
     def _end_idle_calls(self) -> bool:
         """Cancel calls that nobody waits for any more; return whether there were any."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.watch import Watched
+from cauc_ray.policies.monitor import Watched
 from cauc_ray.serving.faults import Trouble
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
@@ -104,7 +104,7 @@ class ServingMetrics:
             self._metrics["cauc_serve_policy"].set(0, tags={"model": self._model, "policy": before})
         self._metrics["cauc_serve_policy"].set(1, tags={"model": self._model, "policy": now})
 
-    def policy_change(self, outcome: Literal["taken", "refused", "rolled_back"]) -> None:
+    def policy_change(self, outcome: Literal["taken", "refused", "overtaken"]) -> None:
         """Count what became of a change."""
         self._inc("cauc_serve_policy_changes", 1, outcome=outcome)
 
@@ -116,13 +116,15 @@ class ServingMetrics:
         for stage, sums in zip(self._stages, watched.stages, strict=True):
             if sums.mean_cost is not None:
                 self._set("cauc_serve_watch_cost", sums.mean_cost[0], stage=stage, unit=self._unit)
-            if sums.calibration_error is not None:
+            if sums.outcomes.n:
                 self._set("cauc_serve_watch_accuracy", sums.accuracy.value, stage=stage)
-                self._set("cauc_serve_watch_calibration_error", sums.calibration_error, stage=stage)
+                self._set("cauc_serve_watch_calibration_error", sums.outcomes.error, stage=stage)
             if sums.n_compared:
                 self._set("cauc_serve_watch_agreement", sums.agreement.value, stage=stage)
 
-    def feedback(self, outcome: Literal["counted", "cut_short", "other_policy", "not_watched"], n: int) -> None:
+    def feedback(
+        self, outcome: Literal["counted", "cut_short", "repeated", "other_policy", "not_watched"], n: int
+    ) -> None:
         """Count rows of feedback."""
         self._inc("cauc_serve_feedback_rows", n, outcome=outcome)
 

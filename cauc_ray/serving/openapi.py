@@ -18,6 +18,7 @@ Says: TypeAlias = dict[str, Any]
 _JSON, _BYTES = "application/json", "application/octet-stream"
 _RAW: Schema = {"type": "string", "format": "binary"}
 _LENGTH = "Inference-Header-Content-Length"
+_ETAG: Mapping[str, Any] = {"ETag": {"schema": schemas.TEXT, "description": "of this version of the policy"}}
 _HEADERS: Mapping[int, Mapping[str, Any]] = {
     401: {"WWW-Authenticate": {"schema": schemas.TEXT}},
     429: {"Retry-After": {"schema": {"type": "integer"}, "description": "seconds"}},
@@ -34,10 +35,12 @@ _INFER_ERRORS = {
 _SET_ERRORS = {
     400: "The request is malformed.",
     403: "The service has no token for this.",
-    409: "The policy does not fit what runs; the one before stays.",
+    409: "The policy does not fit what runs, and the one before stays; or another change has replaced it at once.",
+    412: "Another version than that of If-Match is in force.",
     413: "The body is too long.",
-    503: "Not every replica took it; the one before is in force again.",
+    503: "The store of policies does not answer.",
 }
+_POLICY_ERRORS = {503: "The store of policies does not answer."}
 _FEEDBACK_ERRORS = {400: "The feedback makes no sense.", 413: "The body is too long, or has too many rows."}
 _WATCH_ERRORS = {503: "Not every replica has answered."}
 _UNKNOWN = {404: "There is no such model or version."}
@@ -102,15 +105,17 @@ class Pages:
 
     def policy(self) -> Says:
         """Return what is said of the policy's address."""
-        errors = _errors(_UNKNOWN | (_UNAUTHORIZED if self.policy_asks else {}))
-        return _says("The policy in force", _answer(schemas.POLICY, "Its id and content."), errors, self._path(False))
+        errors = _errors(_POLICY_ERRORS | _UNKNOWN | (_UNAUTHORIZED if self.policy_asks else {}))
+        ok = {**_answer(schemas.POLICY, "Its id and content."), "headers": _ETAG}
+        return _says("The policy in force", ok, errors, self._path(False))
 
     def set_policy(self) -> Says:
         """Return what is said of changes of the policy."""
-        ok = _answer(schemas.POLICY_CHANGED, "It is in force everywhere.")
+        ok = {**_answer(schemas.POLICY_CHANGED, "It is in force everywhere."), "headers": _ETAG}
         errors = _errors(_SET_ERRORS | _UNKNOWN | (_UNAUTHORIZED if self.change_asks else {}))
         body = {_JSON: {"schema": schemas.POLICY_CHANGE, "example": {"threshold": 0.8}}}
-        return _says("Change the policy, on all replicas or none", ok, errors, self._path(False), body)
+        parameters = [*self._path(False), _header("If-Match", schemas.TEXT, "the tag of the version to be changed")]
+        return _says("Change the policy, on all replicas", ok, errors, parameters, body)
 
     def watch(self) -> Says:
         """Return what is said of the address that tells whether the policy still holds."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.data.inputs import concat_column
+from cauc_ray.data.blocks import concat_column
 from cauc_ray.execution.stage import Part
 from cauc_ray.models.answers import Answers, Batch
 from cauc_ray.numbers.types import Ints
@@ -48,12 +48,14 @@ def _gather(batch: Sequence[Group], share: Callable[[Batch], Any]) -> None:
         start += len(group)
 
 
-def of_live(batch: Sequence[Group], answers: Answers) -> tuple[list[Group], Answers]:
-    """Return the groups that are still waited for, and their answers."""
-    live = [group for group in batch if group.live]
-    if len(live) == len(batch):
-        return live, answers
-    return live, _only(answers, np.flatnonzero(np.concatenate([np.full(len(group), group.live) for group in batch])))
+def of_groups(batch: Sequence[Group], answers: Answers, chosen: Sequence[bool]) -> tuple[list[Group], Answers]:
+    """Return some groups of a call, and their answers.   chosen: which of the groups, in their order."""
+    if all(chosen):
+        return list(batch), answers
+    mask = np.repeat(np.array(chosen), [len(group) for group in batch])
+    return [group for group, is_chosen in zip(batch, chosen, strict=True) if is_chosen], _only(
+        answers, np.flatnonzero(mask)
+    )
 
 
 def _only(answers: Answers, rows: Ints) -> Answers:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from ray.exceptions import RayError
 
 from cauc_ray.errors import PolicyError, explain
 from cauc_ray.policies.policy import Policy
-
-# Of Ray's own store of small values, which outlives every replica.
-NAMESPACE = b"cauc_ray"
+from cauc_ray.serving.store import Store
 
 
 class PolicyChange(BaseModel):
@@ -62,53 +62,65 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
         raise PolicyError(f"the policy is for {', '.join(policy.models)}; what runs is {', '.join(current.models)}")
     if policy.cost_unit != current.cost_unit:
         raise PolicyError(f"the policy counts costs in {policy.cost_unit}; what runs counts {current.cost_unit}")
-    if policy.logit_kind != current.logit_kind:
-        raise PolicyError(
-            f"the policy was fitted on logits of the kind {policy.logit_kind!r}; what runs gives {current.logit_kind!r}"
-        )
+    for model, fitted, given in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
+        if None not in (fitted, given) and fitted != given:
+            raise PolicyError(
+                f"the policy was fitted on logits of {model!r} of the kind {fitted!r}; what runs gives {given!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPolicy:
     """What is kept: the policy in force, and a digest of the configuration that it came from or came after.
 
-    refused: why that configuration was not taken, None where it was.
+    refused: why that configuration was not taken, None where it was.   version: how many changes there were before
+    it in this deployment's life; 0 for the policy that the deployment began with, which is not kept.
     """
 
     policy: Policy
     config: str
     refused: str | None = None
+    version: int = 0
 
 
 class PolicyStore:
-    """The policy in force of one deployed application, where all replicas of its router read it.
+    """The policies of one deployment, version by version: an append-only log that all replicas read.
 
-    Ray's Serve hands every new replica the configuration that was deployed; a policy that was set later would be
-    forgotten with the replica that took it.   key: of this deployment alone, so that a later one begins anew.
+    A version is written once and by one writer, so that a writer who did not know of the newest one finds its place
+    taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays.
+    key: of this deployment's life alone, so that a later one begins anew.
     """
 
+    # How many versions have been written, at least: where a replica that starts begins to read.
+    _HINT = "newest"
+
     def __init__(self, key: str) -> None:
-        self._key = f"policy:{key}".encode()
-        self._last: tuple[bytes, KeptPolicy] | None = None
+        self._store = Store(f"policy:{key}")
+        self._last: KeptPolicy | None = None
 
     def read(self) -> KeptPolicy | None:
-        """Return what is kept, None where nothing was set yet. Blocks for a call to Ray's head."""
-        from ray.experimental.internal_kv import _internal_kv_get
+        """Return the newest version, None where nothing was set yet. Blocks for a call to Ray's head."""
+        version = self._last.version if self._last is not None else int(self._store.get(self._HINT) or 0)
+        if self._last is None and version:  # the hint is of an entry that may itself be the newest
+            version -= 1
+        while (raw := self._store.get(str(version + 1))) is not None:
+            version += 1
+            if raw:
+                content = json.loads(raw)
+                policy = policy_of(content["policy"])
+                self._last = KeptPolicy(policy, content["config"], content["refused"], version)
+        return self._last
 
-        raw = _internal_kv_get(self._key, namespace=NAMESPACE)
-        if raw is None:
-            return None
-        if self._last is None or self._last[0] != raw:  # it is looked for four times a second, and seldom another
-            content = json.loads(raw)
-            self._last = raw, KeptPolicy(policy_of(content["policy"]), content["config"], content["refused"])
-        return self._last[1]
-
-    def write(self, kept: KeptPolicy) -> None:
-        """Keep a policy. Blocks for a call to Ray's head."""
-        from ray.experimental.internal_kv import _internal_kv_put
-
+    def append(self, kept: KeptPolicy) -> bool:
+        """Keep a policy as its version; return False where that has been written before. Blocks like read()."""
         content = {"policy": kept.policy.model_dump(mode="json"), "config": kept.config, "refused": kept.refused}
-        _internal_kv_put(self._key, json.dumps(content).encode(), overwrite=True, namespace=NAMESPACE)
+        if not self._store.add(str(kept.version), json.dumps(content).encode()):
+            return False
+        with suppress(RayError):  # it is in force now, whatever becomes of the tidying
+            self._store.put(self._HINT, str(kept.version).encode())
+            if kept.version > 1:
+                self._store.put(str(kept.version - 1), b"")
+        return True
 
 
 def digest(config: Any) -> str:

@@ -70,7 +70,17 @@ MODEL = _object(
     "inputs",
     "outputs",
 )
-POLICY = _object({"policy_id": TEXT, "policy": {"type": "object"}, "refused": _or_null(TEXT)}, "policy_id", "policy")
+POLICY = _object(
+    {
+        "policy_id": TEXT,
+        "version": {"type": "integer", "description": "how many changes there were before it"},
+        "policy": {"type": "object"},
+        "refused": _or_null(TEXT),
+    },
+    "policy_id",
+    "version",
+    "policy",
+)
 POLICY_CHANGE: Schema = {
     "type": "object",
     "minProperties": 1,
@@ -82,12 +92,33 @@ POLICY_CHANGE: Schema = {
     },
 }
 POLICY_CHANGED = _object(
-    {"policy_id": TEXT, "previous": TEXT, "replicas": {"type": "integer"}}, "policy_id", "previous", "replicas"
+    {
+        "policy_id": TEXT,
+        "previous": TEXT,
+        "version": {"type": "integer"},
+        "replicas": _or_null({"type": "integer", "description": "that have confirmed it; null where one is silent"}),
+        "says": _or_null(TEXT),
+    },
+    "policy_id",
+    "previous",
+    "version",
+    "replicas",
 )
 FEEDBACK: Schema = {
     **_object(
         {
             "policy_id": {**TEXT, "description": "as the answers' parameters said"},
+            "answer_id": _or_null(
+                {**TEXT, "pattern": "^[0-9a-f]{32}$", "description": "as they said; each row counts once"}
+            ),
+            "rows": _or_null(
+                {
+                    "type": "array",
+                    "items": {"type": "integer", "minimum": 0},
+                    "uniqueItems": True,
+                    "description": "which rows of the answer these are; all of them without it",
+                }
+            ),
             **{
                 name: {"type": "array", "items": item, "description": says}
                 for name, item, says in (
@@ -106,7 +137,14 @@ FEEDBACK: Schema = {
     ),
     "additionalProperties": False,
 }
-FEEDBACK_EXAMPLE = {"policy_id": "0" * 12, "prediction": [3], "confidence": [0.93], "stage": [0], "label": [3]}
+FEEDBACK_EXAMPLE = {
+    "policy_id": "0" * 12,
+    "answer_id": "0" * 32,
+    "prediction": [3],
+    "confidence": [0.93],
+    "stage": [0],
+    "label": [3],
+}
 FEEDBACK_TAKEN = _object(
     {"policy_id": TEXT, "rows": {"type": "integer"}, "counted": {"type": "integer"}, "says": _or_null(TEXT)},
     "policy_id",
@@ -140,6 +178,7 @@ RESPONSE = _object(
         "parameters": _object(
             {
                 "policy_id": TEXT,
+                "answer_id": {**TEXT, "description": "of this answer alone; feedback gives it back"},
                 "stage": {"type": "integer", "description": "the deepest stage that answered a row, from 0"},
                 "stages_called": {**TEXT, "description": "names, separated by commas"},
                 "cost": {"type": "number", "description": "of all calls for the request's rows"},
@@ -148,6 +187,7 @@ RESPONSE = _object(
                 "reason": {**TEXT, "description": "why it is degraded"},
             },
             "policy_id",
+            "answer_id",
             "stage",
             "stages_called",
             "cost",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.reference import Answered
-from cauc_ray.policies.watch import Watch, Watched
-from cauc_ray.policies.watch_report import verdict, watch_report
+from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.policies_live import digest
+from cauc_ray.serving.store import Store
 
 # Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and so many
 # say as much as all.
@@ -42,9 +42,13 @@ class WatchedHere:
 
 @dataclass(slots=True)
 class _Kept:
-    """The watch of one policy, and what came since it last computed.   held: whether it did then."""
+    """The watch of one policy, and what came since it last computed.   held: whether it did then.
+
+    digest: of the policy with its reference.
+    """
 
     policy_id: str
+    digest: str
     watch: Watch | None
     answers: deque[Answered] = field(default_factory=deque)
     outcomes: deque[tuple[Ints, Floats, Bools]] = field(default_factory=deque)
@@ -56,16 +60,22 @@ class _Kept:
 class Watching:
     """Watches the policy in force. What comes, comes on the loop; begin() and settle() may run in threads."""
 
-    def __init__(self, policy: Policy, policy_id: str, observer: WatchObserver, n_routers: int) -> None:
-        """Begin.   n_routers: the most that there may be, which share the rate of false alarms."""
-        self._observer, self._n_routers = observer, n_routers
+    def __init__(
+        self, policy: Policy, policy_id: str, observer: WatchObserver, n_routers: int, alarms: Store | None = None
+    ) -> None:
+        """Begin.
+
+        n_routers: the most that there may be, which share the rate of false alarms.   alarms: where it is kept what
+        speaks against the policy, for all routers and those to come.
+        """
+        self._observer, self._n_routers, self._alarms = observer, n_routers, alarms
         self._settling = threading.Lock()
         self.begin(policy, policy_id)
 
     def begin(self, policy: Policy, policy_id: str) -> None:
         """Watch another policy, from no row on."""
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
-        self._kept = _Kept(policy_id, watch)
+        self._kept = _Kept(policy_id, digest(policy.model_dump(mode="json")), watch)
 
     def answered(self, flight: Flight, policy_id: str) -> None:
         """Keep a request's answers, unless they are another policy's, or not those that it would have given."""
@@ -74,8 +84,8 @@ class Watching:
             return
         if flight.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
             return
-        answered = Answered(flight.stages, flight.predictions, flight.likeliest, flight.confidences, flight.costs)
-        kept.answers.append(answered.at(~flight.degraded) if flight.degraded.any() else answered)
+        answered = Answered(flight.predictions, flight.confidences, flight.stages, flight.costs, flight.likeliest)
+        kept.answers.append(answered.of_rows(~flight.degraded) if flight.degraded.any() else answered)
         kept.n_rows += flight.n
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
@@ -95,26 +105,51 @@ class Watching:
         with self._settling:
             kept = self._kept
             if kept.watch is None:
+                self._latched(kept, {})
                 return WatchedHere(kept.policy_id, None)
             answers = _taken(kept.answers)
             kept.n_rows = 0
             if answers:
-                kept.watch.add(_joined(answers))
+                kept.watch.add(Answered.joined(answers))
             for outcomes in _taken(kept.outcomes):
                 kept.watch.add_outcomes(*outcomes)
             for agreements in _taken(kept.agreements):
                 kept.watch.add_agreements(*agreements)
             watched = kept.watch.watched()
+            watched = Watched(watched.stages, self._latched(kept, watched.evidence))
             self._observer.watched(watched)
             if kept.held and not watched.holds:
                 logger.warning(f"policy {kept.policy_id} {verdict(watched)}")
             kept.held = watched.holds
             return WatchedHere(kept.policy_id, watched)
 
+    def _latched(self, kept: _Kept, evidence: Mapping[str, Evidence]) -> Mapping[str, Evidence]:
+        """Return evidence with what has ever spoken against the policy in any router, and keep what is new of that.
+
+        What is kept of another policy is dropped: it has been replaced.
+        """
+        if self._alarms is None:
+            return evidence
+        content = json.loads(self._alarms.get("of") or b"null")
+        known = content["evidence"] if content is not None and content["policy"] == kept.digest else {}
+        ours = {name: asdict(one) for name, one in evidence.items() if not one.holds and name not in known}
+        if ours:
+            self._alarms.put("of", json.dumps({"policy": kept.digest, "evidence": {**known, **ours}}).encode())
+        elif content is not None and not known:
+            self._alarms.delete("of")
+        return {name: _with(one, known[name]) if name in known else one for name, one in evidence.items()}
+
     def _of(self, policy_id: str) -> _Kept | None:
         """Return the watch of a policy, None where there is none."""
         kept = self._kept
         return kept if kept.watch is not None and kept.policy_id == policy_id else None
+
+
+def _with(evidence: Evidence, kept: Mapping[str, Any]) -> Evidence:
+    """Return evidence of which it is known that it spoke: when, and how strong it was."""
+    if not evidence.holds:
+        return evidence
+    return replace(evidence, log10=max(evidence.log10, kept["log10"]), at=kept["at"], since=kept["since"])
 
 
 def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> dict[str, Any]:
@@ -129,10 +164,3 @@ def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) ->
 def _taken(kept: deque[Any]) -> list[Any]:
     """Take out what is there now; more may come meanwhile."""
     return [kept.popleft() for _ in range(len(kept))]
-
-
-def _joined(parts: Sequence[Answered]) -> Answered:
-    def whole(name: str) -> Any:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    return Answered(whole("stages"), whole("predictions"), whole("likeliest"), whole("confidences"), whole("costs"))

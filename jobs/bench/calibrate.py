@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cauc_ray.data.logits import PoolModel, TableInfo, write_info
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.execution.session import ray_session
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.policies.policy import Policy

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import yaml
 
 import cauc_ray
-from cauc_ray.data.files import write_text
-from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import write_logits
+from cauc_ray.files.documents import write_text
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 

@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 import yaml
 
 import cauc_ray
-from cauc_ray.data.files import write_text
 from cauc_ray.execution.session import ray_session
+from cauc_ray.files.documents import write_text
 from jobs.bench.part import absent
 
 

@@ -20,7 +20,9 @@ import pyarrow as pa
 
 import cauc_ray
 from cauc_ray.data.inputs import open_input
-from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import write_logits
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats, Ints

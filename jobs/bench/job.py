@@ -10,8 +10,9 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 from pydantic import Field
 
-from cauc_ray.data.files import make_folder, read_json, write_json
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
 from jobs.bench.part import PARTS, Part, load, measured
 from jobs.job import Job, JobConfig, JobResult, JobRun
 

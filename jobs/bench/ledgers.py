@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.files import parquet_files, read_parquet
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.numbers.types import Floats, Ints
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 import cauc_ray
-from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import write_logits
+from cauc_ray.numbers.calibration import fit_pair, fit_temperature
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.sweep import sweep
-from cauc_ray.numbers.temperature import fit_pair, fit_temperature
 from cauc_ray.numbers.types import Floats, Ints
 from jobs.bench.part import absent
 

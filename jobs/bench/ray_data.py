@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import cauc_ray
-from cauc_ray.data.files import parquet_files, read_parquet
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.session import ray_session
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
 from jobs.bench.cascades import planted_rows, write_input, write_pool, write_table
 

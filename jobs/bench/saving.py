@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import cauc_ray
-from cauc_ray.data.files import parquet_files, read_parquet
 from cauc_ray.execution.session import ray_session
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
 from jobs.bench.cascades import write_pool
 from jobs.bench.ledgers import read_calls

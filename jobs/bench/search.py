@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 import cauc_ray
-from cauc_ray.data.logits import LogitTable, PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.evidence import ChosenChain
-from cauc_ray.policies.searching import MOST_MODELS
+from cauc_ray.policies.search import MOST_MODELS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +56,7 @@ def _search(table: str | Path, models: list[str], method: str, options: argparse
     assert search is not None
     each_fitted = full_fit_s * search.n_chains / search_s
     print(
-        f"{method}: {search.n_chains:,} chains, {search.n_measured:,} of them measured, in {search_s:.1f} s; one fit "
+        f"{method}: {search.n_measured:,} of {search.n_chains:,} chains measured in {search_s:.1f} s; one fit "
         f"of all models takes {full_fit_s:.2f} s, so many of them {each_fitted:.1f} times as long as the search"
     )
     rows = {}

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import cauc_ray
-from cauc_ray.data.files import write_text
 from cauc_ray.errors import ExecutionError
+from cauc_ray.files.documents import write_text
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from jobs.bench.cascades import EASY_GAP, HARD_GAP, planted_rows, write_pool, write_table

@@ -14,9 +14,11 @@ import pyarrow.parquet as pq
 import yaml
 
 import cauc_ray
-from cauc_ray.data.files import parquet_files, read_parquet, write_text
-from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import write_logits
 from cauc_ray.execution import runner
+from cauc_ray.files.documents import write_text
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy
 from jobs.faults.models import N_OPTIONS
@@ -97,7 +99,7 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
         part = pa.table({"example_id": [ids[row] for row in rows], "label": labels[rows], "payload": values})
         path = folder / "input" / f"{number}.parquet"
         pq.write_table(part, path, row_group_size=ROW_GROUP_ROWS, use_dictionary=False, write_page_checksum=True)
-    expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).predictions().to_pylist()}
+    expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
     return Cascade(folder / "input", policy, expected, _without_last(policy, logits, expected))
 
 

@@ -17,7 +17,7 @@ import psutil
 import pyarrow.parquet as pq
 import ray
 
-from cauc_ray.data.files import parquet_files
+from cauc_ray.files.parquet import parquet_files
 from jobs.faults import processes
 from jobs.faults.trial import Outcome, Trial
 
@@ -86,6 +86,26 @@ def replica_hangs(trial: Trial) -> Outcome:
     """Have two calls of the second stage never end."""
     faults = {1: {"fault": "hangs", "at_calls": trial.random_calls(1, 2)}}
     wall_s = trial.run(trial.pool(faults, call_timeout_s=2.0))
+    trial.model_struck()
+    return trial.outcome(wall_s)
+
+
+def turns_bad(stage: int, fault: str, n: int, **options: Any) -> Callable[[Trial], Outcome]:
+    """Have some replicas of a stage fail every call from some call on, as after a sticky error of their device."""
+
+    def put_into(trial: Trial) -> Outcome:
+        wall_s = trial.run(
+            trial.pool({stage: {"fault": fault, "bad": n, "bad_from": trial.rng.randint(2, 5)}}, **options)
+        )
+        trial.model_struck()
+        return trial.outcome(wall_s)
+
+    return put_into
+
+
+def bad_for_a_while(trial: Trial) -> Outcome:
+    """Have all replicas of the second stage fail every call for some seconds, those started meanwhile, too."""
+    wall_s = trial.run(trial.pool({1: {"fault": "raises", "sick_s": 8.0, "bad_from": trial.rng.randint(2, 20)}}))
     trial.model_struck()
     return trial.outcome(wall_s)
 
@@ -241,6 +261,13 @@ KINDS = (
         run={"controllers": 2},
     ),
     Kind("replica-hangs", "stage 2", replica_hangs),
+    Kind("replica-hangs-on", "stage 2", turns_bad(1, "hangs", 1, call_timeout_s=2.0)),
+    Kind("replica-turns-bad", "stage 2", turns_bad(1, "raises", 1)),
+    Kind("replica-turns-nan", "stage 1", turns_bad(0, "nan", 1)),
+    Kind("replica-turns-shape", "last stage", turns_bad(2, "shape", 1)),
+    Kind("replica-turns-deadly", "stage 2", turns_bad(1, "dies", 2)),
+    Kind("replicas-turn-bad", "last stage, 4 of 6", turns_bad(2, "length", 4, **_MANY), pool=_MANY),
+    Kind("bad-for-a-while", "stage 2, all replicas", bad_for_a_while),
     Kind("nan", "every stage", rubbish("nan")),
     Kind("shape", "every stage", rubbish("shape")),
     Kind("length", "every stage", rubbish("length")),

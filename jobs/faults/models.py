@@ -28,13 +28,17 @@ def planted(
     on_rows: Sequence[str] = (),
     loading: str = "",
     times: int = 0,
+    bad: int = 0,
+    bad_from: int = 0,
+    sick_s: float = 0.0,
 ) -> Callable[[Batch], object]:
     """Answer with a stage's logits, which stand in the input's payload, after so many seconds.
 
     place: of the stage.   notes: a folder where every process notes itself and its calls.   fault: what happens
     at_calls, each time once: the n-th calls of the stage in all its processes; or whenever a batch holds one of
     on_rows.   loading: what happens while loading, so many times: "dies" or "slow"; "down" dies whenever the folder
-    has a file of that name.
+    has a file of that name.   bad: so many of the stage's processes have the fault in every call from their
+    bad_from-th on; with sick_s, all processes have it for so long, from the stage's bad_from-th call on.
     """
     folder = Path(notes)
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,9 +51,23 @@ def planted(
         time.sleep(SLOW_S)
     (folder / f"process-{place}-{os.getpid()}").touch()
 
+    n_own = 0
+
+    def turned_bad(n_calls: int) -> bool:
+        nonlocal n_own
+        n_own += 1
+        if sick_s and n_calls >= bad_from:
+            since = folder / f"struck-{place}-sick"
+            _claim(since)
+            return time.time() - since.stat().st_mtime < sick_s
+        own = folder / f"struck-{place}-bad-{os.getpid()}"
+        if n_own == bad_from and any(_claim(folder / f"turned-{place}-{n}") for n in range(bad)):
+            own.touch()
+        return own.exists()
+
     def answer(batch: Batch) -> object:
         n_calls = _count(folder / f"calls-{place}")
-        due = any(n_calls >= n and _claim(folder / f"struck-{place}-{n}") for n in at_calls)
+        due = turned_bad(n_calls) or any(n_calls >= n and _claim(folder / f"struck-{place}-{n}") for n in at_calls)
         guilty = bool(set(on_rows) & set(batch["example_id"]))
         if guilty:
             (folder / f"struck-{place}-rows").touch()

@@ -1,6 +1,6 @@
 """Write the schemas of this version's configs."""
 
-from cauc_ray.data.files import write_json
+from cauc_ray.files.documents import write_json
 from jobs.schemas import JOBS, job_named, schema_of, schema_path
 
 for name in JOBS:

@@ -121,7 +121,7 @@ def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name,
     assert (opened.name, opened.task) == (name, "multiple-choice")
     splits = split_by_rule(PAPER_RULES[name], SIZES, 5)
     for split in ("calibration", "validation", "test"):
-        picked = getattr(splits, split)
+        picked = splits[split]
         found = list(rows_of(opened, split))
         assert [row.pop("example_id") for row in found] == [f"{picked.partition}-{row}" for row in picked.rows]
         assert all(row == {**expected, "task": name} for row in found)
@@ -260,7 +260,7 @@ def test_iwildcam_metadata_that_does_not_serve_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"metadata\.csv has no column 'split'"):
         open_dataset(DatasetSource(f"iwildcam={tmp_path}"))
     metadata.write_text(whole.replace("3.jpg,3,", "3.jpg,cat,", 1))
-    with pytest.raises(DataError, match=r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' are no image"):
+    with pytest.raises(DataError, match=r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' do not name an image"):
         open_dataset(DatasetSource(f"iwildcam={tmp_path}"))
     metadata.write_text(whole.replace("id_test", "other"))
     with pytest.raises(DataError, match=r"has no test-id \(it has validation, test-ood\)"):

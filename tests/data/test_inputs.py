@@ -3,6 +3,7 @@ import pickle
 import re
 import tempfile
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.data.inputs import column_to_numpy, concat_column, open_input
+from cauc_ray.data.blocks import column_to_numpy, concat_column, ids_digest
+from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import DataError
 
 
-def read(path, block_rows, done=frozenset()):
+def read(path, block_rows, done=()):
     """Return the blocks by number, of a source that went to another process, the last group first."""
-    source = pickle.loads(pickle.dumps(open_input(path).source(block_rows, done)))
+    source = pickle.loads(pickle.dumps(open_input(path).source(block_rows, dict.fromkeys(done))))
     blocks = {}
     for group in reversed(range(source.n_groups)):
         inside = list(source.blocks(group))
         assert [number for number, _ in inside] == sorted({number for number, _ in inside})
         assert not blocks or not inside or inside[-1][0] < min(blocks)
         blocks |= inside
-    assert not done & set(blocks)
+    assert not set(done) & set(blocks)
     return dict(sorted(blocks.items()))
 
 
@@ -97,7 +99,7 @@ def test_rows_come_once_in_order_and_numbers_do_not_depend_on_what_is_done(sizes
             assert block.columns["x"].tolist() == values
             assert block.columns["label"].tolist() == block.labels.tolist() == [row for _, row in values]
             assert 1 <= len(block.example_ids) <= block_rows
-        left = read(folder, block_rows, frozenset(done))
+        left = read(folder, block_rows, done)
         assert list(left) == [number for number in blocks if number not in done]
         assert all(left[number].example_ids == blocks[number].example_ids for number in left)
 
@@ -132,7 +134,7 @@ def test_one_file_is_named_after_itself_and_the_size_of_a_row_is_stated(tmp_path
 
 def test_what_only_done_blocks_need_is_not_read():
     with parquet_folder([4] * 6, 2) as folder:  # 3 rows a block: one group of 8 blocks
-        source = open_input(folder).source(3, frozenset({0, 1, 2, 6, 7}))
+        source = open_input(folder).source(3, dict.fromkeys((0, 1, 2, 6, 7)))
         assert source.n_groups == 1
         for gone in ("0000", "0001", "0005"):
             (folder / f"{gone}.parquet").unlink()
@@ -141,7 +143,7 @@ def test_what_only_done_blocks_need_is_not_read():
         assert list(blocks) == [3, 4, 5]
         # Block 3 needs rows 9 and on, which are in the second half of row group 0: that one was needed.
         assert [bool(block.unreadable) for block in blocks.values()] == [True, False, False]
-        assert list(open_input(folder / "0003.parquet").source(4, frozenset({0})).blocks(0)) == []
+        assert list(open_input(folder / "0003.parquet").source(4, {0: None}).blocks(0)) == []
 
 
 def test_files_that_differ_in_types_share_a_block(tmp_path):
@@ -203,30 +205,72 @@ def test_damage_costs_the_blocks_that_it_hits_and_no_others(data, row_group_rows
             assert f"{file:04}.parquet cannot be read in row group {row_group}: " in block.unreadable
             assert "\n" not in block.unreadable
             assert block.columns == {}
-            if column == 0:  # example_id itself
-                true = [re.sub(r"(\d+)-(\d+)", r"000\1.parquet:row \2", e) if e in hit else e for e in true]
-            assert block.example_ids == true
-            assert (block.labels is None) == (column in (0, 1))
-            if block.labels is not None:
-                assert block.labels.tolist() == whole[number].labels.tolist()
+            assert block.example_ids == [
+                re.sub(r"(\d+)-(\d+)", r"000\1.parquet:row \2", e) if e in hit else e for e in true
+            ]
 
 
-def test_files_cut_short_changed_or_gone_after_the_start_are_unreadable_blocks():
-    with parquet_folder([4, 4, 4, 4], 4) as folder:
+def test_files_cut_short_or_gone_after_the_start_are_unreadable_blocks():
+    with parquet_folder([4, 4, 4], 4) as folder:
         source = open_input(folder).source(4)
         file = folder / "0000.parquet"
         file.write_bytes(file.read_bytes()[:-20])
         (folder / "0001.parquet").unlink()
-        pq.write_table(pa.table({"example_id": ["new"]}), folder / "0002.parquet")
         blocks = dict(source.blocks(0))
-        for number, reason in enumerate(("not a readable Parquet file", "there is no file", "has changed since")):
+        for number, reason in enumerate(("not a readable Parquet file", "there is no file")):
             assert reason in blocks[number].unreadable
             assert f"{number:04}.parquet" in blocks[number].unreadable
             assert blocks[number].example_ids == [f"{number:04}.parquet:row {row}" for row in range(4)]
             assert blocks[number].labels is None
-        assert blocks[3].unreadable is None
-        pq.write_table(pa.table({"example_id": list("abcd")}), folder / "0003.parquet")
-        assert "has changed since" in dict(source.blocks(0))[3].unreadable
+        assert blocks[2].unreadable is None
+
+
+@pytest.mark.parametrize("change", ["fewer rows", "other columns", "other order"])
+def test_files_written_anew_after_the_start_end_the_reading(change):
+    with parquet_folder([4, 4], 2) as folder:
+        source = open_input(folder).source(4)
+        file = folder / "0001.parquet"
+        rows = pq.read_table(file)
+        new = {
+            "fewer rows": rows.slice(0, 1),
+            "other columns": rows.drop_columns(["x"]),
+            "other order": rows.take([3, 2, 1, 0]),
+        }[change]
+        pq.write_table(new, file, row_group_size=2)
+        with pytest.raises(DataError, match=r"0001\.parquet has changed since .* start a new run"):
+            list(source.blocks(0))
+
+
+def digests(path, block_rows):
+    return {number: ids_digest(block.example_ids) for number, block in read(path, block_rows).items()}
+
+
+@given(SIZES, st.integers(1, 12), st.integers(1, 7), st.data())
+def test_blocks_that_are_done_are_compared_with_what_was_committed(sizes, row_group_rows, block_rows, data):
+    with parquet_folder(sizes, row_group_rows) as folder:
+        whole = digests(folder, block_rows)
+        done = {number: whole[number] for number in data.draw(st.sets(st.sampled_from(sorted(whole)), min_size=1))}
+        source = open_input(folder).source(block_rows, done)
+        left = [number for group in range(source.n_groups) for number, _ in source.blocks(group)]
+        assert left == [number for number in whole if number not in done]
+        other = data.draw(st.sampled_from(sorted(done)))
+        source = open_input(folder).source(block_rows, {**done, other: "of other rows"})
+        with pytest.raises(DataError, match=f"not the rows of block {other} .* start a new run"):
+            list(chain.from_iterable(map(source.blocks, range(source.n_groups))))
+
+
+def test_ids_of_any_type_are_compared_as_the_texts_that_were_committed(tmp_path):
+    for number, ids in enumerate((["a", "b"], [b"a", b"b"], pa.array(["a", "b"]).dictionary_encode(), [1, 2])):
+        pq.write_table(pa.table({"example_id": ids, "x": [1, 2]}), tmp_path / f"{number}.parquet")
+        opened = open_input(tmp_path / f"{number}.parquet")
+        assert list(opened.source(2, digests(tmp_path / f"{number}.parquet", 2)).blocks(0)) == []
+
+
+def test_done_rows_that_cannot_be_read_now_are_passed_over():
+    with parquet_folder([4, 4], 4) as folder:
+        source = open_input(folder).source(4, {0: ids_digest(["0-0", "0-1", "0-2", "0-3"])})
+        (folder / "0000.parquet").unlink()
+        assert [number for number, _ in source.blocks(0)] == [1]
 
 
 def test_a_damaged_row_group_is_decoded_up_to_the_damage(tmp_path):
@@ -244,7 +288,8 @@ def test_a_damaged_row_group_is_decoded_up_to_the_damage(tmp_path):
     n_good = [block.unreadable is None for block in blocks].index(False)
     assert n_good in (3, 4, 5)
     assert [block.unreadable is None for block in blocks] == [True] * n_good + [False] * (10 - n_good)
-    assert [example for block in blocks for example in block.example_ids] == [f"e{row}" for row in range(1000)]
+    names = [f"e{row}" if row < n_good * 100 else f"a.parquet:row {row}" for row in range(1000)]
+    assert ids(dict(enumerate(blocks))) == names
 
 
 def test_text_that_is_not_utf8_is_damage(tmp_path):
@@ -255,13 +300,9 @@ def test_text_that_is_not_utf8_is_damage(tmp_path):
         text[column] = pa.array([b"x", b"\xff\xfe"])
         bad = pa.table({name: pa.Array.from_buffers(pa.string(), 2, a.buffers()) for name, a in text.items()})
         pq.write_table(bad, tmp_path / "2.parquet")
-        first, second = read(tmp_path, 3).values()
-        assert re.search(r"2\.parquet cannot be read: .*UTF8", second.unreadable)
-        assert first.unreadable is None
         (block,) = read(tmp_path, 4).values()
-        assert "2.parquet cannot be read" in block.unreadable
-        last = ["2.parquet:row 0", "2.parquet:row 1"] if column == "example_id" else ["c", "d"]
-        assert block.example_ids == ["a", "b", *last]
+        assert re.search(r"2\.parquet cannot be read in row group 0: .*UTF8", block.unreadable)
+        assert block.example_ids == ["a", "b", "2.parquet:row 0", "2.parquet:row 1"]
 
 
 def test_a_user_s_own_faults_name_their_file_in_a_block_of_several(tmp_path):
@@ -290,7 +331,7 @@ def test_images_of_a_folder_come_as_their_bytes(images):
             assert block.columns["example_id"].tolist() == block.example_ids
             assert block.labels is None
             assert block.n_bytes == sum(map(len, block.example_ids))
-    assert ids(read(images, 1, frozenset({0, 3}))) == ["b.tiff", "b/2.PNG", "d/3.bmp"]
+    assert ids(read(images, 1, {0, 3})) == ["b.tiff", "b/2.PNG", "d/3.bmp"]
     opened = open_input(images)
     assert (opened.n_rows, opened.row_bytes) == (5, sum(map(len, names)) / 5)
     assert ids(read(images / "b" / "2.PNG", 10)) == ["2.PNG"]

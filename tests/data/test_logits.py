@@ -1,24 +1,24 @@
-import json
-
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from synthetic import write_table
 
-from cauc_ray.data.logits import LogitTable, write_logits
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.writing import logit_columns, write_logits
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.parquet import read_parquet, write_parquet
 
 MODELS = ["m0", "m1", "m2"]
 
 
 @pytest.fixture
-def table(tmp_path):
-    folder = tmp_path / "LOGITS"
-    write_table(folder, n=60)
-    return folder
+def table(folder):
+    write_table(folder / "LOGITS", n=60)
+    return folder / "LOGITS"
 
 
 def part(folder, model="m1", split="calibration"):
@@ -27,13 +27,13 @@ def part(folder, model="m1", split="calibration"):
 
 def rewrite(path, **columns):
     """Replace columns of a Parquet file; None drops one."""
-    old = pq.ParquetFile(path).read()
+    old = read_parquet(path)
     data = {name: old.column(name) for name in old.column_names} | columns
-    pq.write_table(pa.table({name: column for name, column in data.items() if column is not None}), path)
+    write_parquet(path, pa.table({name: column for name, column in data.items() if column is not None}))
 
 
 def values(path, column):
-    return pq.ParquetFile(path).read().column(column).to_pylist()
+    return read_parquet(path).column(column).to_pylist()
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,16 +47,31 @@ def test_what_is_written_is_read(tmp_path_factory, seed, ragged, per_call):
     for mine, theirs in zip(read.logits, written.logits, strict=True):
         assert (mine == theirs).all()
     assert read.costs.per_call == pytest.approx(written.costs.per_call, rel=1e-6)
-    assert (read.costs.unit, read.logit_kind, read.per_call_costs) == ("GFLOPs", "raw", per_call)
+    assert (read.costs.unit, set(read.logit_kinds), read.per_call_costs) == ("GFLOPs", {"raw"}, per_call)
+
+
+@pytest.mark.parametrize("most", [1, 7, 20, 21, 10_000])
+def test_more_values_than_the_offsets_of_one_array_can_count_are_written(tmp_path, monkeypatch, most):
+    """With a smaller number in place of 2^31 - 1, which takes 9 GB."""
+    monkeypatch.setattr("cauc_ray.data.writing.MOST_VALUES", most)
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal(n).astype(np.float32) for n in (3, 7, 1, 7, 2, 5, 7, 7)]
+    ids = [f"e{row}" for row in range(len(rows))]
+    write_logits(tmp_path, "m", "test", example_ids=ids, labels=np.zeros(len(rows), int), logits=rows)
+    assert pa.types.is_large_list(logit_columns(ids, None, rows, None)["logits"].type) == (most < 39)
+    read = LogitTable(tmp_path).read_model("m", "test")
+    assert read.example_ids.to_pylist() == ids
+    assert [own[np.isfinite(own)].tolist() for own in read.logits] == [row.tolist() for row in rows]
+    assert len(logit_columns([], None, [], None)) == 0
 
 
 def test_row_order_and_files_mean_nothing(table):
     expected = LogitTable(table).read_chain(MODELS, "test")
-    whole = pq.ParquetFile(part(table, "m2", "test")).read()
+    whole = read_parquet(part(table, "m2", "test"))
     order = np.random.default_rng(0).permutation(len(whole))
     shuffled = whole.take(pa.array(order))
-    pq.write_table(shuffled.slice(0, 23), part(table, "m2", "test"))
-    pq.write_table(shuffled.slice(23), part(table, "m2", "test").with_name("part-1.parquet"))
+    write_parquet(part(table, "m2", "test"), shuffled.slice(0, 23))
+    write_parquet(part(table, "m2", "test").parent / "part-1.parquet", shuffled.slice(23))
     read = LogitTable(table).read_chain(MODELS, "test")
     assert read.example_ids == expected.example_ids
     assert (read.logits[2] == expected.logits[2]).all()
@@ -93,7 +108,7 @@ def broken(table, fault):
     path = part(table)
     ids, labels, logits = (values(path, c) for c in ("example_id", "label", "logits"))
     if fault == "id missing":
-        pq.write_table(pq.ParquetFile(path).read().slice(1), path)
+        write_parquet(path, read_parquet(path).slice(1))
     elif fault == "id duplicate":
         rewrite(path, example_id=pa.array([ids[1], *ids[1:]]))
     elif fault == "label outside":
@@ -106,7 +121,7 @@ def broken(table, fault):
         logits[3] = [*logits[3], 0.0]
         rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())))
     elif fault == "empty split":
-        pq.write_table(pq.ParquetFile(path).read().slice(0, 0), path)
+        write_parquet(path, read_parquet(path).slice(0, 0))
     elif fault == "no files":
         path.unlink()
     elif fault == "no options":
@@ -116,8 +131,8 @@ def broken(table, fault):
     elif fault == "logits are truths":
         rewrite(path, logits=pa.array([[True] * 5] * len(ids)))
     elif fault == "column twice":
-        table = pq.ParquetFile(path).read()
-        pq.write_table(table.append_column("label", table.column("label")), path)
+        table = read_parquet(path)
+        write_parquet(path, table.append_column("label", table.column("label")))
     elif fault == "label too large":
         rewrite(path, label=pa.array([2**40, *labels[1:]], pa.int64()))
     elif fault == "null id":
@@ -131,20 +146,20 @@ def broken(table, fault):
     elif fault == "truncated":
         path.write_bytes(path.read_bytes()[:-300])
     elif fault == "no parquet":
-        path.write_text("example_id,label\n")
+        path.write_bytes(b"example_id,label\n")
 
 
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
         ("id missing", "of model 'm0' is missing from model 'm1' (1 such)"),
-        ("id duplicate", "stands twice (part-0.parquet)"),
+        ("id duplicate", "is a duplicate (part-0.parquet)"),
         ("label outside", "label 5 is outside its 5 options"),
         ("label negative", "label -1 is outside its 5 options"),
         ("labels disagree", "as label for model 'm0' and"),
         ("lengths disagree", "has 5 options for model 'm0' and 6 for model 'm1'"),
         ("empty split", "model 'm1', split 'calibration': the split is empty"),
-        ("no files", "there are no .parquet files in"),
+        ("no files", "split"),
         ("no options", "it has no logits"),
         ("null logits", "one of its logits is null"),
         ("logits are truths", "column 'logits' is list<"),
@@ -172,7 +187,7 @@ def test_names_that_are_not_there_get_a_suggestion(table):
         LogitTable(table).read_chain(["m00", "m1"], "test")
     with pytest.raises(DataError, match=r"unknown split 'tset'; did you mean 'test'\?"):
         LogitTable(table).read_chain(["m0", "m1"], "tset")
-    with pytest.raises(ConfigError, match="'m0' stands twice"):
+    with pytest.raises(ConfigError, match="'m0' is a duplicate"):
         LogitTable(table).read_chain(["m0", "m0"], "test")
     with pytest.raises(DataError, match="not a folder"):
         LogitTable(table / "absent")
@@ -185,12 +200,11 @@ def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
     assert LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4]).costs.per_call.tolist() == [3.0, 4.0]
     with pytest.raises(ConfigError, match="3 costs for 2 models"):
         LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4, 5])
-    info = json.loads((table / "pool.json").read_text())
-    info["models"] = info["models"][:1]
-    (table / "pool.json").write_text(json.dumps(info))
+    info = read_json(table / "pool.json")
+    write_json(table / "pool.json", {**info, "models": info["models"][:1]})
     with pytest.raises(DataError, match="no cost for model 'm2'"):
         LogitTable(table).read_chain(["m0", "m2"], "test")
-    (table / "pool.json").write_text('{"cost_unit": "s", "modles": []}')
+    write_json(table / "pool.json", {"cost_unit": "s", "modles": []})
     with pytest.raises(DataError, match=r"pool\.json: "):
         LogitTable(table).read_chain(["m0", "m2"], "test")
     (table / "pool.json").unlink()
@@ -221,15 +235,31 @@ def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(tab
 
 def test_hidden_files_and_folders_are_other_programs(table):
     for name in (".ipynb_checkpoints", ".hidden"):
-        (part(table).parent / name).mkdir()
+        make_folder(part(table).parent / name)
         (part(table).parent / name / "part-0-checkpoint.parquet").write_bytes(part(table).read_bytes())
-    (part(table).parent / ".part-0.parquet").write_text("half")
+    (part(table).parent / ".part-0.parquet").write_bytes(b"half")
     assert len(LogitTable(table).read_chain(MODELS, "calibration")) == 60
 
 
 def test_a_folder_that_cannot_be_named_so_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot name a folder"):
         write_logits(tmp_path, "a/b", "test", example_ids=["x"], labels=None, logits=np.zeros((1, 2)))
+
+
+def test_what_is_written_with_its_cost_is_a_whole_table(folder):
+    ids, labels = ["a", "b"], np.array([1, -1])
+    for model, cost in (("large", 9.0), ("small", 2.0), ("large", 10.0)):
+        write_logits(folder, model, "test", ids, np.eye(2) * cost, labels, cost=cost, cost_unit="B params")
+    chain = LogitTable(folder).read_chain(["small", "large"], "test")
+    assert (chain.costs.unit, chain.costs.per_call.tolist()) == ("B params", [2.0, 10.0])
+    assert chain.labels.tolist() == [1, -1]
+    assert chain.logits[1].tolist() == [[10, 0], [0, 10]]
+    with pytest.raises(ConfigError, match="in B params, those of model 'other' in s"):
+        write_logits(folder, "other", "test", ids, np.eye(2), cost=1.0, cost_unit="s")
+    with pytest.raises(ConfigError, match="2 example ids and 3 rows of logits"):
+        write_logits(folder, "other", "test", ids, np.eye(3))
+    with pytest.raises(ConfigError, match="give cost="):
+        write_logits(folder, "other", "test", ids, np.eye(2), logit_kind="raw")
 
 
 def test_real_tables_have_the_accuracies_that_their_readme_gives(shared_logits):

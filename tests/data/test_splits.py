@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.data.splits import PAPER_RULES, paper_splits, split_by_rule, split_shares
+from cauc_ray.data.splits import PAPER_RULES, split_by_rule, split_shares
 from cauc_ray.errors import ConfigError, DataError
 
 sizes = st.fixed_dictionaries(
@@ -13,42 +13,40 @@ sizes = st.fixed_dictionaries(
 
 @given(st.sampled_from(sorted(PAPER_RULES)), sizes, st.integers(0, 99))
 def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_sizes, seed):
-    splits = paper_splits(dataset, partition_sizes, seed)
-    parts = (splits.calibration, splits.validation, splits.test)
+    splits = split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
+    parts = splits.values()
     taken = [(p.partition, row) for p in parts for row in p.rows.tolist()]
     assert len(taken) == len(set(taken))
     for part in parts:
         assert 0 <= part.rows.min() <= part.rows.max() < partition_sizes[part.partition]
     n = partition_sizes["validation"]
     rule = PAPER_RULES[dataset]
-    assert abs(len(splits.calibration.rows) - len(splits.validation.rows)) <= 1
+    assert abs(len(splits["calibration"].rows) - len(splits["validation"].rows)) <= 1
     if rule == "three-way":
         assert {p.partition for p in parts} == {"validation"}
         assert len(taken) == n
-        assert abs(len(splits.test.rows) - n / 2) <= 1
+        assert abs(len(splits["test"].rows) - n / 2) <= 1
     else:
-        assert len(splits.calibration.rows) + len(splits.validation.rows) == n
-        assert splits.test.partition == ("validation" if rule == "sample-train" else "test")
-        assert len(splits.test.rows) == partition_sizes[splits.test.partition]
-        assert splits.calibration.partition == ("train" if rule == "sample-train" else "validation")
-    again = paper_splits(dataset, partition_sizes, seed)
-    assert (again.calibration.rows == splits.calibration.rows).all()
+        assert len(splits["calibration"].rows) + len(splits["validation"].rows) == n
+        assert splits["test"].partition == ("validation" if rule == "sample-train" else "test")
+        assert len(splits["test"].rows) == partition_sizes[splits["test"].partition]
+        assert splits["calibration"].partition == ("train" if rule == "sample-train" else "validation")
+    again = split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
+    assert (again["calibration"].rows == splits["calibration"].rows).all()
 
 
 def test_another_seed_is_another_split():
     rows = [
-        split_by_rule("halve-validation", {"validation": 100, "test": 10}, seed).calibration.rows for seed in (0, 1)
+        split_by_rule("halve-validation", {"validation": 100, "test": 10}, seed)["calibration"].rows for seed in (0, 1)
     ]
     assert (rows[0] != rows[1]).any()
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ConfigError, match="did you mean 'mmlu'"):
-        paper_splits("mmluu", {})
     with pytest.raises(DataError, match="needs a partition 'test'"):
-        paper_splits("mmlu", {"validation": 100})
+        split_by_rule("halve-validation", {"validation": 100})
     with pytest.raises(DataError, match="cannot give a sample of 50"):
-        paper_splits("piqa", {"train": 40, "validation": 50})
+        split_by_rule("sample-train", {"train": 40, "validation": 50})
     with pytest.raises(ConfigError, match="sum to 1"):
         split_shares(10, {"a": 0.5, "b": 0.6})
 

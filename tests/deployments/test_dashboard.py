@@ -11,8 +11,7 @@ import promql_parser as promql
 import pytest
 import ray
 
-from cauc_ray.policies.watch import Evidence, Watched
-from cauc_ray.policies.watched_sums import StageSums
+from cauc_ray.policies.monitor import Evidence, StageSums, Watched
 from cauc_ray.serving.metrics import METRICS, ServingMetrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana.json").read_text())
@@ -192,6 +191,7 @@ def scrape():
     return {name: set(re.findall(r'(\w+)="', tags)) for name, tags in lines}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_series_have_the_names_and_labels_that_ray_gives_them():
     teller = ray.remote(num_cpus=0)(Teller).remote()

@@ -140,6 +140,7 @@ def opened_here():
     return {name for name in ROWS if name not in asked_for and not name.startswith("RAY_SERVE")}
 
 
+@pytest.mark.slow
 def test_every_port_that_a_cluster_listens_on_is_named(cluster):
     deadline = time.monotonic() + DEADLINE_S
     while True:
@@ -185,6 +186,7 @@ def test_every_row_is_tried():
     assert {name for name in PATHS if ROWS[name].tls != "no"} == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_need_a_token_and_a_certificate(name, cluster):
     port = ports_by_name(cluster)[name]
@@ -194,6 +196,7 @@ def test_calls_need_a_token_and_a_certificate(name, cluster):
     assert cluster.grpc(port, CALLS[name], token=True) not in {"UNAUTHENTICATED", "UNAVAILABLE", "UNIMPLEMENTED"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATHS)
 def test_requests_need_a_token_where_the_table_says_so(name, cluster):
     port = ports_by_name(cluster)[name]

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import yaml
 
 import cauc_ray
-from cauc_ray.data.files import parquet_files, read_parquet
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 

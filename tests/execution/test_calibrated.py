@@ -22,6 +22,10 @@ FITS = {
     "rf-offsets": (MODELS, {"method": "rf", "calibrator": "offsets", "budget": 8.0}),
     "isotonic": (MODELS[:2], {"method": "base", "calibrator": "isotonic"}),
 }
+CASES = [
+    pytest.param(*fit, id=name, marks=[pytest.mark.slow] if name == "base-offsets" else [])
+    for name, fit in FITS.items()
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,8 @@ def assert_same(one, other, place=""):
         assert one == (pytest.approx(other, rel=1e-9, abs=1e-12) if isinstance(one, float) else other), place
 
 
-@pytest.mark.parametrize(("models", "options"), FITS.values(), ids=FITS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("models", "options"), CASES)
 def test_a_fit_on_shards_is_that_of_one_process(table, ray_session, models, options):
     expected = cauc_ray.fit(table, models=models, **options)
     heads = [LogitTable(table).read_chain_heads(models, split) for split in SPLITS[:2]]
@@ -55,6 +60,7 @@ def test_a_fit_on_shards_is_that_of_one_process(table, ray_session, models, opti
     assert_same(json.loads(found.to_json()), json.loads(expected.to_json()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["base", "rf"])
 @pytest.mark.parametrize(
     ("costs", "says"),
@@ -64,24 +70,12 @@ def test_a_fit_on_shards_is_that_of_one_process(table, ray_session, models, opti
     ],
     ids=["chain", "alone"],
 )
-def test_a_safe_fit_on_shards_is_that_of_one_process(table, ray_session, tmp_path, method, costs, says):
+def test_a_safe_fit_on_shards_is_that_of_one_process(table, ray_session, method, costs, says):
     options = {"models": MODELS, "method": method, "costs": costs, "safe": True}
     expected = cauc_ray.fit(table, **options)
     assert re.search(says, expected.safe.says)
-    for _ in range(2):  # the second one has fits of the whole chain on record, none of the model alone
-        found = calibrate(table, **options, shards=3, deadline_s=120, record=tmp_path / "fits.json")
-        assert_same(json.loads(found.policy.to_json()), json.loads(expected.to_json()))
-
-
-def test_offsets_that_are_on_record_are_not_fitted_again(table, ray_session, tmp_path):
-    options = {"models": MODELS, "method": "rf", "calibrator": "offsets", "shards": 2, "deadline_s": 120}
-    first = calibrate(table, **options, record=tmp_path / "fits.json")
-    again = calibrate(table, **options, record=tmp_path / "fits.json")
-    assert again.policy == first.policy
-    assert again.shards.n_passes < first.shards.n_passes
-    plain = calibrate(table, **options | {"calibrator": "temperature"}, record=tmp_path / "fits.json")
-    assert plain.policy.calibrator_kind == "temperature"  # what is recorded of one kind is not taken for another
-    assert plain.policy.stages[1].beta != first.policy.stages[1].beta
+    found = calibrate(table, **options, shards=3, deadline_s=120)
+    assert_same(json.loads(found.policy.to_json()), json.loads(expected.to_json()))
 
 
 def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path):
@@ -98,7 +92,8 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, t
         calibrate(tmp_path, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
 
 
-@pytest.mark.parametrize(("models", "options"), FITS.values(), ids=FITS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("models", "options"), CASES)
 def test_a_live_run_is_the_replay_row_for_row(ray_session, tmp_path, models, options):
     chain = write_table(tmp_path / "LOGITS", n=400)["test"]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=models, **options)
@@ -106,5 +101,5 @@ def test_a_live_run_is_the_replay_row_for_row(ray_session, tmp_path, models, opt
     pool = write_pool(tmp_path, stages[: len(models)])
     run(tmp_path, pool, policy, split_input(tmp_path, chain))
     live = by_example(read_all(tmp_path / "out" / "predictions"))
-    assert live == by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions())
+    assert live == by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
     assert len({row["stage"] for row in live.values()}) > 1

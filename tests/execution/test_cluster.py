@@ -31,12 +31,13 @@ def python(*arguments):
 
 @pytest.fixture(scope="module")
 def tiered(tmp_path_factory):
-    """Run two cascades on one cluster. Returns the folder of each, and its nodes' ids by tier."""
-    labelled, elastic = (tmp_path_factory.mktemp(name) for name in ("labelled", "elastic"))
+    """Run three cascades on one cluster. Returns the folder of each, and its nodes' ids by tier."""
+    labelled, elastic, narrow = (tmp_path_factory.mktemp(name) for name in ("labelled", "elastic", "narrow"))
     prepare_labelled(labelled)
     prepare_elastic(elastic)
-    said = python(Path(__file__).with_name("tiered_cluster.py"), labelled, elastic)
-    return labelled, elastic, json.loads(said.splitlines()[-1])
+    prepare_narrow(narrow)
+    said = python(Path(__file__).with_name("tiered_cluster.py"), labelled, elastic, narrow)
+    return labelled, elastic, narrow, json.loads(said.splitlines()[-1])
 
 
 def prepare_labelled(folder):
@@ -52,7 +53,7 @@ def prepare_elastic(folder):
     chain = write_table(folder / "LOGITS", n=1500)["test"]
     policy = cauc_ray.fit(folder / "LOGITS", models=MODELS, method="rf", threshold=0.7)
     (folder / "policy.json").write_text(policy.to_json())
-    stages = cauc_ray.evaluate(folder / "LOGITS", policy).predictions().column("stage").to_numpy()
+    stages = cauc_ray.evaluate(folder / "LOGITS", policy).to_arrow().column("stage").to_numpy()
     assert min(np.bincount(stages)[1:]) > 250
     order = np.argsort(stages, kind="stable")
     split_input(
@@ -74,22 +75,34 @@ def prepare_elastic(folder):
     pool.write_text(yaml.safe_dump(content))
 
 
+def prepare_narrow(folder):
+    """Have the first stage take as many CPUs as the edge node has, which is the only one with the second's licence."""
+    _, pool = prepared(folder)
+    content = yaml.safe_load(pool.read_text())
+    needs = ({"num_cpus": 2}, {"num_cpus": 1, "custom": {"licence": 1}}, {"num_cpus": 1, "num_gpus": 1})
+    for stage, resources in zip(content["stages"], needs, strict=True):
+        stage |= {"resources": resources, "replicas": {"min": 1, "max": 1}, "down_after_s": 60}
+    pool.write_text(yaml.safe_dump(content))
+
+
 def is_the_replay(folder):
     policy = cauc_ray.Policy.load(folder / "policy.json")
     live = by_example(read_all(folder / "out" / "predictions"))
-    return live == by_example(cauc_ray.evaluate(folder / "LOGITS", policy).predictions())
+    return live == by_example(cauc_ray.evaluate(folder / "LOGITS", policy).to_arrow())
 
 
+@pytest.mark.slow
 def test_stages_run_on_the_nodes_whose_labels_they_ask_for(tiered):
-    folder, _, nodes = tiered
+    folder, *_, nodes = tiered
     ran_on = {(c["stage"], c["node"]) for c in read_all(folder / "out" / "ledger").to_pylist()}
     assert ran_on == {("m0", nodes["edge"]), ("m1", nodes["edge"]), ("m2", nodes["cloud"])}
     assert is_the_replay(folder)
 
 
+@pytest.mark.slow
 def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tiered):
     """The second stage has the GPU to spare, until the third has more to do."""
-    _, folder, nodes = tiered
+    _, folder, _, nodes = tiered
     calls = read_all(folder / "out" / "ledger").sort_by("started_at").to_pylist()
     assert {(c["stage"], c["node"]) for c in calls} == {
         ("m0", nodes["edge"]), ("m1", nodes["cloud"]), ("m2", nodes["cloud"]),
@@ -103,6 +116,15 @@ def test_a_gpu_that_one_stage_no_longer_needs_goes_to_the_stage_that_does(tiered
     assert is_the_replay(folder)
 
 
+@pytest.mark.slow
+def test_stages_that_fit_are_not_refused_for_the_order_in_which_they_were_tried(tiered):
+    *_, folder, nodes = tiered
+    ran_on = {(c["stage"], c["node"]) for c in read_all(folder / "out" / "ledger").to_pylist()}
+    assert ran_on == {("m0", nodes["cloud"]), ("m1", nodes["edge"]), ("m2", nodes["cloud"])}
+    assert is_the_replay(folder)
+
+
+@pytest.mark.slow
 def test_a_session_that_a_run_starts_ends_with_it(tmp_path):
     prepared(tmp_path)
     said = python(

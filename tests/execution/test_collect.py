@@ -90,6 +90,7 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
     assert cauc_ray.evaluate(tmp_path / "L", policy).measures.n == 750
 
 
+@pytest.mark.slow
 def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
     rows = questions(tmp_path / "q.parquet", 80)
     stage = pool(tmp_path, python_stage("long", "longest"))
@@ -130,6 +131,7 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path):
     assert not log.exists()
 
 
+@pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     questions(tmp_path / "r.parquet", 40, seed=1)
@@ -151,6 +153,43 @@ def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
 
 
+@pytest.mark.slow
+def test_a_dataset_of_the_same_size_with_other_rows_is_not_gone_on_with(tmp_path):
+    def write(ids):
+        table = pa.table({"example_id": ids, "image": [b"%c" % row for row in range(40)], "label": [0, 1] * 20})
+        pq.write_table(table, tmp_path / "i.parquet", use_dictionary=False, compression="none")
+        return (tmp_path / "i.parquet").stat().st_size
+
+    ids = [f"image-{row:02}" for row in range(40)]
+    size = write(ids)
+    stage = pool(tmp_path, python_stage("bright", "brightness"), task="image-classification")
+    cauc_ray.collect(stage, tmp_path / "i.parquet", tmp_path / "L", split="test")
+    assert write(ids[::-1]) == size
+    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
+        cauc_ray.collect(stage, tmp_path / "i.parquet", tmp_path / "L", split="test")
+
+
+@pytest.mark.slow
+def test_a_collection_does_not_go_on_in_another_precision(tmp_path):
+    """With `dtype: auto` the precision follows the device. The first part is marked as one that a GPU computed."""
+    torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
+    photographs(tmp_path / "i.parquet", 24)
+    torch.save(models.mnasnet0_5(weights=None).state_dict(), tmp_path / "weights.pth")
+    model = {"kind": "torchvision", "arch": "mnasnet0_5", "weights": "weights.pth"}
+    path = pool(tmp_path, {"name": "mnasnet", "model": model, "batch_size": 8}, task="image-classification")
+    cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", split="calibration")
+    record = tmp_path / "L" / "model=mnasnet" / "split=calibration" / "_collect.json"
+    content = json.loads(record.read_text())
+    assert content["dtype"] == "float32"
+    record.write_text(json.dumps({**content, "dtype": "bfloat16"}))
+    with pytest.raises(
+        ConfigError, match=r"'mnasnet' has answered split 'calibration' in bfloat16 .* go on in float32"
+    ):
+        cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", split="test")
+    assert not (tmp_path / "L" / "model=mnasnet" / "split=test").exists()
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp_path):
     contents = [bytes([row % 251]) for row in range(1600)]
     images(tmp_path / "i.parquet", contents)
@@ -181,6 +220,7 @@ def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp
     assert summary["models"][0]["n_failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_what_is_there(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     good = python_stage("good", "longest")
@@ -193,6 +233,7 @@ def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_wha
     assert [model.name for model in table.info().models] == ["good"]
 
 
+@pytest.mark.slow
 def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
     contents = [bytes([row]) for row in range(200)]
     contents[17], contents[130] = b"", b""
@@ -214,6 +255,7 @@ def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
     assert collected(tmp_path / "L", "a").keys() == {f"image-{row}" for row in range(200)} - reasons.keys()
 
 
+@pytest.mark.slow
 def test_examples_that_one_model_failed_on_are_left_out_of_a_chain_with_a_warning(tmp_path):
     contents = [bytes([row]) for row in range(1, 201)]
     images(tmp_path / "i.parquet", contents)
@@ -235,6 +277,7 @@ def test_examples_that_one_model_failed_on_are_left_out_of_a_chain_with_a_warnin
         cauc_ray.fit(tmp_path / "L", models=["whole", "partly"], costs=[1, 2])
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_nothing_says_why(tmp_path):
     images(tmp_path / "i.parquet", [bytes([row]) for row in range(1, 13)])
     stage = python_stage("none", "brightness_below", kwargs={"limit": 0})
@@ -244,6 +287,7 @@ def test_a_model_that_answers_nothing_says_why(tmp_path):
     assert not (tmp_path / "L").exists()  # nothing that another attempt would take for done
 
 
+@pytest.mark.slow
 def test_a_row_whose_logits_are_not_as_many_as_its_choices_has_failed(tmp_path):
     rows = questions(tmp_path / "q.parquet", 40)
     stage = python_stage("odd", "one_too_many_on", kwargs={"question": "7?"})
@@ -253,6 +297,7 @@ def test_a_row_whose_logits_are_not_as_many_as_its_choices_has_failed(tmp_path):
     assert (failed["example_id"], failed["reason"]) == ("q7", f"the model gave {n + 1} logits for its {n} choices")
 
 
+@pytest.mark.slow
 def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
     images(tmp_path / "i.parquet", [bytes([row] * 4) for row in range(40)], [0] * 40)
     stages = [
@@ -269,6 +314,7 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
     assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info().models}["counted"] == 12e-9
 
 
+@pytest.mark.slow
 def test_a_cost_that_nobody_knows_ends_the_collection_at_its_first_call(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     path = pool(tmp_path, python_stage("long", "longest", cost=None))
@@ -284,10 +330,12 @@ def test_costs_in_two_units_are_refused(tmp_path):
         cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
 
 
+@pytest.mark.slow
 def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
     rows = questions(tmp_path / "q.parquet", 60)
     source = tmp_path / "S"
-    from cauc_ray.data.logits import PoolModel, TableInfo, write_info, write_logits
+    from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+    from cauc_ray.data.writing import write_logits
 
     ids = sorted(rows)
     costs = np.arange(60) / 7
@@ -303,6 +351,7 @@ def test_calls_that_tell_their_own_cost_keep_it(tmp_path):
     assert summary["models"][0]["cost"] == pytest.approx(costs.mean(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_models_run_side_by_side_as_resources_allow(tmp_path):
     images(tmp_path / "i.parquet", [bytes([row % 200]) for row in range(96)])
     log = tmp_path / "calls"
@@ -344,6 +393,7 @@ def test_faults_are_told_before_anything_starts(tmp_path):
     assert not (tmp_path / "L").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     path = pool(tmp_path, python_stage("long", "longest"))
@@ -371,6 +421,7 @@ def test_blocks_are_numbered_on_from_split_to_split():
     assert [layout.number(*place) for place in places] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     cauc_ray.collect(pool(tmp_path, python_stage("long", "longest")), tmp_path / "q.parquet", tmp_path / "L")
@@ -379,7 +430,7 @@ def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
     assert record["source"] == "python user_models:longest"
     info = LogitTable(tmp_path / "L").info()
     assert "25/25/50" in info.note
-    assert info.logit_kind == "as the model returns them"
+    assert info.logit_kind == info.models[0].logit_kind == "raw"
 
 
 def photographs(path, n):
@@ -397,6 +448,7 @@ def photographs(path, n):
     return images(path, contents)
 
 
+@pytest.mark.slow
 def test_embeddings_are_collected_the_same_way(tmp_path):
     torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
     photographs(tmp_path / "i.parquet", 24)
@@ -423,6 +475,7 @@ def test_embeddings_are_collected_the_same_way(tmp_path):
         cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", embedding="mnasnet", models=["mnasnet"])
 
 
+@pytest.mark.slow
 def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(tmp_path):
     torch, models = pytest.importorskip("torch"), pytest.importorskip("torchvision.models")
     photographs(tmp_path / "i.parquet", 48)
@@ -437,7 +490,7 @@ def test_what_was_collected_is_what_the_live_cascade_does_failed_rows_included(t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CaucWarning)  # networks that have learnt nothing, of equal cost
         policy = cauc_ray.fit(tmp_path / "L", models=["small", "large"], method="rf", threshold=0.50001)
-        tables = [cauc_ray.evaluate(tmp_path / "L", policy, split=split).predictions() for split in SPLITS]
+        tables = [cauc_ray.evaluate(tmp_path / "L", policy, split=split).to_arrow() for split in SPLITS]
     replayed = by_example(pa.concat_tables(tables))
     summary = cauc_ray.run(path, policy, tmp_path / "i.parquet", tmp_path / "out")
     live = by_example(read_all(tmp_path / "out" / "predictions"))

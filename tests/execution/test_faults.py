@@ -34,11 +34,23 @@ def cascade(tmp_path_factory):
     "name",
     [
         "replica-killed-shared",
-        "replica-hangs",
-        "row-kills",
-        "stage-down-degrade",
-        "reader-killed",
-        "controller-killed",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "replica-turns-bad",
+                "replica-hangs",
+                "replica-hangs-on",
+                "replicas-turn-bad",
+                "replica-turns-nan",
+                "replica-turns-shape",
+                "replica-turns-deadly",
+                "bad-for-a-while",
+                "row-kills",
+                "stage-down-degrade",
+                "reader-killed",
+                "controller-killed",
+            )
+        ),
     ],
 )
 def test_a_fault_changes_no_row(tmp_path, cascade, name):
@@ -48,6 +60,7 @@ def test_a_fault_changes_no_row(tmp_path, cascade, name):
     assert outcome.is_sound, outcome
 
 
+@pytest.mark.slow
 def test_rows_whose_node_dies_begin_anew_from_the_input(tmp_path):
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("dying_cluster.py")), str(tmp_path)],

@@ -49,6 +49,7 @@ def wait_for(key, value):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_what_is_reported_can_be_scraped_and_ends_at_zero():
     small = StageProgress("small", queued=7, in_flight=5, replicas=2, starting=1)

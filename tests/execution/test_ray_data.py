@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
@@ -47,6 +48,7 @@ def lazy():
     return ray_data().range(40, override_num_blocks=4).map_batches(late_first, batch_size=None)
 
 
+@pytest.mark.slow
 def test_rows_come_in_order_in_blocks_with_tensors(lazy):
     opened = dataset_input(lazy, object_store_bytes=200_000_000)
     assert (opened.n_rows, opened.row_bytes) == (None, 0)
@@ -67,6 +69,7 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
     assert (lazy.context.execution_options, lazy.context.enable_progress_bars) == before
 
 
+@pytest.mark.slow
 def test_the_dataset_is_told_how_much_of_the_object_store_it_may_take(lazy):
     blocks = dataset_input(lazy, object_store_bytes=123_000_000).source(15).blocks(0)
     next(blocks)
@@ -84,8 +87,16 @@ def test_done_blocks_are_left_out_unconverted():
     opened = dataset_input(data)
     assert opened.n_rows == 10
     assert opened.row_bytes > 1
-    left = list(opened.source(4, frozenset({0})).blocks(0))
+    left = list(opened.source(4, {0: None}).blocks(0))
     assert [(number, block.example_ids) for number, block in left] == [(1, list("4567")), (2, list("89"))]
+    first = ids_digest(list("0123"))
+    assert [number for number, _ in opened.source(4, {0: first, 1: ids_digest(list("4567"))}).blocks(0)] == [2]
+    for done, said in (
+        ({0: ids_digest(list("0132"))}, "block 0 holds other rows"),
+        ({3: first}, "ends before block 3"),
+    ):
+        with pytest.raises(DataError, match=f"the Ray dataset is not the one .*{said}.*start a new run"):
+            list(opened.source(4, {0: None} | done).blocks(0))
     with pytest.raises(DataError, match="the Ray dataset: column 'label' holds negative numbers"):
         list(opened.source(4).blocks(0))
 

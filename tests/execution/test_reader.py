@@ -44,7 +44,20 @@ def test_a_block_comes_in_chunks_and_a_group_is_read_on():
     assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
     assert one.read(0, 1)[0].number == 1
     assert source.n_read == 2  # not from the group's start again
-    assert one.read(0, 2) == [None] * 4
+    end, *rest = one.read(0, 2)
+    assert (end.last, rest) == (1, [None] * 3)
+
+
+def test_a_reader_tells_which_rows_it_went_over():
+    """What takes the place of one that died is compared with it, so that no row is dropped or comes twice."""
+    first = BlockReader(Source([0, 0], may_return=False), chunk_rows=5, n_chunks=1)
+    headers = [first.read(0, 0)[0], first.read(0, 1)[0]]
+    assert [list(header.ids) for header in headers] == [[0], [1]]
+    second = BlockReader(Source([0, 0], may_return=False), chunk_rows=5, n_chunks=1)
+    assert second.read(0, 1)[0].ids == headers[0].ids | headers[1].ids
+    assert second.read(0, 5)[0].last == 1
+    damaged = BlockReader(Source([9, 0], may_return=False), chunk_rows=5, n_chunks=1)
+    assert damaged.read(0, 1)[0].ids == headers[1].ids  # of what cannot be read nothing is known
 
 
 def test_a_file_that_comes_back_is_waited_for(pauses):

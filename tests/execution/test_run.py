@@ -28,20 +28,29 @@ from cauc_ray.execution.stage import Parcel, Part, StageWorker
 from cauc_ray.models.answers import Answers
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
-@pytest.mark.parametrize("options", [{}, {"ragged": True}, {"per_call": True}], ids=["plain", "ragged", "per-call"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        pytest.param("rf", {"ragged": True}, id="rf-ragged"),
+        pytest.param("base", {"per_call": True}, id="base-per-call"),
+        pytest.param("base", {"ragged": True}, id="base-ragged", marks=pytest.mark.slow),
+        pytest.param("rf", {"per_call": True}, id="rf-per-call", marks=pytest.mark.slow),
+        pytest.param("base", {}, id="base-plain", marks=pytest.mark.slow),
+        pytest.param("rf", {}, id="rf-plain", marks=pytest.mark.slow),
+    ],
+)
 def test_a_live_run_is_the_replay_row_for_row(tmp_path, method, options):
     chain = write_table(tmp_path / "LOGITS", n=700, **options)["test"]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method=method, budget=9.0)
     summary = run(tmp_path, saved_pool(tmp_path), policy, split_input(tmp_path, chain))
     live = by_example(read_all(tmp_path / "out" / "predictions"))
-    expected = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).predictions())
+    expected = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
     assert live == expected  # predictions, stages, costs, labels, and confidences to the bit
     assert len({row["stage"] for row in live.values()}) > 1
     assert not (tmp_path / "out" / "failed").exists()
@@ -50,6 +59,7 @@ def test_a_live_run_is_the_replay_row_for_row(tmp_path, method, options):
     assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_ledger_adds_up_to_the_predictions(tmp_path):
     chain = write_table(tmp_path / "LOGITS", n=500)["test"]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", budget=9.0)
@@ -79,6 +89,7 @@ def test_the_ledger_adds_up_to_the_predictions(tmp_path):
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
 
 
+@pytest.mark.slow
 def test_batch_sizes_and_replicas_change_no_answer(tmp_path):
     chain = write_table(tmp_path / "LOGITS", n=400, ragged=True)["test"]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base")
@@ -94,6 +105,7 @@ def test_batch_sizes_and_replicas_change_no_answer(tmp_path):
         assert len(replicas) >= 3
 
 
+@pytest.mark.slow
 def test_python_models_get_the_inputs_columns_and_may_write_to_them_and_the_callers_session_stays(tmp_path):
     import ray
 
@@ -128,6 +140,7 @@ def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path):
     assert all(call["cost"] == 0 for call in ledger if call["accepted"] + call["deferred"] == 0)
 
 
+@pytest.mark.slow
 def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("always_fails", {})])
     with pytest.raises(ExecutionError, match="stage 'large' has failed on every row so far: RuntimeError: no such dev"):
@@ -139,6 +152,7 @@ def test_a_model_that_always_fails_ends_the_run_with_its_reason(tmp_path):
     assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True)["n"] == 40
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tmp_path):
     # The first stage: where a later one takes its time to fail, calls have been made by then, and stand in the ledger.
     pool = python_pool(tmp_path, [("cannot_load", {}), ("by_x", {})])
@@ -151,6 +165,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tm
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_row_that_kills_its_replica_is_failed_and_the_others_answered(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("dies_on", {"example": "row-20"})])
     summary = run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
@@ -162,12 +177,14 @@ def test_a_row_that_kills_its_replica_is_failed_and_the_others_answered(tmp_path
     assert read_all(tmp_path / "out" / "predictions").num_rows == 39
 
 
+@pytest.mark.slow
 def test_a_stage_whose_processes_end_as_they_load_ends_the_run_long_before_its_limit(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("ends_its_process", {})])
     with pytest.raises(ExecutionError, match="every replica of stage 'large' dies as it loads"):
         run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_message_that_no_file_can_hold_costs_the_row_and_not_the_run(tmp_path):
     pool = python_pool(tmp_path, [("speaks_in_surrogates", {"example": "row-7"}), ("by_x", {})])
     summary = run(tmp_path, pool, two_model_policy(threshold=0.5), numbered_input(tmp_path))
@@ -176,6 +193,7 @@ def test_a_message_that_no_file_can_hold_costs_the_row_and_not_the_run(tmp_path)
     assert (summary["n"], summary["n_failed"]) == (40, 1)
 
 
+@pytest.mark.slow
 def test_whatever_a_model_raises_costs_the_row_and_not_its_replica(tmp_path):
     pool = python_pool(tmp_path, [("raises_wordlessly", {"example": "row-7"}), ("by_x", {})])
     summary = run(tmp_path, pool, two_model_policy(threshold=0.5), numbered_input(tmp_path))
@@ -186,6 +204,7 @@ def test_whatever_a_model_raises_costs_the_row_and_not_its_replica(tmp_path):
     assert summary["cost"] == pytest.approx(spent / 39)  # what failed is no saving
 
 
+@pytest.mark.slow
 def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp_path):
     """The rows before the one that ends it are three blocks further on."""
     pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-18000"}), ("by_x", {})], batch_size=256)
@@ -196,6 +215,12 @@ def test_what_is_committed_when_a_run_ends_badly_has_its_calls_in_the_ledger(tmp
     accepted = sum(call["accepted"] for call in read_all(tmp_path / "out" / "ledger").to_pylist())
     assert accepted >= answered
     assert not (tmp_path / "out" / "summary.json").exists()
+
+
+def priced(policy, factor):
+    """Return a policy whose calls cost so many times as much."""
+    stages = tuple(stage.model_copy(update={"cost": factor * stage.cost}) for stage in policy.stages)
+    return policy.model_copy(update={"stages": stages})
 
 
 def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path):
@@ -210,6 +235,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path):
     sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})], **ways)
     for other, says in (
         ({"policy": two_model_policy(threshold=0.8)}, "another policy"),
+        ({"policy": priced(policy, 2.0)}, "another policy with other costs"),  # of one id: the answers are the same
         ({"input": numbered_input(tmp_path / "LOGITS", 19_000)}, "another input"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -237,6 +263,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path):
         cauc_ray.run(sound, policy, inputs, tmp_path / "new", resume=True)
 
 
+@pytest.mark.slow
 def test_a_block_whose_rows_all_fail_is_committed_too(tmp_path):
     pool = python_pool(tmp_path, [("fails_on", {"example": "row-0"}), ("by_x", {})])
     summary = run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path, 1))
@@ -273,6 +300,7 @@ def test_faults_of_the_call_are_told_before_ray_is_asked(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_a_saved_stage_that_lacks_an_example_names_it(tmp_path):
     chain = write_table(tmp_path / "LOGITS", n=60)["test"]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base")
@@ -284,6 +312,7 @@ def test_a_saved_stage_that_lacks_an_example_names_it(tmp_path):
     assert "example 'stranger' is not in" in failed["stranger"]["reason"]
 
 
+@pytest.mark.slow
 def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
     models = ["resnet20", "resnet32", "resnet56", "wrn_28_10"]
     table = shared_logits / "cifar10"
@@ -301,7 +330,7 @@ def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
     ]
     run(tmp_path, write_pool(tmp_path, stages), policy, inputs)
     live = by_example(read_all(tmp_path / "out" / "predictions"))
-    expected = by_example(evaluation.predictions().drop_columns(["label"]))
+    expected = by_example(evaluation.to_arrow().drop_columns(["label"]))
     assert live == expected
     assert (replay(policy, evaluation.chain).stages > 0).any()
 
@@ -314,9 +343,11 @@ def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stag
     policy = method(calibration, rule=ThresholdRule(threshold=0.7))
     spec = StageSpec(name=policy.models[stage], model={"kind": "python", "factory": "user_models:by_x"})
     worker = StageWorker(spec, stage, policy, ())
-    worker._model = lambda batch: Answers(np.zeros((2, 0), np.float32), failures={0: "too long", 1: "no question"})
+    failures = {0: "too long", 1: "no question"}
+    worker._model = lambda batch: Answers(np.zeros((2, 0), np.float32), failures=failures, device_s=0.25)
     carried = None if stage == 0 else policy.step(0, np.zeros((2, 2)), None).state
     result, goes_on = worker.decide([Part(0, np.arange(2))], Parcel({"x": np.zeros(2)}, carried))
     assert (result.error, result.failures) == (None, {0: "too long", 1: "no question"})
+    assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
     assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
     assert result.costs.tolist() == [0.0, 0.0]

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cauc_ray.execution.scaling import ENOUGH_S, IDLE_S, StageLoad, scale
@@ -55,7 +55,6 @@ def test_an_idle_replica_is_let_go_after_a_while_but_not_the_least():
     assert scale([replace(idle, live=1)], n_unplaced=0).stop == ()
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4), st.floats(0, 300)), min_size=1, max_size=4),
     st.integers(0, 8),

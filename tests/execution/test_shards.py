@@ -1,6 +1,5 @@
 """Fits and replays by shards are those of one process, wherever the shards stand and whatever becomes of them."""
 
-import json
 import warnings
 
 import numpy as np
@@ -17,11 +16,12 @@ from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.policies.methods import fit_policy
-from cauc_ray.policies.replay import measure_replay
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import measure_replay
 
 MODELS = ("m0", "m1", "m2")
 TWO = {"shards": 2, "deadline_s": 120}
+SHAPES = ["per-call", "plain", "ragged"]
 FITS = {
     "base": {"method": "base"},
     "base-f1": {"method": "base", "budget": 9.0, "objective": "macro-f1"},
@@ -45,7 +45,7 @@ def scattered(folder, seed=0):
                 pq.write_table(part, file.parent / f"{number}.parquet", row_group_size=int(rng.integers(5, 90)))
 
 
-@pytest.fixture(scope="module", params=["plain", "ragged", "per-call"])
+@pytest.fixture(scope="module", params=SHAPES)
 def table(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("logits")
     write_table(folder, n=600, ragged=request.param == "ragged", per_call=request.param == "per-call")
@@ -82,6 +82,7 @@ def chains(table, ray_session):
         yield dict(zip(SPLITS, held, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FITS.values(), ids=FITS)
 def test_a_fit_on_twelve_shards_is_that_of_one_process(table, chains, options):
     expected = cauc_ray.fit(table, models=MODELS, **options)
@@ -90,6 +91,7 @@ def test_a_fit_on_twelve_shards_is_that_of_one_process(table, chains, options):
     assert_same(fit_policy(method, *splits, ThresholdRule(**rule), ("calibration", "validation")), expected)
 
 
+@pytest.mark.slow
 def test_a_replay_on_shards_is_that_of_one_process_row_for_row(table, chains):
     policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=8.0)
     expected = cauc_ray.evaluate(table, policy)
@@ -108,9 +110,10 @@ def test_a_table_is_calibrated_and_evaluated_by_its_path(ray_session, tmp_path):
     assert found.n_rows == (600, 600)
     assert len(found.shards.peak_bytes) == len(found.shards.nodes) == 2
     evaluation, _ = evaluate_shards(table, found.policy, **TWO)
-    assert evaluation.predictions().equals(cauc_ray.evaluate(table, found.policy).predictions())
+    assert evaluation.to_arrow().equals(cauc_ray.evaluate(table, found.policy).to_arrow())
 
 
+@pytest.mark.slow
 def test_certificates_and_strictness_are_those_of_one_process(ray_session, tmp_path):
     table = tmp_path / "logits"
     write_table(table, n=600)
@@ -123,22 +126,7 @@ def test_certificates_and_strictness_are_those_of_one_process(ray_session, tmp_p
         calibrate(table, **asked, strict=True, **TWO)
 
 
-def test_fits_that_are_on_record_are_not_made_again(ray_session, tmp_path):
-    table = tmp_path / "logits"
-    write_table(table, n=600)
-    options = {"models": MODELS, "method": "rf", **TWO}
-    first = calibrate(table, **options, record=tmp_path / "fits.json")
-    again = calibrate(table, **options, record=tmp_path / "fits.json")
-    assert again.policy == first.policy
-    # What is left: the stages' sums and fingerprints, the trace of the validation split, and what guards ask: each
-    # model's own answers, those without each stage, and what calibration costs.
-    assert again.shards.n_passes == 1 + len(MODELS) + 4 < first.shards.n_passes
-    content = json.loads((tmp_path / "fits.json").read_text())
-    content["of"]["files"][0][1] += 1
-    (tmp_path / "fits.json").write_text(json.dumps(content))
-    assert calibrate(table, **options, record=tmp_path / "fits.json").shards.n_passes == first.shards.n_passes
-
-
+@pytest.mark.slow
 def test_large_float32_logits_are_fitted_in_float32_in_shards_too(ray_session, tmp_path):
     write_table(tmp_path, n=4500, k=900, strengths=(2.5, 3.5))
     options = {"models": ("m0", "m1"), "method": "base"}
@@ -147,6 +135,7 @@ def test_large_float32_logits_are_fitted_in_float32_in_shards_too(ray_session, t
     assert_same(calibrate(tmp_path, **options, **TWO).policy, expected)
 
 
+@pytest.mark.slow
 def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path):
     def refusals(break_it):
         folder = tmp_path / break_it.__name__
@@ -203,6 +192,7 @@ def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
         calibrate(table, models=MODELS, resources={"num_gpu": 1})
 
 
+@pytest.mark.slow
 def test_more_shards_than_rows_are_as_many_as_rows(ray_session, tmp_path):
     write_table(tmp_path, n=5, k=2, strengths=(1.0, 1.1))
     options = {"models": ("m0", "m1"), "threshold": 0.9}

@@ -13,6 +13,8 @@ from failing_tasks import bad_input, killed_until, missing_file, out_of_reach_un
 
 from cauc_ray.execution.tasks import ATTEMPTS, Task, run_tasks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -29,8 +29,8 @@ def cauc(home, tmp_path, command):
     ("kind", "models", "words"), [("offsets", "m0,m1,m2", "offsets"), ("isotonic", "m0,m1", "isotonic maps")]
 )
 def test_a_calibrator_is_fitted_kept_and_shown(cauc, tmp_path, kind, models, words):
-    code, out, err = cauc("fit", "LOGITS", "--models", models, "--calibrator", kind, "-o", "p.json")
-    assert (code, err) == (0, "")
+    code, out, _ = cauc("fit", "LOGITS", "--models", models, "--calibrator", kind, "-o", "p.json")
+    assert code == 0
     assert f"calibrated by temperature and {words}" in " ".join(out.split())
     policy = Policy.load("p.json")
     assert policy.calibrator_kind == kind

@@ -29,8 +29,8 @@ def cauc(table, tmp_path, command):
 @pytest.mark.parametrize("method", ["base", "rf"])
 def test_a_certified_fit_says_what_it_promises_and_costs(cauc, table, method):
     fit = ["fit", "LOGITS", *CHAIN, "--method", method, "--certify", LIMIT, "-o", "p.json"]
-    code, out, err = cauc(*fit)
-    assert (code, err) == (0, "")
+    code, out, _ = cauc(*fit)
+    assert code == 0
     assert "certified with 90 % confidence: at most 10 % of early answers are wrong" in out
     assert "points less than at" in out
     said = json.loads(cauc(*fit, "--json")[1])

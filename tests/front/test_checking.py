@@ -8,6 +8,7 @@ import pytest
 from synthetic import write_table
 
 import cauc_ray
+from cauc_ray.errors import PolicyError
 
 MODELS = ["m0", "m1", "m2"]
 
@@ -75,7 +76,7 @@ def test_rows_without_labels_are_watched_for_what_needs_none(cauc, tables, tmp_p
 def test_what_cannot_be_checked_is_refused_in_one_line(cauc):
     cauc("fit", "same", "--models", "m0,m1,m2", "--method", "base", "-o", "p.json")
     policy = cauc_ray.Policy.load("p.json").with_threshold(0.5)
-    cauc_ray.front.offline.save_policy(policy, "other.json")
+    policy.save("other.json")
     for arguments, says in (
         (["check", "same", "--policy", "other.json"], "fit it at this threshold"),
         (["check", "same", "--policy", "none.json"], "there is no policy file"),
@@ -92,3 +93,13 @@ def test_what_cannot_be_checked_is_refused_in_one_line(cauc):
 
 def test_a_policy_without_a_labelled_validation_has_no_reference(cauc):
     assert cauc_ray.fit("same", models=MODELS, threshold=0.7, validation_split="none").reference is None
+
+
+def test_a_policy_may_be_given_by_its_file(cauc, tmp_path):
+    policy = cauc_ray.Policy.load("p.json")
+    for file in ("p.json", tmp_path / "p.json"):
+        assert cauc_ray.check("same", file).as_json() == cauc_ray.check("same", policy).as_json()
+        assert cauc_ray.evaluate("same", file).measures == cauc_ray.evaluate("same", policy).measures
+    for verb in (cauc_ray.check, cauc_ray.evaluate):
+        with pytest.raises(PolicyError, match="no policy file"):
+            verb("same", "nowhere.json")

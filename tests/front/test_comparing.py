@@ -4,20 +4,22 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from synthetic import write_table
+from synthetic import SPLITS, write_table
 
 import cauc_ray
-from cauc_ray.data.logits import write_logits
+from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.front import show, tables
 from cauc_ray.front.comparing import compare
 from cauc_ray.front.measuring import published
+from cauc_ray.front.sweeping.measuring import Point, measure_point
 from cauc_ray.policies.methods import METHODS
 
 MODELS = ["m0", "m1", "m2"]
@@ -210,16 +212,89 @@ def test_a_chain_of_one_model_has_nothing_to_choose(tmp_path):
     assert {row["cost"] for row in found.rows} == {found.row("single:m1")["cost"]}
 
 
+@pytest.mark.slow
 def test_saturated_logits_leave_every_method_with_numbers(tmp_path):
     chains = write_table(tmp_path)
     for split, data in chains.items():
         ids = [f"{split}-{example}" for example in data.example_ids]
         for model, logits in zip(MODELS, data.logits, strict=True):
-            write_logits(tmp_path, model, split, example_ids=ids, labels=data.labels, logits=1e4 * logits)
+            write_logits(tmp_path, model, split, example_ids=ids, labels=data.labels, logits=3e2 * logits)
     names = [name for name, method in METHODS.items() if not method.needs_texts]
     found = compare(tmp_path, models=["m1", "m0"], costs=[1.0, 4.0], methods=names)
     assert np.isfinite(found.curves.column("setting").to_numpy()).all()
     assert found.row("routellm-mf")["accuracy"] >= 0.9 * found.row("margin")["accuracy"]
+
+
+def write_embedding(folder, name, chains):
+    """Write embeddings, the same under every name, that tell little."""
+    for split, data in chains.items():
+        into = folder / f"embedding={name}" / f"split={split}"
+        into.mkdir(parents=True)
+        vectors = np.random.default_rng(len(split)).normal(size=(len(data), 6)) + data.labels[:, None]
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        table = pa.table({"example_id": ids, "embedding": pa.array(vectors.tolist(), pa.list_(pa.float32()))})
+        pq.write_table(table, into / "part-0.parquet")
+
+
+LOOKING = ["frugalgpt", "post-hoc-embed", "benchmark-routing", "routellm-sw"]
+COST = {"m0": 1.0, "m1": 4.0, "m2": 15.0}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["per-model", "per-call"])
+def embedded(request, tmp_path_factory):
+    """Return a table with the same embeddings by an encoder and by each model, and its chains."""
+    folder = tmp_path_factory.mktemp("embedded")
+    chains = write_table(folder, n=150, per_call=request.param)
+    for name in ("enc", *MODELS):
+        write_embedding(folder, name, chains)
+    return folder, chains
+
+
+@pytest.mark.parametrize(("models", "stage"), [(MODELS, "m1"), (MODELS, "m2"), (["m0", "m2"], "m1")])
+def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, models, stage):
+    table, chains = embedded
+    free = compare(table, models=models, methods=["base", *LOOKING], embedding="enc")
+    paid = compare(table, models=models, methods=["base", *LOOKING], embedding=stage)
+    costs = {split: chain.costs.of_models([MODELS.index(stage)]).means[0] for split, chain in chains.items()}
+    same = ("accuracy", "cost", "relative_cost", "setting", "note")
+    assert [paid.row("base")[key] for key in same] == [free.row("base")[key] for key in same]  # it does not look
+    assert paid.about["budget"] == free.about["budget"]
+    for method in LOOKING:
+        row, before = paid.row(method), free.row(method)
+        assert f"the embedding by '{stage}', its call paid" in row["note"]
+        assert "its call paid" not in before["note"]
+        points = paid.curves.filter(pa.compute.equal(paid.curves["method"], method)).to_pydict()
+        assert min(points["validation_cost"]) >= costs["validation"] * (1 - 1e-6)
+        assert min(points["cost"]) >= costs["test"] * (1 - 1e-6)
+        for found, unpaid in ((row, before), (row["default"], before["default"])):
+            assert found["relative_cost"] == pytest.approx(found["cost"] / chains["test"].costs.means[2], rel=1e-5)
+            if stage in models:
+                assert found["calls"][stage] == 1
+            elif found["setting"] == unpaid["setting"]:
+                assert found["calls"] == unpaid["calls"]
+                assert found["cost"] == pytest.approx(unpaid["cost"] + costs["test"], rel=1e-5)
+            if stage == models[-1]:
+                assert found["avoided"] == 0
+            if not chains["test"].per_call_costs:
+                of_calls = sum(share * COST[model] for model, share in found["calls"].items())
+                assert found["cost"] == pytest.approx(of_calls + (0 if stage in models else COST[stage]))
+        # What a budget is compared with is all of it: within it where that can be, else as cheap as can be.
+        at = points["validation_cost"][int(np.argmin(np.abs(np.array(points["setting"]) - row["setting"])))]
+        within = min(points["validation_cost"]) <= paid.about["budget"]
+        assert row["steered"] == within
+        assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
+
+
+def test_sweeps_and_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
+    table, chains = embedded
+    swept = cauc_ray.sweep(table, models=["m0", "m2"], methods=["base", "benchmark-routing"], embedding="m1")
+    of_router = swept.filter(pa.compute.equal(swept["method"], "benchmark-routing")).to_pydict()
+    assert min(of_router["cost"]) >= chains["test"].costs.means[[0, 1]].sum() * (1 - 1e-6)
+    assert min(of_router["validation_cost"]) >= chains["validation"].costs.means[[0, 1]].sum() * (1 - 1e-6)
+    point = Point("s", table, "m1", ("m0", "m2"), "benchmark-routing", 3, SPLITS, SPLITS, (("cost", 99.0),))
+    (row,) = measure_point(point)
+    (unpaid,) = measure_point(replace(point, embedding="enc"))
+    assert row["cost"] - unpaid["cost"] == pytest.approx(np.mean([c.costs.means[1] for c in chains.values()]), rel=0.1)
 
 
 def test_embeddings_of_two_lengths_are_refused(tmp_path):

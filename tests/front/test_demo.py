@@ -45,6 +45,7 @@ def demo(tmp_path_factory):
     return folder / "cauc-demo", json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_its_table_has_every_row_and_tells_a_true_story(demo):
     _, result = demo
     rows = {row["name"]: row for row in result["rows"]}
@@ -64,19 +65,21 @@ def test_its_table_has_every_row_and_tells_a_true_story(demo):
     assert rows["CAUC-RF, budget 40%"]["accuracy"] > alone[0]["accuracy"]
 
 
+@pytest.mark.slow
 def test_its_live_run_is_its_replay(demo):
     folder, result = demo
     everything = f"{result['n']} of {result['n']}"
     assert result["agreement"].startswith(f"live run and offline replay agree row for row: {everything}")
     policy = cauc_ray.Policy.load(folder / "policies" / "rf-20.json")
     live = by_example(read_all(folder / "run" / "predictions"))
-    replayed = by_example(cauc_ray.evaluate(folder / "logits", policy).predictions())
+    replayed = by_example(cauc_ray.evaluate(folder / "logits", policy).to_arrow())
     assert live.keys() == replayed.keys()
     for example, row in replayed.items():
         assert {**live[example], "confidence": None} == {**row, "confidence": None}
         assert live[example]["confidence"] == pytest.approx(row["confidence"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_its_folder_holds_all_that_it_names(demo):
     folder, result = demo
     assert result["folder"] == str(folder)
@@ -93,6 +96,7 @@ def test_its_folder_holds_all_that_it_names(demo):
     assert len(set.union(*ids.values())) == sum(map(len, ids.values())) == 1078
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_its_parts_run_again_by_hand(demo, tmp_path, capsys):
     folder, _ = demo
@@ -115,10 +119,11 @@ def test_a_folder_that_exists_is_refused(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["x"]
 
 
+@pytest.mark.slow
 def test_it_is_served_as_it_is_replayed(demo, ray_session):
     folder, _ = demo
     policy = cauc_ray.Policy.load(folder / "policies" / "rf-20.json")
-    replayed = by_example(cauc_ray.evaluate(folder / "logits", policy).predictions())
+    replayed = by_example(cauc_ray.evaluate(folder / "logits", policy).to_arrow())
     test = pq.read_table(folder / "inputs" / "test.parquet")
     pixels = np.array(test["image"].to_pylist(), dtype=np.float32)
     with cauc_ray.serve(folder / "pool.yaml", policy, port=0) as service:
@@ -144,6 +149,7 @@ def test_it_is_served_as_it_is_replayed(demo, ray_session):
     assert first["stage"] == found["stage"][:8]
 
 
+@pytest.mark.slow
 def test_its_folder_has_a_report_of_the_policy_that_was_run(demo, tmp_path):
     folder, _ = demo
     report = cauc_ray.report(folder, output=tmp_path / "report.html")

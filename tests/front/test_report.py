@@ -16,9 +16,11 @@ from markdown_it import MarkdownIt
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.data.logits import write_logits
+from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import ConfigError, DataError, PolicyError
 from cauc_ray.front.command import main
+from cauc_ray.front.comparing import save_comparison
+from cauc_ray.front.offline import save_table
 from cauc_ray.front.report.showing import figures_of
 from cauc_ray.policies.policy import Policy
 
@@ -362,6 +364,7 @@ def test_the_card_is_markdown_in_which_names_are_text(hostile, homes):
         assert [line.split()[:2] for line in code.splitlines()] == [["cauc", v] for v in ("fit", "evaluate", "report")]
 
 
+@pytest.mark.slow
 def test_the_commands_make_the_policy_and_the_page_again(homes, capsys, monkeypatch, tmp_path):
     import shlex
 
@@ -508,9 +511,6 @@ def test_a_policy_of_one_model_has_a_page(tmp_path, opened):
 def test_a_sweep_and_a_comparison_lend_their_other_methods(tmp_path):
     fitted(tmp_path, table={"n": 200})
     sweep = cauc_ray.sweep(tmp_path / "LOGITS", models=MODELS, methods=["benchmark-routing", "margin"])
-    from cauc_ray.front.comparing import save_comparison
-    from cauc_ray.front.offline import save_table
-
     save_table(sweep, tmp_path / "sweep.parquet")
     names = [curve.name for curve in cauc_ray.report(tmp_path).content.curves.curves]
     assert names.count("benchmark-routing") == names.count("margin") == 1
@@ -543,7 +543,12 @@ def test_the_run_in_the_folder_says_which_policy_is_meant(tmp_path):
     with pytest.raises(ConfigError, match=r"holds 2 policies .*policies/other.json.*name one with --policy"):
         cauc_ray.report(tmp_path)
     assert not (tmp_path / "report.html").exists()
+    priced = other.model_copy(update={"budget": 7.0})  # of one id, as it answers alike, but not the same policy
+    (tmp_path / "policies" / "priced.json").write_text(priced.to_json())
     write_run(tmp_path / "run", other)
+    with pytest.raises(ConfigError, match=r"holds 3 policies .*name one with --policy"):
+        cauc_ray.report(tmp_path)
+    (tmp_path / "policies" / "priced.json").unlink()
     report = cauc_ray.report(tmp_path)
     assert report.as_json()["policy_id"] == other.id
     assert report.content.timing.run_id == "20260101T000000-abcdef"
@@ -551,17 +556,105 @@ def test_the_run_in_the_folder_says_which_policy_is_meant(tmp_path):
     assert "20260101T000000-abcdef" in text
     named = cauc_ray.report(tmp_path, policy=tmp_path / "policy.json")
     assert named.content.timing is None
-    assert "is of another policy" in named.page.read_text()
+    assert f"{tmp_path / 'run'} is of another policy" in named.page.read_text()
 
 
-def write_run(folder, policy):
+def lend(folder, logits, **options):
+    """Put a comparison and a sweep of a table into a folder."""
+    compared = cauc_ray.compare(logits, models=MODELS, methods=["frugalgpt", "single"], **options)
+    save_comparison(compared, folder / "comparison")
+    save_table(
+        cauc_ray.sweep(logits, models=MODELS, methods=["benchmark-routing"], **options), folder / "sweep.parquet"
+    )
+
+
+@pytest.mark.parametrize("how", ["own", "logits", "labels", "validation", "costs", "unknown"])
+def test_curves_of_another_table_are_left_out_and_named(tmp_path, how):
+    """Another prompt's table, say: of the same models and as many examples."""
+    chains = fitted(tmp_path, table={"n": 150}, method="rf")
+    other, options = tmp_path.with_name(f"{tmp_path.name}-other"), {}
+    shutil.copytree(tmp_path / "LOGITS", other)
+    if how in ("logits", "labels"):
+        changed = chains["test"]
+        ids = [f"test-{example}" for example in changed.example_ids]
+        labels = (changed.labels + 1) % 5 if how == "labels" else changed.labels
+        for model, logits in zip(MODELS, changed.logits, strict=True):
+            moved = logits[:, ::-1].copy() if (how, model) == ("logits", "m1") else logits
+            write_logits(other, model, "test", example_ids=ids, labels=labels, logits=moved)
+    elif how == "validation":
+        for model, logits in zip(MODELS, chains["validation"].logits, strict=True):
+            ids = [f"validation-{example}" for example in chains["validation"].example_ids]
+            logits = logits + np.float32(0.5) * np.eye(5, dtype=np.float32)[0]
+            write_logits(other, model, "validation", example_ids=ids, labels=chains["validation"].labels, logits=logits)
+    elif how == "costs":
+        options = {"costs": [1.0, 4.0, 16.0]}
+    lend(tmp_path, other, **options)
+    if how == "unknown":  # as earlier versions wrote them
+        path = tmp_path / "comparison" / "comparison.json"
+        about = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in about.items() if key != "fingerprints"}))
+        pq.write_table(
+            pq.read_table(tmp_path / "sweep.parquet").replace_schema_metadata(
+                {"models": ",".join(MODELS), "split": "test", "cost_unit": "GFLOPs"}
+            ),
+            tmp_path / "sweep.parquet",
+        )
+    report = cauc_ray.report(tmp_path)
+    said, names = report.as_json(), {curve.name for curve in report.content.curves.curves}
+    if how == "own":
+        assert said["left_out"] == []
+        assert {"frugalgpt", "benchmark-routing"} <= names
+        assert (said["comparison"], said["sweep"]) == (str(tmp_path / "comparison"), str(tmp_path / "sweep.parquet"))
+        return
+    assert not {"frugalgpt", "benchmark-routing"} & names
+    assert (said["comparison"], said["sweep"]) == (None, None)
+    words = {"logits": "other logits", "labels": "other examples", "validation": "other logits", "costs": "other costs"}
+    assert len(said["left_out"]) == 2
+    for path, why in zip((tmp_path / "comparison", tmp_path / "sweep.parquet"), said["left_out"], strict=True):
+        assert why.startswith(str(path))
+        assert words.get(how, "fingerprints") in why
+        assert why in report.page.read_text()
+
+
+def test_a_report_takes_the_largest_run_of_its_policy_and_names_the_others(tmp_path, capsys):
+    fitted(tmp_path, table={"n": 150}, method="rf")
+    policy = Policy.load(tmp_path / "policy.json")
+    other = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", budget=6.0)
+    write_run(tmp_path / "whole", policy, n=900, run_id="20260101T000000-aaaaaa", pool="large")
+    write_run(tmp_path / "again", policy, n=900, run_id="20260103T000000-cccccc", pool="large")
+    write_run(tmp_path / "trial", policy, n=9, run_id="20260104T000000-dddddd", pool="small")  # newer, of another pool
+    write_run(tmp_path / "strange", policy, n=5000, models=["x", "y", "z"])
+    write_run(tmp_path / "another", other, n=5000)
+    code, out, _ = cauc(capsys, "report", tmp_path, "--policy", tmp_path / "policy.json", "--json")
+    said = json.loads(out)
+    assert (code, said["run"]) == (0, str(tmp_path / "again"))
+    whys = dict(
+        zip(
+            ("another", "strange", "whole", "trial"),
+            ("of another policy", "of other models, x", "is older", "fewer rows"),
+            strict=True,
+        )
+    )
+    assert len(said["left_out"]) == len(whys)
+    page = (tmp_path / "report.html").read_text()
+    for name, words in whys.items():
+        (why,) = [each for each in said["left_out"] if each.startswith(str(tmp_path / name))]
+        assert words in why
+        assert why.split(" ")[0] in page
+    assert "of the pool large: 900 rows" in page
+    assert "'small'" in next(each for each in said["left_out"] if "trial" in each)
+    out = cauc(capsys, "report", tmp_path, "--policy", tmp_path / "policy.json")[1]
+    assert sum(line.startswith("left out: ") for line in out.splitlines()) == len(whys)
+
+
+def write_run(folder, policy, *, n=9, run_id="20260101T000000-abcdef", pool="p", models=None):
     """Write what a run leaves of itself."""
     folder.mkdir()
     figures = {"reached": 9, "answered": 3, "failed": 0, "calls": 1, "batch_fill": 0.5, "compute_s": 1.5}
     figures |= {"busy_share": 0.5, "queue_s": None, "cost": 9.0, "cost_share": 0.4}
-    about = {"n": 9, "n_failed": 0, "cost": 2.0, "cost_unit": policy.cost_unit, "relative_cost": 0.1}
-    stages = [{"name": name, **figures} for name in policy.models]
-    summary = {"run_id": "20260101T000000-abcdef", "policy_id": policy.id, **about, "run_s": 1.0, "elapsed_s": 4.0}
+    about = {"pool": pool, "n": n, "n_failed": 0, "cost": 2.0, "cost_unit": policy.cost_unit, "relative_cost": 0.1}
+    stages = [{"name": name, **figures} for name in models or policy.models]
+    summary = {"run_id": run_id, "policy_id": policy.id, **about, "run_s": 1.0, "elapsed_s": 4.0}
     (folder / "summary.json").write_text(json.dumps({**summary, "stages": stages}))
 
 
@@ -645,7 +738,7 @@ def test_other_bad_arguments_are_refused_in_one_line(homes, capsys, tmp_path):
         ("report", tmp_path / "nowhere"): "there is no folder",
         ("report", folder, "--split", "calibration"): "was fitted or chosen on",
         ("report", folder, "--policy", tmp_path / "none.json"): "there is no policy file",
-        ("report", folder, "--logits", tmp_path): "is no logit table",
+        ("report", folder, "--logits", tmp_path): "is not a logit table",
         ("report", folder, "-o", folder / "policy.json"): "is, or lies in, the input",
         ("report", folder, "-o", folder / "LOGITS" / "report.html"): "is, or lies in, the input",
         ("report", folder, "-o", tmp_path / "no" / "report.html"): "there is no folder",

@@ -15,9 +15,8 @@ from cauc_ray.front.report.scales import Axis, cost_axis, share_axis
 from cauc_ray.front.report.thresholds import SplitReplay
 from cauc_ray.front.report.wording import escape_markdown, fenced
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import measure_replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import trace_policy
+from cauc_ray.policies.trace import measure_replay, trace_policy
 
 POSITIVE = st.floats(1e-9, 1e9)
 NAMES = st.text(min_size=1, max_size=30)
@@ -100,7 +99,7 @@ def test_bars_and_stacks_are_as_long_as_their_counts(counts):
 
 def test_reliability_marks_stand_where_their_bins_are():
     from cauc_ray.front.report.calibration import ModelCalibration
-    from cauc_ray.numbers.reliability import reliability_bins
+    from cauc_ray.numbers.metrics import reliability_bins
 
     rng = np.random.default_rng(1)
     confidences = rng.uniform(0, 1, 500)

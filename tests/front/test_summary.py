@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runs import two_model_policy
 
@@ -93,7 +93,7 @@ def test_a_run_of_a_few_calls(tmp_path):
     assert (found["degraded"], found["n_failed"]) == (0, 0)
 
 
-def test_rows_that_cost_other_than_foretold_are_warned_of(tmp_path, capsys):
+def test_rows_that_cost_other_than_foretold_fire_a_guard(tmp_path):
     share = POLICY.expected.stages[1].reached / POLICY.expected.n
     for n_deferred, name in ((round(2000 * share), "as foretold"), (2000, "all deferred")):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
@@ -103,9 +103,6 @@ def test_rows_that_cost_other_than_foretold_are_warned_of(tmp_path, capsys):
         assert guard["fired"] == (name == "all deferred")
         of_row = COST["small"] + n_deferred / 2000 * COST["large"]
         assert guard["figures"]["cost"] == pytest.approx(of_row, rel=1e-6)
-        timed = {"run_id": "r", "run_s": 1.0, "elapsed_s": 2.0}
-        show.run_summary(found | timed)
-        assert ("warning: cost-shift: " in capsys.readouterr().out) == guard["fired"]
 
 
 def test_a_policy_that_foretells_nothing_leaves_only_that_open(tmp_path, capsys):
@@ -159,7 +156,6 @@ def ledgers(draw):
     return draw(st.permutations(calls))
 
 
-@settings(max_examples=60)
 @given(ledgers())
 def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
     with tempfile.TemporaryDirectory() as out:

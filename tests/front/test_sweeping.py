@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import SPLITS, chain, write_table
 
-from cauc_ray.data.logits import write_logits
+import cauc_ray
+from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError
 from cauc_ray.front.comparing import compare
 from cauc_ray.front.sweeping import SweepConfig, run_sweep
@@ -78,6 +79,16 @@ def test_there_is_a_row_for_everything_in_order(swept):
     assert table.to_pylist() == list(sweep.rows)
     assert pq.read_table(out / "summary.parquet").schema == SUMMARY
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(sweep.as_json()))
+
+
+def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
+    sweep, out = swept
+    code, said, _ = command("inspect", out, "--json")
+    found = json.loads(said)
+    assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "budget sweep", len(sweep.rows), [])
+    assert "budget sweep" in " ".join(command("inspect", out)[1].split())
+    (table / "policy.json").write_text(cauc_ray.fit(table / "L", models=CHAIN).to_json())
+    assert cauc_ray.report(table).as_json()["left_out"] == []  # nothing in it that cannot be read
 
 
 def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, ray_session, tmp_path):
@@ -245,16 +256,16 @@ def test_what_is_not_there_is_told_before_anything_is_written(table, monkeypatch
     [
         ({"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'"),
         ({"methods": ["routellm-bert"]}, "trains a model on texts"),
-        ({"methods": ["rf", "rf"]}, "method 'rf' stands twice"),
-        ({"seeds": [1, 1]}, "seed 1 stands twice"),
+        ({"methods": ["rf", "rf"]}, "method 'rf' is a duplicate"),
+        ({"seeds": [1, 1]}, "seed 1 is a duplicate"),
         ({"seeds": [-1]}, "greater than or equal to 0"),
         ({"budgets": []}, "a sweep needs budgets"),
         ({"budgets": [0]}, "greater than 0"),
         ({"redrawn": ["calibration"]}, "'calibration' alone cannot be drawn anew"),
         ({"redrawn": ["calibration", "train"]}, "unknown split 'train'"),
-        ({"split": "validation"}, "'validation' stands twice"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m0"]]}]}, "model 'm0' stands twice"),
-        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]]}] * 2}, "set 'a' stands twice"),
+        ({"split": "validation"}, "'validation' is a duplicate"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m0"]]}]}, "model 'm0' is a duplicate"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]]}] * 2}, "set 'a' is a duplicate"),
     ],
 )
 def test_what_makes_no_sweep(tmp_path, change, says):

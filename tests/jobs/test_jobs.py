@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,7 @@ def test_a_relative_output_in_a_jobs_copy_of_the_working_directory_is_refused(tm
     assert "give it as an absolute path" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_job_that_is_stopped_without_a_cluster_ends_its_own_and_goes_on(inputs, tmp_path, number, code):
     name = f"stopped-{number}"
@@ -225,3 +227,33 @@ def test_progress_is_seldom_said_and_counts_this_attempt_alone(capsys, monkeypat
         "count: 70 of 100 rows, 5 a second, 6 s left",
         "count: 100 of 100 rows, 5 a second",
     ]
+
+
+def paths_of(content):
+    """Return what a config's content names by a relative path."""
+    if isinstance(content, dict):
+        return [path for value in content.values() for path in paths_of(value)]
+    if isinstance(content, list):
+        return [path for value in content for path in paths_of(value)]
+    return [content] if isinstance(content, str) and content.startswith("..") else []
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_shipped_configs_read_nothing_outside_the_repository(name):
+    path = ROOT / "jobs" / f"{name}.yaml"
+    for each in paths_of(yaml.safe_load(path.read_text())):
+        found = (path.parent / each).resolve()
+        assert found.is_relative_to(ROOT / "out")  # which git ignores
+        if found.is_relative_to(ROOT / "out" / "demo"):
+            assert "cauc demo -o out/demo" in path.read_text()
+
+
+@pytest.mark.slow
+def test_shipped_configs_run_on_what_the_demo_makes(tmp_path, ray_session, capsys):
+    from cauc_ray.front.demo import run_demo
+
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    run_demo(str(tmp_path / "out" / "demo"))
+    for name in ("calibrate", "collect", "evaluate", "sweep"):
+        code, out, error = run(name, tmp_path / "jobs" / f"{name}.yaml", capsys)
+        assert (code, json.loads(out.splitlines()[-1])["failed"]) == (0, []), error

@@ -11,7 +11,7 @@ from runs import MODELS, by_example, read_all, split_input
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.data.files import read_json
+from cauc_ray.files.documents import read_json
 
 PLACES = {
     "m0": {"num_cpus": 1, "labels": {"tier": "edge"}},
@@ -61,6 +61,7 @@ def ran(tmp_path_factory):
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_shards_and_stages_stand_where_they_should(ran):
     folder, said = ran
     assert set(read_json(folder / "calibrate" / "result.json")["results"]["nodes"]) == set(said["tiers"]["edge"])
@@ -71,6 +72,7 @@ def test_shards_and_stages_stand_where_they_should(ran):
         assert found
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_in_mid_job_changes_nothing_in_the_result(ran):
     folder, said = ran
     assert said["died_in_time"] == {"calibrate": [True], "evaluate": [True]}
@@ -80,4 +82,4 @@ def test_a_node_that_dies_in_mid_job_changes_nothing_in_the_result(ran):
     assert len(tables[0]) == 1200
     assert tables[0] == tables[1]
     policy = cauc_ray.Policy.load(folder / "policy.json")
-    assert tables[0] == by_example(cauc_ray.evaluate(folder / "logits", policy).predictions())
+    assert tables[0] == by_example(cauc_ray.evaluate(folder / "logits", policy).to_arrow())

@@ -11,7 +11,7 @@ import yaml
 from synthetic import chain, softmax, write_table
 
 import cauc_ray
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.front.comparing import compare
 from cauc_ray.front.config import read_config
 from cauc_ray.front.measuring import published
@@ -88,6 +88,7 @@ def rows_of(made, name):
     return next(table for table in made[0].tables if table.name == name).rows
 
 
+@pytest.mark.slow
 def test_everything_is_written_once_and_says_the_same(made, root):
     import ray
 
@@ -358,7 +359,8 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
 def test_warnings_of_tasks_are_told(root, ray_session, tmp_path):
     config = content(root) | {"figures": {}}
     config["tables"] = {"complementarity": [{"name": "falling", "set": "near", "models": ["m2", "m0"]}]}
-    paper = run_paper(load_config(written(tmp_path / "c.yaml", config)), tmp_path / "out")
+    with pytest.warns(CaucWarning, match="falling: 'm0' costs 1 GFLOPs"):
+        paper = run_paper(load_config(written(tmp_path / "c.yaml", config)), tmp_path / "out")
     assert any("falling" in line and "costs 1 GFLOPs, no more than 'm2'" in line for line in paper.warned)
 
 

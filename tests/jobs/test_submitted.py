@@ -67,6 +67,7 @@ def undisturbed(head, inputs):
     return {name: ended(process) for name, process in processes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_submitted_job_succeeds_and_ends_with_its_results(undisturbed, inputs, name):
     code, out, err = undisturbed[name]
@@ -81,12 +82,14 @@ def test_a_submitted_job_succeeds_and_ends_with_its_results(undisturbed, inputs,
     assert "submitted as raysubmit_" in err
 
 
+@pytest.mark.slow
 def test_a_live_evaluation_is_the_replay(undisturbed, inputs):
     live = by_example(read_all(inputs / "evaluate-once" / "run" / "predictions"))
     policy = cauc_ray.Policy.load(inputs / "policy.json")
-    assert live == by_example(cauc_ray.evaluate(inputs / "sets" / "planted", policy).predictions())
+    assert live == by_example(cauc_ray.evaluate(inputs / "sets" / "planted", policy).to_arrow())
 
 
+@pytest.mark.slow
 def test_a_calibration_by_shards_is_the_fit_of_one_process(undisturbed, inputs):
     """The policy file of the inputs is that fit."""
     by_shards, alone = (
@@ -99,34 +102,35 @@ def test_a_calibration_by_shards_is_the_fit_of_one_process(undisturbed, inputs):
             assert (one.alpha, one.beta) == pytest.approx((other.alpha, other.beta), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_an_evaluation_on_saved_logits_is_the_replay(head, inputs):
     config = write_config(inputs, "replayed", REPLAY)
     assert submitting.submit("evaluate", config, address=head.address, working_dir=ROOT).follow().exit_code == 0
     expected = cauc_ray.evaluate(inputs / "sets" / "planted", Policy.load(inputs / "policy.json"))
-    assert pq.read_table(inputs / "replayed" / "predictions.parquet").equals(expected.predictions())
+    assert pq.read_table(inputs / "replayed" / "predictions.parquet").equals(expected.to_arrow())
     results = json.loads((inputs / "replayed" / "result.json").read_text())["results"]
     assert (results["accuracy"], results["cost"]) == (expected.measures.accuracy.value, expected.measures.cost)
 
 
-def test_a_calibration_whose_driver_is_killed_goes_on_to_the_same_policy(undisturbed, head, inputs):
+@pytest.mark.slow
+def test_a_calibration_whose_driver_is_killed_gives_the_same_policy_when_it_runs_again(undisturbed, head, inputs):
     config = write_config(inputs, "calibrate-killed", CALIBRATE)
     job = submitting.submit("calibrate", config, address=head.address, working_dir=ROOT)
-    fits = inputs / "calibrate-killed" / "fits.json"
     driver = wait_for(lambda: driver_of(config), 60, "the driver")
-    wait_for(fits.exists, 60, "a fit", every_s=0.002)
+    wait_for(shard_at_work, 60, "a question to a shard", every_s=0.002)
     driver.kill()
     assert job.follow().exit_code not in (0, 1, 2)
-    n_kept = len(json.loads(fits.read_text())["fits"])
-    assert 0 < n_kept <= 5  # three temperatures and two pairs
+    assert not (inputs / "calibrate-killed" / "policy.json").exists()
     again = submitting.submit("calibrate", config, address=head.address, working_dir=ROOT)
     assert again.follow().exit_code == 0
     policies = [(inputs / name / "policy.json").read_text() for name in ("calibrate-killed", "calibrate-once")]
     assert policies[0] == policies[1]
-    passes = [
-        json.loads((inputs / name / "result.json").read_text())["results"]["n_passes"]
-        for name in ("calibrate-killed", "calibrate-once")
-    ]
-    assert passes[0] < passes[1]
+
+
+def shard_at_work():
+    """Say whether some shard's process computes an answer, which is its title then."""
+    titles = (process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"]))
+    return any("ShardActor.ask" in title[0] for title in titles if title)
 
 
 def driver_of(config):
@@ -142,6 +146,7 @@ def kept(folder):
     return list((folder / "tasks").glob("*.json")) if (folder / "tasks").is_dir() else []
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_driver_is_killed_goes_on_to_the_same_table(undisturbed, head, inputs):
     config = write_config(inputs, "sweep-killed", SWEEP)
     job = submitting.submit("sweep", config, address=head.address, working_dir=ROOT)
@@ -162,6 +167,7 @@ def test_a_sweep_whose_driver_is_killed_goes_on_to_the_same_table(undisturbed, h
         assert whole.drop_columns(timed).to_pylist() == other.drop_columns(timed).to_pylist()
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_stopped_by_a_second_ctrl_c_goes_on_to_the_same_table(undisturbed, head, inputs):
     config = write_config(inputs, "sweep-stopped", SWEEP)
     command = submit_command("sweep", config, head.address)
@@ -189,6 +195,7 @@ def first_with(text, stream):
     return next((line for line in stream if text in line), None)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_left_and_killed_goes_on_to_the_same_rows(undisturbed, head, inputs):
     config = write_config(inputs, "evaluate-killed", {**EVALUATE, "pool": "slow.yaml"})
     blocks = inputs / "evaluate-killed" / "run" / "predictions"
@@ -225,6 +232,7 @@ def metrics(head, *parts):
     return next((line for line in lines if all(part in line for part in parts)), None)
 
 
+@pytest.mark.slow
 def test_a_config_of_the_working_directory_goes_with_it_and_bad_input_is_code_2(head, tmp_path):
     """A copy of jobs/ that holds its config; the output would be in the job's own copy."""
     folder = tmp_path / "work"
@@ -299,6 +307,7 @@ def test_a_head_that_does_not_answer_is_given_up(monkeypatch):
         server.server_close()
 
 
+@pytest.mark.slow
 def test_a_head_with_a_token_takes_it_as_rays_own_command_gives_it(inputs, tmp_path):
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
     config = tmp_path / "config.yaml"

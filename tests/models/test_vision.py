@@ -180,7 +180,14 @@ def published(tmp_path, monkeypatch):
     return publish
 
 
-@pytest.mark.parametrize("arch", ["googlenet", "inception_v3", "densenet121", "mnasnet0_5", "squeezenet1_0"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("googlenet", "inception_v3", "densenet121")),
+        "mnasnet0_5",
+        "squeezenet1_0",
+    ],
+)
 def test_a_file_of_published_weights_answers_as_the_published_weights(published, images, arch):
     """Published files hold heads that only training uses, old names, and weights for inputs scaled once more."""
     state = new_network(arch).state_dict()
@@ -587,9 +594,10 @@ def lite():
     return load(0)
 
 
-def test_neighbours_and_batch_size_change_no_answer_and_most_are_right(lite):
-    jpegs, labels = photographs(200)
-    batches = [jpegs[start : start + 16] for start in range(0, 200, 16)]
+@pytest.mark.parametrize("n", [48, pytest.param(200, marks=pytest.mark.slow)])
+def test_neighbours_and_batch_size_change_no_answer_and_most_are_right(lite, n):
+    jpegs, labels = photographs(n)
+    batches = [jpegs[start : start + 16] for start in range(0, n, 16)]
     together = np.concatenate([as_answers(lite(column(batch)), len(batch)).logits for batch in batches])
     alone = np.concatenate([lite(column([jpeg])) for jpeg in jpegs[:16]])
     assert_same(alone, together[:16])
@@ -598,6 +606,7 @@ def test_neighbours_and_batch_size_change_no_answer_and_most_are_right(lite):
     assert (together.argmax(axis=1) == labels).mean() > 0.85
 
 
+@pytest.mark.slow
 def test_batch_size_changes_no_answer_of_a_torchvision_network(resnet):
     jpegs = photographs(16)[0]
     together = resnet(column(jpegs)).logits

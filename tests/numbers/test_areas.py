@@ -205,6 +205,19 @@ def test_hulls_are_concave_rising_and_above_every_point(seed):
     assert (np.interp(costs, x, y) >= quality - 1e-12).all()
 
 
+@given(seeds, st.integers(1, 7))
+def test_a_falling_hull_lies_above_all_points_up_to_the_most_expensive(seed, m):
+    rng = np.random.default_rng(seed)
+    costs, quality = rng.integers(1, 6, m).astype(float), rng.random(m)
+    on = upper_hull(costs, quality, falling=True)
+    assert costs[on[0]] == costs.min()
+    assert costs[on[-1]] == costs.max()
+    line = np.interp(costs, costs[on], quality[on])
+    assert (quality <= line + 1e-12).all()
+    slopes = np.diff(quality[on]) / np.diff(costs[on])
+    assert (np.diff(slopes) <= 1e-12).all()
+
+
 @given(seeds)
 def test_aiq_is_the_integral_under_the_level_hull(seed):
     rng = np.random.default_rng(seed)
@@ -262,7 +275,7 @@ def by_name(name, points):
         ((np.array([]), np.array([])), "at least one; got"),
         ((np.zeros(2), np.zeros(3)), r"got \(2,\) and \(3,\)"),
         ((np.zeros((2, 1)), np.zeros((2, 1))), "a curve needs"),
-        ((np.array([0.1, np.nan]), np.zeros(2)), "point 1 of a curve is no number"),
+        ((np.array([0.1, np.nan]), np.zeros(2)), "point 1 of a curve is not a number"),
         ((np.zeros(1), np.array([np.nan])), "quality nan"),
     ],
 )

@@ -14,7 +14,11 @@ from cauc_ray.numbers.certificates import RiskLimit, certify, early_answers, ord
 
 seeds = st.integers(0, 2**32 - 1)
 FIVE = RiskLimit(0.05, 0.95)
-N_DRAWS = 1000
+# Rows of each split, and how many draws of both.
+sizes = pytest.mark.parametrize(
+    ("n", "n_draws"),
+    [(700, 200), (3000, 200), *(pytest.param(n, 1000, marks=pytest.mark.slow) for n in (700, 3000, 12_500))],
+)
 
 
 def drawn(seed, n, m):
@@ -107,11 +111,11 @@ def test_nothing_is_certified_where_validation_accepts_nothing():
         certify(calibration, validation, FIVE)
 
 
-def tried(population, n):
+def tried(population, n, n_draws):
     """Return how often, over draws of calibration and validation, a threshold was certified and a promise broken."""
     rng = np.random.default_rng(n)
     counts = Counter()
-    for _ in range(N_DRAWS):
+    for _ in range(n_draws):
         calibration, validation = (early_answers(*population.draw(rng, n)) for _ in range(2))
         try:
             found = certify(calibration, validation, FIVE)
@@ -124,21 +128,21 @@ def tried(population, n):
     return counts
 
 
-@pytest.mark.parametrize("n", [700, 3000, 12_500])
+@sizes
 @pytest.mark.parametrize("population", [PAIR, CHAIN], ids=["two stages", "four stages"])
-def test_certified_thresholds_keep_their_promise_and_plug_in_ones_break_it_half_of_the_time(population, n):
-    counts = tried(population, n)
-    assert counts["broken"] <= 0.05 * N_DRAWS
-    assert counts["certified"] > 0.25 * N_DRAWS
-    assert 0.4 * N_DRAWS < counts["plug-in broken"] < 0.65 * N_DRAWS
+def test_certified_thresholds_keep_their_promise_and_plug_in_ones_break_it_half_of_the_time(population, n, n_draws):
+    counts = tried(population, n, n_draws)
+    assert counts["broken"] <= 0.05 * n_draws
+    assert counts["certified"] > 0.25 * n_draws
+    assert 0.4 * n_draws < counts["plug-in broken"] < 0.65 * n_draws
 
 
-@pytest.mark.parametrize("n", [700, 3000, 12_500])
-def test_where_every_threshold_is_a_hair_too_risky_hardly_any_is_certified(n):
-    counts = tried(HARDEST, n)
+@sizes
+def test_where_every_threshold_is_a_hair_too_risky_hardly_any_is_certified(n, n_draws):
+    counts = tried(HARDEST, n, n_draws)
     # A true share of 5 % would show more than this in one of a thousand such tests.
-    assert counts["broken"] <= binom.ppf(0.999, N_DRAWS, 0.05)
-    assert counts["plug-in broken"] > 0.9 * N_DRAWS
+    assert counts["broken"] <= binom.ppf(0.999, n_draws, 0.05)
+    assert counts["plug-in broken"] > 0.9 * n_draws
 
 
 @pytest.mark.parametrize("population", [PAIR, CHAIN, HARDEST], ids=["two stages", "four stages", "hardest"])

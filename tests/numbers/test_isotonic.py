@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.isotonic import fit_isotonic
+from cauc_ray.numbers.calibrators import fit_isotonic
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -1,6 +1,9 @@
+import math
+from itertools import permutations
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy.special import log_softmax as scipy_log_softmax
@@ -54,6 +57,25 @@ def test_permuting_a_rows_options_changes_no_bit_of_its_confidence(scores, rando
 @given(hnp.arrays(np.float64, st.tuples(st.integers(1, 9), st.integers(1, 300)), elements=st.floats(0, 1)))
 def test_row_sums_are_sums(terms):
     np.testing.assert_allclose(row_sums(terms.copy()), terms.sum(axis=1), rtol=1e-12)
+
+
+# Sums a few roundings from a power of two.
+near_powers_of_two = st.builds(
+    lambda power, gap, tiny: [1.0] * (2**power - 1) + [1 - gap, *tiny],
+    st.integers(1, 4),
+    st.floats(0, 2e-15),
+    st.lists(st.floats(0, 1e-15), min_size=2, max_size=12),
+)
+
+
+@given(near_powers_of_two, st.randoms(use_true_random=False), st.integers(0, 5))
+@example([1.0, 0.999999999999999, 3.704435030739697e-16, 1.9375370466922698e-16, 2.9927717495842355e-16], None, 0)
+def test_sums_near_powers_of_two_do_not_depend_on_the_order_of_their_terms(terms, random, padding):
+    orders = [random.sample(terms, len(terms)) for _ in range(6)] if random else permutations(terms)
+    rows = np.array([terms, *orders])
+    sums = row_sums(np.pad(rows, ((0, 0), (0, padding))))
+    assert (sums == sums[0]).all()  # to the bit
+    assert sums[0] == pytest.approx(math.fsum(terms), rel=1e-14)
 
 
 def test_ties_go_to_the_lowest_index():

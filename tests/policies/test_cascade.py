@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from synthetic import chain
 
 from cauc_ray.errors import CaucWarning, PolicyError
-from cauc_ray.policies.baselines.confidence import MarginSampling
+from cauc_ray.policies.baselines.simple import RawCascade, margins
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import measure_replay, replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, measure_replay, replay
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -64,16 +63,16 @@ def test_a_chain_that_is_not_the_policys_is_refused_and_another_kind_of_logits_t
     policy = fit_base(chain(7, 100))
     with pytest.raises(PolicyError, match="the policy is for m0, m1, m2"):
         replay(policy, chain(7, 50, strengths=(1.0, 2.0)))
-    other = type(policy)(**{**policy.model_dump(), "logit_kind": "log-probabilities"})
-    with pytest.warns(CaucWarning, match="fitted on 'log-probabilities'"):
-        replay(other, chain(7, 50))
+    other = replace(chain(7, 50), logit_kind=("raw", "log-probabilities", "raw"))
+    with pytest.warns(CaucWarning, match="'m1' .*'log-probabilities'.*fitted on 'raw'"):
+        replay(policy, other)
 
 
 @given(seeds)
 @settings(max_examples=20)
 def test_margin_sampling_is_the_gap_of_the_two_best(seed):
     test = chain(seed, 30, ragged=True)
-    trace = MarginSampling().trace(Examples(test))
+    trace = RawCascade(margins).trace(Examples(test))
     for j, logits in enumerate(test.logits):
         for i, row in enumerate(logits.astype(float)):
             p = np.exp(row[np.isfinite(row)] - row.max())

@@ -8,9 +8,8 @@ from synthetic import chain, softmax
 
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, replay
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -7,9 +7,8 @@ from synthetic import chain, nll, softmax
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, replay
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -30,7 +29,6 @@ def algorithm_2(policy, chain):
 
 
 @given(seeds, st.integers(1, 4), st.booleans())
-@settings(max_examples=40)
 def test_replay_is_algorithm_2(seed, m, ragged):
     strengths = np.linspace(0.8, 2.0, m)
     calibration, validation, test = (chain(seed, 150, 5, strengths, ragged=ragged, shift=s) for s in range(3))
@@ -79,7 +77,6 @@ def test_the_threshold_is_the_best_on_validation_by_brute_force():
 
 
 @given(seeds, st.booleans())
-@settings(max_examples=40)
 def test_a_batch_is_its_rows_one_by_one(seed, ragged):
     policy = fit_rf(chain(seed, 150, ragged=ragged), rule=ThresholdRule(threshold=0.8))
     test = chain(seed, 12, ragged=ragged, shift=1)

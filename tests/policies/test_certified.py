@@ -11,9 +11,10 @@ import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError, RiskError
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.policies.fitting import fit_base, fit_rf, refit
-from cauc_ray.policies.replay import replay
+from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.refitting import refit
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
 
 TENTH = ThresholdRule(certify=RiskLimit(0.1, 0.9))
 METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])

@@ -14,10 +14,10 @@ import cauc_ray
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
-from cauc_ray.policies.fitting import fit_base, fit_rf, refit
-from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.refitting import refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, measure_replay
 
 seeds = st.integers(0, 2**32 - 1)
 fits = st.sampled_from([fit_base, fit_rf])
@@ -39,7 +39,6 @@ def quality(measures, objective):
 
 
 @given(seeds, fits, objectives, budgets, budgets, st.booleans())
-@settings(max_examples=60)
 def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, objective, first, then, per_call):
     calibration, validation = splits(seed, per_call=per_call)
 
@@ -93,7 +92,6 @@ def test_another_threshold_later_is_as_if_it_had_been_given_at_once(seed, fit, o
 
 
 @given(seeds, fits, objectives, st.booleans())
-@settings(max_examples=40)
 def test_the_points_are_what_a_replay_gives_and_none_is_left_out(seed, fit, objective, ragged):
     calibration, validation = splits(seed, ragged=ragged)
     policy = fit(calibration, validation, ThresholdRule(budget=12.0, objective=objective))

@@ -6,8 +6,8 @@ from synthetic import planted
 from cauc_ray.policies.baselines.features import (
     LOWEST_LOG_PROBABILITY,
     QueryVectors,
-    Scaling,
     option_features,
+    scaler_of,
     unit_rows,
 )
 
@@ -34,16 +34,16 @@ def test_features_of_fewer_columns_keep_the_best_options_among_the_sorted_ones()
 
 def test_scaled_features_have_mean_0_and_deviation_1():
     features = option_features(logits(2))
-    standard = Scaling.of(features)(features)
+    standard = scaler_of(features).transform(features)
     np.testing.assert_allclose(standard.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(standard.std(axis=0), 1, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [LOWEST_LOG_PROBABILITY, 0.1, 1 / 3, 12345.678])
 def test_a_feature_that_never_changed_is_not_blown_up_when_it_does(value):
-    scaling = Scaling.of(np.full((1000, 1), value, dtype=np.float32))
+    scaler = scaler_of(np.full((1000, 1), value, dtype=np.float32))
     changed = np.float32(value) * np.float32(1.01)
-    assert abs(scaling(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
+    assert abs(scaler.transform(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
 
 
 def test_embeddings_have_length_one_whatever_their_encoder_gives():

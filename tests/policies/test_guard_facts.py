@@ -14,7 +14,7 @@ import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import measure_replay
+from cauc_ray.policies.trace import measure_replay
 
 FITS = {"base": fit_base, "rf": fit_rf}
 

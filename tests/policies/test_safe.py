@@ -10,14 +10,14 @@ from synthetic import chain
 
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.numbers.signs import signs_of
 from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.methods import fit_policy
-from cauc_ray.policies.replay import measure_replay, replay
-from cauc_ray.policies.safe import fit_safe, refit_safe
+from cauc_ray.policies.refitting import refit
+from cauc_ray.policies.safe import fit_safe
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import trace_policy
+from cauc_ray.policies.trace import measure_replay, replay, trace_policy
 
 # Some of the models that are drawn know nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:.* is uninformative on its:cauc_ray.errors.CaucWarning")
@@ -48,7 +48,6 @@ def quality_of(policy, data, objective="accuracy"):
 
 
 @given(seeds, methods, strengths, st.floats(1.05, 5), st.one_of(st.none(), st.floats(0.5, 30)))
-@settings(max_examples=80)
 def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed, method, strengths, steepness, budget):
     calibration, validation = (dearer(data, steepness) for data in splits(seed, strengths))
     try:
@@ -68,7 +67,6 @@ def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed
 
 
 @given(seeds, methods, strengths, st.floats(0.2, 1.1))
-@settings(max_examples=40)
 def test_a_threshold_that_is_given_stays_and_no_cheaper_model_is_better(seed, method, strengths, threshold):
     calibration, validation = splits(seed, strengths)
     policy = fit_safe(method, calibration, validation, ThresholdRule(threshold=threshold), NAMES)
@@ -140,7 +138,7 @@ def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed,
     calibration, validation = splits(seed, (1.0, 1.2))
     policy = fit_safe(method, calibration, validation, ThresholdRule(), NAMES)
     own = [calibration.models.index(name) for name in policy.models]
-    again = refit_safe(policy, calibration.of_models(own), validation.of_models(own))
+    again = refit(policy, calibration.of_models(own), validation.of_models(own))
     assert again.stages == policy.stages
     assert again.safe is not None
     if len(own) == 2:

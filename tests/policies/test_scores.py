@@ -78,9 +78,3 @@ def test_what_one_stage_pads_more_than_another_is_padded_in_both(fit, wider):
     assert (padded.scores[:, :5] == plain.scores).all()
     assert padded.scores.shape == (40, 7)
     assert np.isneginf(padded.scores[:, 5:]).all()
-
-
-def test_rfs_cost_no_array_of_their_own():
-    policy, test = fitted(fit_rf, 4, ragged=True)
-    for step in steps(policy, test.logits):
-        assert step.scores is step.state

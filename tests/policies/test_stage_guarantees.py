@@ -7,11 +7,10 @@ import pytest
 from synthetic import chain
 
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.guarantees import accepted_accuracy, threshold_regret
+from cauc_ray.numbers.guarantees import stage_guarantees
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import measure_replay
-from cauc_ray.policies.stage_guarantees import measure_guarantees
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import measure_guarantees, measure_replay
 
 METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
@@ -51,12 +50,9 @@ def test_stages_and_fallbacks_by_a_slow_loop(fit, per_call):
                     rows.append((confidence, answer == some[row], steps[later][1] == some[row], cost))
                     break
         confidences, right, fallback_right, costs = (np.array(column) for column in zip(*rows, strict=True))
-        accuracy = accepted_accuracy(confidences, right, 0.6)
-        regret = threshold_regret(confidences, right, fallback_right, costs, 0.6)
-        assert found[stage].accuracy.n == len(rows)
-        for part, expected in ((found[stage].accuracy, accuracy), (found[stage].regret, regret)):
-            for name in expected.__dataclass_fields__:
-                assert getattr(part, name) == pytest.approx(getattr(expected, name), abs=1e-9), name
+        expected = stage_guarantees(confidences, right, fallback_right, costs, 0.6)
+        assert found[stage].n == len(rows)
+        assert found[stage].as_json() == pytest.approx(expected.as_json(), abs=1e-9)
 
 
 @METHODS
@@ -66,12 +62,12 @@ def test_what_came_is_no_worse_than_what_was_promised(fit, seed):
     policy = fit(chain(seed, 300), chain(seed, 300, shift=1))
     measures = measure_replay(policy, data)[1]
     for stage, found in zip(measures.stages[:-1], measure_guarantees(policy, data)[:-1], strict=True):
-        assert found.accuracy.n == stage.reached
-        assert found.accuracy.coverage == pytest.approx(stage.coverage.value)
-        assert -1e-9 <= found.regret.regret <= found.regret.bound + 1e-9
+        assert found.n == stage.reached
+        assert found.coverage == pytest.approx(stage.coverage.value)
+        assert -1e-9 <= found.threshold_regret <= found.threshold_regret_bound + 1e-9
         if stage.answered:
-            assert found.accuracy.accuracy == pytest.approx(stage.accepted_accuracy.value)
-            assert found.accuracy.accuracy >= found.accuracy.bound - 1e-9
+            assert found.accepted_accuracy == pytest.approx(stage.accepted_accuracy.value)
+            assert found.accepted_accuracy >= found.accepted_accuracy_bound - 1e-9
 
 
 @METHODS

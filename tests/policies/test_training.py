@@ -13,12 +13,15 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def walk(validation_loss, schedule):
+def walk(validation_loss, schedule, **how):
     """Train one weight from 0 towards 1, a tenth a step, and return it with the losses that were seen."""
-    weight = torch.zeros(1, requires_grad=True)
-    optimiser = torch.optim.SGD([weight], lr=0.1)
-    seen = train(optimiser, lambda rows: -weight.sum(), lambda: validation_loss(weight), 10, schedule, generator())
-    return weight.item(), seen
+    network = torch.nn.Module()
+    network.weight = torch.nn.Parameter(torch.zeros(1))
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.1)
+    losses = (lambda rows: -network.weight.sum()), (lambda: validation_loss(network.weight))
+    seen = train(network, optimiser, *losses, 10, schedule, generator(), **how)
+    assert not network.training
+    return network.weight.item(), seen
 
 
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**32 - 1))
@@ -47,6 +50,47 @@ def test_a_validation_loss_that_tells_nothing_apart_keeps_the_last_weights():
     assert len(seen) == 6
 
 
+def test_losses_of_a_warm_up_do_not_count():
+    weight, seen = walk(lambda w: w, Schedule(batch_size=4, n_steps=1000, check_every=1, patience=3, warm_up=5))
+    assert weight == pytest.approx(0.6, abs=1e-5)  # of the first that counts, the sixth
+    assert len(seen) == 9
+
+
+@given(st.integers(1, 10))
+def test_a_batch_in_parts_has_the_gradient_of_the_batch(size):
+    target = torch.arange(10.0) ** 2
+
+    def trained(**how):
+        layer = torch.nn.Linear(1, 1)
+        torch.nn.init.zeros_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+
+        def loss(rows):
+            return ((layer(rows[:, None] / 10.0)[:, 0] - target[rows]) ** 2).mean()
+
+        optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
+        train(layer, optimiser, loss, lambda: 0.0, 10, Schedule(7, 6, 6, 1), generator(), **how)
+        return layer.weight.item(), layer.bias.item()
+
+    assert trained(split=lambda rows: rows.split(size)) == pytest.approx(trained(), rel=1e-5)
+
+
+def test_long_gradients_are_scaled_down():
+    weight, _ = walk(lambda w: -w.sum(), Schedule(4, 10, 1, 1), gradient_norm=0.5)
+    assert weight == pytest.approx(0.5, abs=1e-5)
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 9))
+def test_a_schedule_in_epochs_sees_each_row_once_an_epoch(n_rows, size, n_epochs):
+    schedule = Schedule.in_epochs(n_rows, size, n_epochs, 2)
+    drawn = list(islice(batches(n_rows, size, generator()), schedule.n_steps))
+    assert (np.bincount(torch.cat(drawn)) == n_epochs).all()
+    assert schedule.n_steps == n_epochs * schedule.check_every
+    bounded = Schedule.in_epochs(n_rows, size, n_epochs, 2, most_steps=20, most_between=3)
+    assert bounded.n_steps == min(schedule.n_steps, 20)
+    assert bounded.check_every == min(schedule.check_every, 3)
+
+
 def test_a_linear_layer_starts_as_torchs_own_does():
     layer = linear(400, 300, generator())
     own = torch.nn.Linear(400, 300)
@@ -62,23 +106,6 @@ def test_noise_has_its_deviation():
     noise = with_noise(torch.ones(300, 200), 0.25, generator()) - 1
     assert noise.std().item() == pytest.approx(0.25, rel=0.02)
     assert abs(noise.mean().item()) < 0.01
-
-
-def test_lots_are_drawn_from_the_generator_alone():
-    before = torch.get_rng_state()
-    layer = linear(3, 1, generator())
-    optimiser = torch.optim.Adam(layer.parameters())
-    vectors = torch.ones(5, 3)
-    drawn = generator(1)
-    train(
-        optimiser,
-        lambda rows: layer(with_noise(vectors[rows], 0.1, drawn)).sum(),
-        lambda: layer(vectors).sum(),
-        5,
-        Schedule(batch_size=2, n_steps=4, check_every=1, patience=1),
-        drawn,
-    )
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_number_of_threads_is_given_back():

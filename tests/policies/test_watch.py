@@ -11,17 +11,12 @@ from synthetic import chain
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import PolicyError
-from cauc_ray.numbers.metrics import calibration_error
-from cauc_ray.numbers.reliability import spiegelhalter_z
+from cauc_ray.numbers.metrics import calibration_error, spiegelhalter_z
 from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.monitor import NEEDED, StageSums, Watch, Watched, watch_report
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.reference import Answered
-from cauc_ray.policies.replay import measure_replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import trace_policy
-from cauc_ray.policies.watch import NEEDED, Watch, Watched
-from cauc_ray.policies.watch_report import watch_report
-from cauc_ray.policies.watched_sums import StageSums
+from cauc_ray.policies.trace import measure_replay, trace_policy
 
 METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
@@ -33,7 +28,7 @@ def fitted(fit=fit_rf, **options):
 def outcomes(policy, data):
     """Return a policy's answers on a chain, which are right, and which the whole cascade would have given."""
     trace = trace_policy(policy, data, likeliest=True)
-    answered = Answered.of_trace(trace, policy.threshold, data)
+    answered = trace.at(policy.threshold, data)
     return answered, answered.predictions == data.labels, answered.predictions == trace.predictions[:, -1]
 
 
@@ -142,7 +137,7 @@ def test_wrong_labels_alone_speak_through_what_needs_labels():
 
 
 @given(st.integers(0, 2**32), st.integers(1, 200), st.integers(1, 200))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_sums_add_up_to_the_measures_of_all_rows(seed, n_one, n_other):
     rng = np.random.default_rng(seed)
     n = n_one + n_other
@@ -152,13 +147,14 @@ def test_sums_add_up_to_the_measures_of_all_rows(seed, n_one, n_other):
     for rows in (slice(None, n_one), slice(n_one, None)):
         sums += StageSums.of_answers(confidences[rows], costs[rows])
         sums += StageSums.of_outcomes(confidences[rows], correct[rows])
-    assert sums.calibration_error == pytest.approx(calibration_error(confidences, correct))
+    assert sums.outcomes.error == pytest.approx(calibration_error(confidences, correct))
     z = spiegelhalter_z(confidences, correct)
-    assert sums.calibration_test.z == pytest.approx(z.z)
-    assert sums.calibration_test.p_value == pytest.approx(z.p_value, abs=1e-12)
+    assert sums.outcomes.test.z == pytest.approx(z.z)
+    assert sums.outcomes.test.p_value == pytest.approx(z.p_value, abs=1e-12)
     assert sums.mean_cost[0] == pytest.approx(costs.mean())
-    assert sums.mean_cost[1] == pytest.approx(1.96 * costs.std() / n**0.5)
-    assert (sums.n, sums.n_outcomes, sums.right) == (n, n, correct.sum())
+    assert np.diff(sums.mean_cost[:2]) == pytest.approx(-np.ptp(sums.mean_cost) / 2)
+    assert np.ptp(sums.mean_cost) == pytest.approx(2 * 1.96 * costs.std() / n**0.5)
+    assert (sums.n, sums.outcomes.n, sums.n_right) == (n, n, correct.sum())
 
 
 def test_several_watches_share_the_rate_and_what_they_saw_adds_up():
@@ -181,7 +177,7 @@ def holds_on(policy, data, seed, n):
     answered, correct, _ = outcomes(policy, data)
     rows = np.random.default_rng(seed).permutation(len(correct))[:n]
     watch = Watch(policy)
-    watch.add(answered.at(rows))
+    watch.add(answered.of_rows(rows))
     watch.add_outcomes(answered.stages[rows], answered.confidences[rows], correct[rows])
     return watch.watched().holds
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from cauc_ray.execution.stage import Parcel, gathered
-from cauc_ray.models.answers import Answers
+from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.lane import StageAnswer
+from cauc_ray.serving.faults import StageError
+from cauc_ray.serving.isolation import StageAnswer, answer_apart
 
 # What stages have put where all of them can read it.
 SHARED: list[Any] = []
@@ -32,11 +33,13 @@ class Stage:
     batches: list[list[int]] = field(default_factory=list)
     shares: bool = False
 
-    async def answer(self, parts, parcels) -> StageAnswer:
+    async def answer(self, parts, parcels, *, good_row=None, avoid=(), on_begin=None) -> StageAnswer:
         columns = [SHARED[parcel] if isinstance(parcel, int) else parcel for parcel in parcels]
         batch = dict(gathered(parts, [Parcel(one) for one in columns]))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
+        if on_begin is not None:
+            on_begin()
         if self.before is not None:
             await self.before(len(self.batches), batch)
         logits = np.asarray(batch[self.column], dtype=np.float32)
@@ -105,3 +108,108 @@ def columns_of(logits: Sequence[np.ndarray], rows: np.ndarray) -> dict[str, np.n
 async def together(*coroutines: Any) -> list[Any]:
     """Await all, with what they raise in the place of what they return."""
     return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+@dataclass(eq=False)
+class Replica:
+    """A process of a fleet.   fails: whether it fails in every call.   good_row: one that it has answered."""
+
+    name: str
+    fails: bool
+    ended: asyncio.Future[None]
+    free: asyncio.Lock = field(default_factory=asyncio.Lock)
+    n_calls: int = 0
+    good_row: Any = None
+
+
+class Fleet:
+    """Replicas of a stage as Serve runs them: a call goes to one that has few, and what ends one ends all of its calls.
+
+    Answers rows from their column `logits<stage>`.   poison: what some rows do: "raises", "nan", "shape", "kills",
+    "hangs".   failing: replicas that fail in every call, by their number.   lane: of the stage, which learns how many
+    run.
+    """
+
+    takes_s, restarts_s, hangs_s = 0.01, 3.0, 6.0
+
+    def __init__(self, column: str, n: int, poison: dict[int, str], failing: Sequence[int] = ()) -> None:
+        self.column, self.poison = column, poison
+        self.n_started = self.n_ended = self.n_asked = 0
+        self.lane: Any = None
+        self.replicas = [self.started(number in failing) for number in range(n)]
+
+    def started(self, fails: bool) -> Replica:
+        self.n_started += 1
+        return Replica(f"replica-{self.n_started}", fails, asyncio.get_running_loop().create_future())
+
+    def share(self, columns):
+        return None
+
+    def replace(self, name):
+        for replica in [one for one in self.replicas if one.name == name]:
+            self.end(replica)
+
+    def end(self, replica):
+        if replica in self.replicas:
+            self.n_ended += 1
+            self.replicas.remove(replica)
+            replica.ended.set_result(None)
+            asyncio.get_running_loop().call_later(self.restarts_s, lambda: self.replicas.append(self.started(False)))
+
+    async def poll(self):
+        """Tell the lane how many replicas run, as the router does."""
+        while True:
+            self.lane.health.n_replicas = len(self.replicas)
+            self.lane.pump_soon()
+            await asyncio.sleep(1.0)
+
+    async def answer(self, parts, parcels, *, good_row=None, avoid=(), on_begin=None):
+        while not self.replicas:
+            await asyncio.sleep(0.05)
+        others = [one for one in self.replicas if one.name not in avoid] or self.replicas
+        replica = min(others, key=lambda one: one.n_calls)
+        replica.n_calls += 1
+        batch = dict(gathered(parts, [Parcel(one) for one in parcels]))
+        computing = asyncio.ensure_future(self.computed(replica, batch, good_row, on_begin))
+        await asyncio.wait([computing, replica.ended], return_when=asyncio.FIRST_COMPLETED)
+        if replica.ended.done():
+            raise StageError("died", "its replica ended")
+        return computing.result()
+
+    async def computed(self, replica, batch, good_row, on_begin):
+        """Compute a call when its turn comes. A caller that goes away does not end it."""
+        async with replica.free:
+            if replica.ended.done():
+                return None
+            if on_begin is not None:
+                on_begin()
+            kinds = {self.poison.get(row) for row in batch["row"].tolist()}
+            if "kills" in kinds:
+                self.end(replica)
+                return None
+            if "hangs" in kinds:
+                await asyncio.sleep(self.hangs_s)
+                self.end(replica)
+                return None
+            before = self.n_asked
+            copied = lambda: {name: column.copy() for name, column in batch.items()}  # noqa: E731
+            answer = answer_apart(
+                lambda own: self.asked(replica, own), copied, replica.good_row or good_row, lambda: False
+            )
+            await asyncio.sleep(self.takes_s * (self.n_asked - before))
+        replica.n_calls -= 1
+        if answer.answers is not None and replica.good_row is None:
+            good = [row for row in range(len(batch["row"])) if row not in answer.answers.failures]
+            replica.good_row = {name: column[good[:1]] for name, column in batch.items()} if good else None
+        return replace(answer, replica=replica.name, compute_s=self.takes_s)
+
+    def asked(self, replica, batch):
+        """Answer as the model would."""
+        self.n_asked += 1
+        kinds = {self.poison.get(row) for row in batch["row"].tolist()}
+        if replica.fails or "raises" in kinds:
+            raise ValueError("no such thing")
+        logits = np.array(batch[self.column], dtype=np.float32)
+        if "nan" in kinds:
+            logits[[self.poison.get(row) == "nan" for row in batch["row"].tolist()]] = np.nan
+        return as_answers(logits[1:] if "shape" in kinds else logits, len(logits))

@@ -10,10 +10,9 @@ import pytest
 import yaml
 from synthetic import chain, write_table
 
-from cauc_ray.front.offline import save_policy
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
 
 SCRIPT = Path(__file__).parent / "edge_and_cloud.py"
 
@@ -35,7 +34,7 @@ def seen(tmp_path_factory):
         "other": fit_rf(chain(), rule=ThresholdRule(threshold=0.8)),
     }
     for name, policy in policies.items():
-        save_policy(policy, folder / f"{name}.json")
+        policy.save(folder / f"{name}.json")
     test = chains["test"]
     (folder / "ids.json").write_text(json.dumps([f"test-{example}" for example in test.example_ids]))
     stages = [
@@ -61,12 +60,14 @@ def values(answer, name):
     return np.array(next(output["data"] for output in answer["outputs"] if output["name"] == name))
 
 
+@pytest.mark.slow
 def test_each_stage_stands_where_the_pool_says(seen):
     found, *_ = seen
     edge, cloud = found["nodes"]["edge"], found["nodes"]["cloud"]
     assert found["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [cloud]}
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_replay_before_and_after_a_change_by_user_config(seen):
     found, policies, expected = seen
     for answer, name in ((found["first"], "rf"), (found["changed"], "base"), (found["healed"], "base")):
@@ -76,6 +77,7 @@ def test_answers_are_those_of_the_replay_before_and_after_a_change_by_user_confi
     assert {status for status, _ in found["while_changing"]} == {200}
 
 
+@pytest.mark.slow
 def test_a_user_config_that_does_not_fit_is_refused_and_no_replica_restarts(seen):
     found, policies, _ = seen
     assert found["refused_put"] == 200  # Serve takes almost anything
@@ -84,6 +86,7 @@ def test_a_user_config_that_does_not_fit_is_refused_and_no_replica_restarts(seen
     assert found["same_processes"]
 
 
+@pytest.mark.slow
 def test_answers_are_degraded_and_fast_while_the_cloud_is_gone(seen):
     found, _, expected = seen
     assert np.array_equal(values(found["degraded"], "degraded"), expected["base"].stages == 1)

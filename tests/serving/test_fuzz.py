@@ -29,6 +29,8 @@ from runs import python_pool, two_model_policy
 
 import cauc_ray
 
+pytestmark = pytest.mark.slow
+
 INFER, POLICY = "/v2/models/fuzzed/infer", "/v2/models/fuzzed/policy"
 # A request costs what hundreds of calls of a function do: of a profile's examples these tests take so small a part.
 MOST = settings.default.max_examples

@@ -133,3 +133,16 @@ def test_saved_models_ask_for_ids():
     read, _ = columns(inputs, texts("example_id", "a", "b"))
     assert read["example_id"].tolist() == ["a", "b"]
     assert a_pool(["x"]).inputs == {}
+
+
+@pytest.mark.parametrize("declared", [{}, {"inputs": {"x": {"datatype": "FP32", "shape": [2]}}}])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused(value, declared):
+    inputs = inputs_of(OWN, **declared)
+    x = np.zeros((3, 2), dtype=np.float32)
+    columns(inputs, Tensor("x", "FP32", x))
+    x[1, 1] = value
+    said = refusal(inputs, Tensor("x", "FP32", x))
+    assert "'x'" in said
+    assert "row 1" in said
+    assert "finite" in said

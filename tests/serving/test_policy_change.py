@@ -1,10 +1,10 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from synthetic import chain
 
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
-from cauc_ray.front.offline import save_policy
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.policies_live import KeptPolicy, PolicyChange, PolicyStore, digest
@@ -15,7 +15,7 @@ BASE = fit_base(DATA, DATA)
 
 
 def test_a_change_names_a_policy_by_path_or_content_and_a_number_for_it(tmp_path):
-    save_policy(BASE, tmp_path / "base.json")
+    BASE.save(tmp_path / "base.json")
     content = json.loads((tmp_path / "base.json").read_text())
     for policy in (str(tmp_path / "base.json"), content):
         assert PolicyChange.of({"policy": policy}).applied(RF) == BASE
@@ -23,6 +23,13 @@ def test_a_change_names_a_policy_by_path_or_content_and_a_number_for_it(tmp_path
     assert PolicyChange.of({"threshold": 0.7}).applied(RF).id == RF.with_threshold(0.7).id
     budget = (RF.curve[0].cost + RF.curve[-1].cost) / 2
     assert PolicyChange.of({"budget": budget}).applied(RF).id == RF.with_budget(budget).id
+
+
+def of_kind(kind):
+    """Return the RF policy as it were fitted on logits of another kind."""
+    content = RF.model_dump(mode="json")
+    stages = [{**stage, "logit_kind": kind} for stage in content["stages"]]
+    return {**content, "logit_kind": kind, "stages": stages}
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,7 @@ def test_a_change_names_a_policy_by_path_or_content_and_a_number_for_it(tmp_path
         ),
         ({"policy": {**RF.model_dump(mode="json"), "cost_unit": "USD"}}, "counts costs in USD"),
         ({"policy": {**RF.model_dump(mode="json"), "logit_kind": "other"}}, "of the kind 'other'"),
+        ({"policy": of_kind("surrogate")}, "of the kind 'surrogate'"),
         (["policy"], "no change of policy"),
     ],
 )
@@ -61,9 +69,33 @@ def test_a_budget_below_all_points_is_refused():
 def test_what_is_kept_is_read_by_all_who_know_the_key():
     store = PolicyStore("one")
     assert store.read() is None
-    store.write(KeptPolicy(RF, digest({"a": 1})))
-    assert PolicyStore("one").read() == KeptPolicy(RF, digest({"a": 1}))
-    store.write(KeptPolicy(BASE, digest({"a": 2}), "it does not fit"))
-    assert PolicyStore("one").read() == store.read() == KeptPolicy(BASE, digest({"a": 2}), "it does not fit")
+    first, second = KeptPolicy(RF, digest({"a": 1}), None, 1), KeptPolicy(BASE, digest({"a": 2}), "it does not fit", 2)
+    assert store.append(first)
+    assert PolicyStore("one").read() == first
+    assert store.append(second)
+    assert PolicyStore("one").read() == store.read() == second
     assert PolicyStore("two").read() is None
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_of_many_writers_each_version_has_one_and_all_read_the_same_order():
+    """Each writer changes the number that it has read, until its change is a version: none is lost."""
+    n_writers, n_each, seen = 6, 5, []
+
+    def write(number):
+        store, mine = PolicyStore("many"), 0
+        while mine < n_each:
+            kept = store.read()
+            version, threshold = (0, 0.0) if kept is None else (kept.version, kept.policy.threshold)
+            if store.append(KeptPolicy(RF.with_threshold(threshold + 1 / 128), str(number), None, version + 1)):
+                mine += 1
+                seen.append((version + 1, number))
+
+    with ThreadPoolExecutor(n_writers) as pool:
+        list(pool.map(write, range(n_writers)))
+    assert sorted(version for version, _ in seen) == list(range(1, n_writers * n_each + 1))
+    last = PolicyStore("many").read()
+    assert (last.version, last.policy.threshold) == (n_writers * n_each, n_writers * n_each / 128)
+    assert last.config == str(dict(seen)[last.version])
+    assert not PolicyStore("many").append(KeptPolicy(BASE, "late", None, 3))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -74,8 +73,9 @@ class Running:
 
     def kill(self):
         """Leave nothing, whatever a test has not ended."""
-        for process in of_session(self.process.pid):
-            process.kill()
+        if self.process.poll() is None:
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
         self.process.communicate()
 
 
@@ -86,23 +86,16 @@ def running(home, ray_folder):
     one.kill()
 
 
-def of_session(leader):
-    """Return the live processes of a session, by the process id of its leader."""
+def with_environment(name, value):
+    """Return the live processes that have a variable in their environment."""
     found = []
     for process in psutil.process_iter(["status"]):
         try:
-            if os.getsid(process.pid) == leader and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if process.info["status"] != psutil.STATUS_ZOMBIE and process.environ().get(name) == value:
                 found.append(process)
-        except ProcessLookupError:
+        except psutil.Error:
             continue
     return found
-
-
-def require_none_left(leader):
-    deadline = time.monotonic() + 20
-    while left := of_session(leader):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.1)
 
 
 def get(running, path):
@@ -196,11 +189,7 @@ def test_a_port_is_taken_once(running, cauc):
     assert err == f"cauc: error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
 
 
-def test_sigterm_ends_it_and_leaves_no_process_and_no_token(running):
-    os.kill(running.process.pid, signal.SIGTERM)
-    out, err = running.process.communicate(timeout=DEADLINE_S)
-    assert (running.process.returncode, out, err) == (0, "", "")
-    require_none_left(running.process.pid)
+def test_no_log_has_a_token(running):
     logs = [path for path in running.ray_folder.rglob("*") if path.is_file()]
     assert any("Router" in path.name for path in logs)
     for path in logs:
@@ -209,6 +198,17 @@ def test_sigterm_ends_it_and_leaves_no_process_and_no_token(running):
         assert POLICY_TOKEN.encode() not in content, path
 
 
+def test_sigterm_ends_it_and_leaves_no_process_and_no_file(running):
+    started = psutil.Process(running.process.pid).children(recursive=True)
+    assert started
+    os.kill(running.process.pid, signal.SIGTERM)
+    out, err = running.process.communicate(timeout=DEADLINE_S)
+    assert (running.process.returncode, out, err) == (0, "", "")
+    assert not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert list(running.ray_folder.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_a_stage_that_cannot_load_ends_it_with_one_line(tmp_path, ray_folder):
     python_pool(tmp_path, [("by_x", {}), ("cannot_load", {})])
     (tmp_path / "policy.json").write_text(two_model_policy().to_json())
@@ -216,7 +216,7 @@ def test_a_stage_that_cannot_load_ends_it_with_one_line(tmp_path, ray_folder):
     process = subprocess.Popen(
         command,
         cwd=tmp_path,
-        env=environment(ray_folder),
+        env=environment(ray_folder, STARTED_BY=str(tmp_path)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -225,7 +225,7 @@ def test_a_stage_that_cannot_load_ends_it_with_one_line(tmp_path, ray_folder):
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (2, "")
     assert err == "cauc: error: the service does not start: stage large: OSError: weights.pt is not there\n"
-    require_none_left(process.pid)
+    assert with_environment("STARTED_BY", str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,20 @@ import time
 import urllib.error
 import urllib.request
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import ray
 import synthetic
 import yaml
+from replicas import replicas_of
 from runs import MODELS, saved_pool
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError
 from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
@@ -311,13 +312,125 @@ def test_a_policy_that_does_not_fit_is_refused_and_the_old_one_stays(chain, serv
     assert in_force(service) == before
 
 
-def replicas_of(name):
-    """Return the process ids of a deployment's replicas."""
-    from ray.serve._private.api import _get_global_client
+def put_policy(service, content, **headers):
+    """Ask for a change of the policy; return the status, the content and the tag of the version."""
+    status, text, told = http("PUT", f"{service.url}/v2/models/six/policy", content, **headers)
+    return status, json.loads(text), told["ETag"]
 
-    details = ray.get(_get_global_client()._controller.get_serve_instance_details.remote())
-    deployment = details["applications"]["six"]["deployments"][name]
-    return [replica["pid"] for replica in deployment["replicas"] if replica["state"] == "RUNNING"]
+
+def in_force_everywhere(service):
+    """Return the ids and versions of the policies that twenty requests find, at whichever replica."""
+    found = [json.loads(http("GET", f"{service.url}/v2/models/six/policy")[1]) for _ in range(20)]
+    return {(one["policy_id"], one["version"]) for one in found}
+
+
+def test_of_policies_that_are_set_at_once_one_is_in_force_and_no_answer_claims_another(chain, service):
+    """Whoever is told 200 was in force on all replicas; nobody takes a later change back."""
+    policy = chain.policies["rf"]
+    try:
+        for start in range(3):
+            mine = [policy.with_threshold(0.5 + (10 * start + number) / 256) for number in range(6)]
+            with ThreadPoolExecutor(len(mine)) as pool:
+                told = list(pool.map(lambda one: put_policy(service, {"policy": one.model_dump(mode="json")}), mine))
+            assert {status for status, *_ in told} <= {200, 409}, told
+            taken = {content["version"]: content["policy_id"] for status, content, _ in told if status == 200}
+            assert taken
+            assert set(taken.values()) <= {one.id for one in mine}
+            for status, content, _ in told:
+                assert status == 200 or list(content) == ["error"]
+            newest = max(taken)
+            assert in_force_everywhere(service) == {(taken[newest], newest)}
+            outputs, parameters = ask(service, chain.ids)
+            assert parameters["policy_id"] == taken[newest]
+            of_newest = next(one for one in mine if one.id == taken[newest])
+            assert np.array_equal(outputs["stage"], replay(of_newest, chain.test).stages)
+    finally:
+        cauc_ray.set_policy(policy, url=service.url)
+
+
+def test_changes_of_a_known_version_are_made_once(chain, service):
+    """Of clients that all raise the threshold that they have read, each raises it once: none is lost."""
+    policy, n_clients = chain.policies["rf"], 4
+    cauc_ray.set_policy(policy.with_threshold(0.25), url=service.url)
+
+    def raise_it(_):
+        n_lost = 0
+        while True:
+            _, text, headers = http("GET", f"{service.url}/v2/models/six/policy")
+            threshold = json.loads(text)["policy"]["threshold"] + 1 / 64
+            status, content, _ = put_policy(service, {"threshold": threshold}, **{"If-Match": headers["ETag"]})
+            if status == 412:  # nothing was written
+                assert "\n" not in content["error"]
+                n_lost += 1
+                continue
+            assert status in (200, 409), content  # written, whether or not another came at once
+            return n_lost
+
+    try:
+        with ThreadPoolExecutor(n_clients) as pool:
+            list(pool.map(raise_it, range(n_clients)))
+        content = json.loads(http("GET", f"{service.url}/v2/models/six/policy")[1])
+        assert content["policy"]["threshold"] == 0.25 + n_clients / 64
+        for tag, status in (('"0-0"', 412), ("nonsense", 412), ("*", 200)):
+            assert put_policy(service, {"threshold": 0.5}, **{"If-Match": tag})[0] == status
+    finally:
+        cauc_ray.set_policy(policy, url=service.url)
+
+
+@pytest.mark.slow
+def test_a_replica_that_cannot_be_asked_delays_a_change_and_answers_by_no_other_policy(chain, service):
+    """One router hangs: the change is made all the same, and what that router answers later is by it."""
+    stopped = replicas_of("Router")[0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        for _ in range(10):  # one of these may wait at the replica that is stopped
+            try:
+                told = json.load(
+                    urllib.request.urlopen(
+                        urllib.request.Request(
+                            f"{service.url}/v2/models/six/policy",
+                            json.dumps({"policy": chain.policies["base"].model_dump(mode="json")}).encode(),
+                            method="PUT",
+                        ),
+                        timeout=15,
+                    )
+                )
+                break
+            except (TimeoutError, urllib.error.URLError):
+                continue
+        assert told["policy_id"] == chain.policies["base"].id
+        assert told["replicas"] in (None, 1)  # 1 where Serve has given the other up meanwhile
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: ask(service, chain.ids[:2])[1]["policy_id"], range(40)))
+        assert set(answers) == {chain.policies["base"].id}
+    finally:
+        cauc_ray.set_policy(chain.policies["rf"], url=service.url)
+
+
+@pytest.mark.slow
+def test_a_writer_that_dies_leaves_one_complete_policy(chain, service):
+    policy = chain.policies["rf"]
+    mine = [policy.with_threshold(0.5 + number / 256) for number in range(8)]
+
+    def put(one):
+        try:
+            return put_policy(service, {"policy": one.model_dump(mode="json")})
+        except (OSError, ValueError):  # the connection ended with the replica, or Serve's proxy says so in no JSON
+            return None
+
+    try:
+        with ThreadPoolExecutor(len(mine)) as pool:
+            told = [pool.submit(put, one) for one in mine]
+            os.kill(replicas_of("Router")[0], signal.SIGKILL)
+            told = [one.result() for one in told]
+        last = cauc_ray.set_policy(mine[0], url=service.url)
+        assert in_force_everywhere(service) == {(mine[0].id, last["version"])}
+        assert all(content["version"] < last["version"] for status, content, _ in filter(None, told) if status == 200)
+    finally:
+        cauc_ray.set_policy(policy, url=service.url)
 
 
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):

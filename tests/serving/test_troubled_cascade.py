@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from lanes import Stage, a_pool, cascade_of, columns_of
 from synthetic import chain
@@ -142,7 +142,6 @@ async def told(story):
     return results, left, afterwards, counts
 
 
-@settings(max_examples=100, deadline=None)
 @given(story=STORIES)
 def test_every_request_ends_in_time_right_or_marked_and_leaves_nothing_behind(story):
     results, left, afterwards, _ = run_virtually(told(story))
@@ -184,7 +183,7 @@ async def steadily(cascades, per_s, seconds):
     return await asyncio.gather(*pool)
 
 
-def test_a_replica_that_hangs_beside_one_that_answers_costs_only_the_rows_that_it_holds():
+def test_a_replica_that_hangs_next_to_one_that_answers_costs_no_row():
     async def main():
         pool = a_pool(DATA.models, timeout_s=TIMEOUT_S)
         cascade, _ = cascade_of(pool, stages_at(2, 0.05, hangs=(20,)))
@@ -192,9 +191,7 @@ def test_a_replica_that_hangs_beside_one_that_answers_costs_only_the_rows_that_i
         return await steadily([cascade], per_s=100, seconds=6)
 
     results = run_virtually(main())
-    late = [result for result, _ in results if isinstance(result, RequestError)]
-    assert 0 < len(late) <= 8
-    assert {(error.status, "has not answered within" in error.message) for error in late} == {(503, True)}
+    assert not [result for result, _ in results if isinstance(result, RequestError)]
 
 
 @pytest.mark.parametrize("routers", [1, 2, 3])

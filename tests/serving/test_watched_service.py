@@ -1,21 +1,27 @@
 """A service that watches itself, on real Ray Serve: new rows stay quiet, changed models do not."""
 
 import json
+import os
+import signal
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import synthetic
 import yaml
+from replicas import replicas_of
 from runs import saved_pool
 
 import cauc_ray
-from cauc_ray.data.logits import write_logits
+from cauc_ray.data.writing import write_logits
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
+
+pytestmark = pytest.mark.slow
 
 # Rows of the same models as validation's, and of models whose first two have become worse.
 N_SAME, N_OTHER = 800, 500
@@ -84,7 +90,8 @@ def ask(service, ids):
     assert status == 200, content
     outputs = {output["name"]: output["data"] for output in content["outputs"]}
     costs = outputs.pop("cost")
-    return {"policy_id": content["parameters"]["policy_id"], **outputs}, costs
+    told = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
+    return {**told, **outputs}, costs
 
 
 def traffic(watched, service, ids, size=20):
@@ -147,6 +154,57 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
     assert content["holds"] is False
     assert content["n"] <= N_OTHER
     assert content["says"].startswith("no longer holds: ")
+
+
+def test_feedback_of_a_row_counts_once_at_whichever_replica(watched, service):
+    said, _ = ask(service, watched.ids["same"][:10])
+    body = {**said, "label": [0] * 10}
+    first = {**{name: value[:4] if isinstance(value, list) else value for name, value in body.items()}}
+    first["rows"] = [0, 1, 2, 3]
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda one: http(service, "feedback", one), [first, body] * 8))
+    assert {status for status, _ in told} == {200}
+    assert sum(content["counted"] for _, content in told) == 10
+    status, again = http(service, "feedback", body)
+    assert (status, again["counted"], again["rows"]) == (200, 0, 10)
+    assert "10 answers" in again["says"]
+    # Another answer for the same rows is another answer.
+    assert http(service, "feedback", {**body, "answer_id": ask(service, watched.ids["same"][:10])[0]["answer_id"]})[1][
+        "counted"
+    ]
+    without = {name: value for name, value in body.items() if name != "answer_id"}
+    assert [http(service, "feedback", without)[1]["counted"] for _ in range(4)] == [10, 0, 0, 0]
+    for wrong in ({"rows": [0]}, {"rows": [0] * 10}, {"answer_id": "7"}, {"rows": list(range(4090, 4100))}):
+        assert http(service, "feedback", {**body, **wrong})[0] == 400
+    assert http(service, "feedback", {**without, "rows": list(range(10))})[0] == 400
+
+
+def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, service):
+    policy_id = cauc_ray.set_policy(watched.other, url=service.url)["policy_id"]
+    cauc_ray.set_policy(watched.policy, url=service.url)
+    traffic(watched, service, watched.ids["other"])
+    raised = seen(service, lambda content: content["holds"] is False)
+    assert raised["holds"] is False
+    before = replicas_of("Router")
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(set(replicas_of("Router")) - set(before)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    content = seen(service, lambda content: content["routers"] == 2)
+    assert (content["holds"], content["n"]) == (False, 0)
+    assert content["says"].startswith("no longer holds: ")
+    kept = {one["name"] for one in content["features"] if not one["holds"]}
+    assert kept
+    assert kept <= {one["name"] for one in raised["features"] if not one["holds"]}
+
+    cauc_ray.set_policy(watched.other, url=service.url)
+    content = seen(service, lambda content: content["policy_id"] == policy_id)
+    assert content["holds"] is True
+    cauc_ray.set_policy(watched.policy, url=service.url)
+    content = seen(service, lambda content: content["policy_id"] == watched.policy.id and content["holds"])
+    assert content["holds"] is True
 
 
 def test_early_answers_are_compared_and_no_answer_depends_on_it(watched, service):

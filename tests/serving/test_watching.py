@@ -11,9 +11,8 @@ from synthetic import chain
 from virtual_time import run_virtually
 
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.replay import replay
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import trace_policy
+from cauc_ray.policies.trace import replay, trace_policy
 from cauc_ray.serving import watching
 from cauc_ray.serving.faults import RequestError, StageError
 from cauc_ray.serving.feedback import Feedback
@@ -192,7 +191,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     assert watch.settle().watched.stages[0].n == seen.watched.stages[0].n
     none = np.zeros(4000, dtype=int)
     watch.outcomes("another", none, np.full(4000, 0.9), none == 0)
-    assert watch.settle().watched.stages[0].n_outcomes == 0
+    assert watch.settle().watched.stages[0].outcomes.n == 0
     with caplog.at_level(logging.WARNING, logger=__name__):
         for _ in range(3):
             watch.outcomes(POLICY.id, none, np.full(4000, 0.9), none == 1)

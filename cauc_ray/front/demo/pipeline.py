@@ -12,17 +12,19 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from cauc_ray.data.files import parquet_files, read_parquet, write_json, write_parquet, write_text
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.ledger import new_folder, require_new
 from cauc_ray.execution.session import cpus_needed, ray_session
+from cauc_ray.files.documents import write_json, write_text
+from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.front import offline, online
 from cauc_ray.front.collecting import collect
 from cauc_ray.front.live import steps
+from cauc_ray.front.sources import read_policy_chain
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.replay import single_model_accuracy
+from cauc_ray.policies.trace import single_model_accuracy
 
 SHARES = {"train": 0.40, "calibration": 0.15, "validation": 0.15, "test": 0.30}
 SEED = 0
@@ -169,7 +171,7 @@ def _fit(folder: Path, pool: Pool, costs: dict[str, float]) -> dict[str, Policy]
         policies[_rf_name(share)] = offline.fit(folder / "logits", models=models, method="rf", budget=share * largest)
     (folder / "policies").mkdir()
     for name, policy in policies.items():
-        offline.save_policy(policy, folder / "policies" / f"{_file_name(name)}.json")
+        policy.save(folder / "policies" / f"{_file_name(name)}.json")
     return policies
 
 
@@ -183,7 +185,7 @@ def _file_name(name: str) -> str:
 
 def _rows(logits: Path, policies: dict[str, Policy]) -> list[dict[str, Any]]:
     base = policies["CAUC Base"]
-    chain = offline.read_policy_chain(logits, base, "test")
+    chain = read_policy_chain(logits, base, "test")
     largest = float(chain.costs.means[-1])
     rows = []
     for place, model in enumerate(chain.models):
@@ -215,7 +217,7 @@ def _agreement(logits: Path, policy: Policy, run: Path) -> str:
     The models computed the live logits anew, in other batches: their last bits may differ, and with them a
     confidence by a few units of float32.
     """
-    replayed = offline.evaluate(logits, policy).predictions()
+    replayed = offline.evaluate(logits, policy).to_arrow()
     live = pa.concat_tables([read_parquet(file) for file in parquet_files(run / "predictions")])
     live, replayed = (table.sort_by("example_id").to_pydict() for table in (live, replayed))
     if live["example_id"] != replayed["example_id"]:

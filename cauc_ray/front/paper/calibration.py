@@ -9,7 +9,7 @@ from typing import Any
 from cauc_ray.front.paper.config import ReliabilityFigure
 from cauc_ray.front.paper.drawing import BLUE, CYCLE, GREY, MARKERS, ORANGE, VERMILION, figure, halo
 from cauc_ray.front.paper.measured import HIGH, ModelReliability
-from cauc_ray.numbers.reliability import Reliability
+from cauc_ray.numbers.metrics import Reliability
 
 # A bin of fewer rows says nothing: its interval spans half of the panel.
 LEAST_ROWS = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -47,6 +48,10 @@ class Chain(Section):
         """Return the models that the table must hold."""
         return self.models
 
+    def reads(self, root: Path) -> tuple[Path, ...]:
+        """Return the files and folders that its figures come from.   root: of all sets."""
+        return (root / self.set,)
+
 
 class ComparedChain(Chain):
     """A chain that all methods are compared on; the last four are as compare() has them.
@@ -58,6 +63,12 @@ class ComparedChain(Chain):
     texts: str | None = None
     text_column: str = "question"
     checkpoints: dict[str, str] = Field(default_factory=dict)
+
+    def reads(self, root: Path) -> tuple[Path, ...]:
+        """Return the table, the texts, and those checkpoints that are folders here and not hub ids."""
+        texts = () if self.texts is None else (root / self.texts,)
+        local = (path for path in map(Path, self.checkpoints.values()) if path.exists())
+        return (root / self.set, *texts, *local)
 
 
 class GrowingChain(Chain):
@@ -166,6 +177,14 @@ class PaperConfig(Section):
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()
+
+    def reads(self) -> set[Path]:
+        """Return all files and folders that the entries' figures come from."""
+        of_tables = {
+            path for chains in self.tables.by_name.values() for each in chains for path in each.reads(self.logits)
+        }
+        of_figures = {self.logits / figure.set for figure in self.figures.calibration_reliability}
+        return of_tables | of_figures | {self.logits / name for name in self.figures.complementarity_gain}
 
     @field_validator("methods")
     @classmethod

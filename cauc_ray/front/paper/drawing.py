@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import written_beside
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.atomic import written_beside
 
 # Of Okabe and Ito (2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import write_parquet
+from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.comparing import Comparison
 from cauc_ray.front.paper import calibration, curves, gains
 from cauc_ray.front.paper.compared import TITLES

@@ -10,7 +10,7 @@ from cauc_ray.front.paper.grids import Cell, Grid, PaperTable, cells, marked, nu
 from cauc_ray.front.paper.measured import GrownChain, PairMeasures
 from cauc_ray.front.paper.quoted import columns_of, quoted_table
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.replay import Measures
+from cauc_ray.policies.evidence import Measures
 
 ABOUT_PAIRS = (
     "Base at its own threshold, whose deferred examples the second model answers alone (direct) or both together "

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+from pydantic import BaseModel
 
 from cauc_ray.execution.tasks import Task
 from cauc_ray.front.comparing import Comparison
@@ -47,6 +48,8 @@ def plain(value: Any) -> Any:
     """Return dataclasses, arrays and containers of them as JSON has them; NaN is null."""
     if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, BaseModel):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -61,6 +64,8 @@ def typed(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(**{name: typed(hints[name], value[name]) for name in hints})  # type: ignore[operator]
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind.model_validate(value)
     origin, of = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return None if value is None else typed(next(each for each in of if each is not type(None)), value)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.execution.tasks import Task
-from cauc_ray.front.kept import table_identity
+from cauc_ray.files.listing import content_digest
 from cauc_ray.front.paper.config import Chain, ComparedChain, GrowingChain, PaperConfig
 from cauc_ray.front.paper.measured import compare_chain, grow, measure_gains, measure_pair, measure_reliability
 from cauc_ray.front.paper.quoted import columns_of
-from cauc_ray.models.service import Section
 
 RELIABILITY = "calibration-reliability"
 GAINS = "complementarity-gain"
@@ -49,6 +48,7 @@ def plan_of(config: PaperConfig) -> Plan:
     root = config.logits
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root} with sets of logits; name it with logits:")
+    digest = cache(content_digest)  # many entries are of the same set
     tasks: list[Task] = []
     alone: list[Task] = []
     not_run: list[NotRun] = []
@@ -58,7 +58,7 @@ def plan_of(config: PaperConfig) -> Plan:
             if why is not None:
                 not_run.append(NotRun(f"{part} / {chain.name}", why))
             else:
-                (alone if part == "setup-time" else tasks).append(_table_task(config, part, chain))
+                (alone if part == "setup-time" else tasks).append(_table_task(config, part, chain, digest))
         published = {chain.published for chain in chains}
         not_run += [
             NotRun(f"{part} / {column}", "no logit table of it is configured")
@@ -69,33 +69,30 @@ def plan_of(config: PaperConfig) -> Plan:
         why = _missing(root, figure.set, figure.wanted)
         if why is None:
             measure = partial(measure_reliability, root, figure)
-            tasks.append(Task(RELIABILITY, figure.name, measure, _identity(root, figure.set, figure)))
+            identity = json.dumps([digest(root / figure.set), figure.model_dump(mode="json")])
+            tasks.append(Task(RELIABILITY, figure.name, measure, identity))
         else:
             not_run.append(NotRun(f"{RELIABILITY} / {figure.name}", why))
     not_run += [NotRun(f"{RELIABILITY} / {c}", "no logit table of it is configured") for c in columns_of(RELIABILITY)]
     for name in config.figures.complementarity_gain:
         why = _missing(root, name, ())
         if why is None:
-            tasks.append(Task(GAINS, name, partial(measure_gains, root, name), _identity(root, name, None)))
+            tasks.append(Task(GAINS, name, partial(measure_gains, root, name), json.dumps([digest(root / name)])))
         else:
             not_run.append(NotRun(f"{GAINS} / {name}", why))
     return Plan(tuple(tasks), tuple(alone), tuple(not_run))
 
 
-def _table_task(config: PaperConfig, part: str, chain: Chain) -> Task:
+def _table_task(config: PaperConfig, part: str, chain: Chain, digest: Callable[[Path], str | None]) -> Task:
+    """Return a task whose identity has all that its value depends on: its entry, and what the files hold."""
     root = config.logits
-    identity = _identity(root, chain.set, chain, config.methods, config.seed)
+    files = [digest(path) for path in chain.reads(root)]
+    identity = json.dumps([files, chain.model_dump(mode="json"), config.methods, config.seed])
     if isinstance(chain, ComparedChain):
         return Task(part, chain.name, partial(compare_chain, root, chain, config.methods, config.seed), identity)
     if isinstance(chain, GrowingChain):
         return Task(part, chain.name, partial(grow, root, chain), identity)
     return Task(part, chain.name, partial(measure_pair, root, chain), identity)
-
-
-def _identity(root: Path, set_name: str, entry: Section | None, *more: object) -> str:
-    """Return all that a task's value depends on: its entry, the files of its set, and what else is given."""
-    said = None if entry is None else entry.model_dump(mode="json")
-    return json.dumps([table_identity(root / set_name), said, *more])
 
 
 def _missing(root: Path, set_name: str, models: Sequence[str]) -> str | None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import make_folder, write_json, write_parquet, write_text
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.tasks import N_CPUS, Outcome
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import write_json, write_text
+from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.measuring import published
 from cauc_ray.front.offline import require_apart

@@ -12,6 +12,7 @@ from typing import Any
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.stage_queue import fed_rows, queue_rows
+from cauc_ray.front.offline import policy_of
 from cauc_ray.front.planning.figures import Chain, drifted, plan_figures, range_figures
 from cauc_ray.front.planning.sizing import Trials, sized
 from cauc_ray.front.planning.stages import PlannedStage
@@ -53,7 +54,7 @@ def plan(
     if slo_p99_s is not None:
         _require_positive("p99 goal", slo_p99_s)
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    policy = policy_of(policy)
     specs = pool.chain(policy.models)
     deferral = expected_deferral(policy)
     earlier = None if ledger is None else read_earlier_run(ledger, policy.models)

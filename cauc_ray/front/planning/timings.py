@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
-from cauc_ray.data.files import parquet_files, read_json, read_parquet
 from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, RunRecord
+from cauc_ray.files.documents import read_json
+from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.front.planning.stages import BatchSeconds
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.saved import SavedSpec

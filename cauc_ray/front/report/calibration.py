@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cauc_ray.front.report.measured import Measured, stage_confidences
-from cauc_ray.numbers.metrics import calibration_error
-from cauc_ray.numbers.reliability import Reliability, reliability_bins
-from cauc_ray.policies.policy import Stage
+from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability_bins
+from cauc_ray.policies.policy_file import Stage
 
 
 @dataclass(frozen=True, slots=True)

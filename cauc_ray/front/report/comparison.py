@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.files import read_parquet
 from cauc_ray.errors import DataError
-from cauc_ray.front.report.finding import Found
+from cauc_ray.files.parquet import read_parquet
+from cauc_ray.front.fingerprints import difference, fingerprints_of
+from cauc_ray.front.report.finding import CurveFile, Found
 from cauc_ray.front.report.measured import Measured
-from cauc_ray.numbers.metrics import Share, share
+from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.sweep import OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.method import Fitted, Fitting, Method, Steered
+from cauc_ray.policies.method import Fitted, Fitting, Method, Thresholded
 from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.replay import single_model_accuracy
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, single_model_accuracy
 
 # Fitted in a second or two from logits alone, in the order of legends.
 COMPUTED = ("base", "rf", "duo", "margin", "max-probability", "random")
@@ -67,6 +67,24 @@ class MethodCurves:
     n: int
 
 
+def with_own_curves(found: Found, measured: Measured) -> Found:
+    """Leave out files whose curves were measured on another table, and all but one comparison and one sweep."""
+    if measured.validation is None:
+        return replace(found, curve_files=())  # there is nothing to show them beside
+    expected = fingerprints_of(measured.calibration, measured.validation, measured.test)
+    own: dict[bool, CurveFile] = {}
+    left_out = list(found.left_out)
+    for file in found.curve_files:
+        why = difference(file.fingerprints, expected)
+        if why is None and (other := own.get(file.is_comparison)) is not None:
+            why = f"{other.path} has the same"
+        if why is None:
+            own[file.is_comparison] = file
+        else:
+            left_out.append(f"{file.path}: {why}")
+    return replace(found, curve_files=tuple(own.values()), left_out=tuple(left_out))
+
+
 def trace_methods(found: Found, measured: Measured) -> MethodCurves:
     """Fit the methods that need no more than the table, and read the others where a comparison or sweep has them."""
     chain = measured.test
@@ -77,7 +95,7 @@ def trace_methods(found: Found, measured: Measured) -> MethodCurves:
     if measured.validation is None:
         return MethodCurves((), singles, None, len(chain))
     validation, test = Examples(measured.validation), Examples(chain)
-    own = Steered(PolicyCascade(measured.policy), validation, given=measured.policy.threshold)
+    own = Thresholded(PolicyCascade(measured.policy), validation, given=measured.policy.threshold)
     at = own.curve(validation, np.array([own.default]))
     matched = float(at.cost[0])
     curves = [_curve(METHODS[measured.policy.method], own, test, matched, is_own=True)]
@@ -85,7 +103,7 @@ def trace_methods(found: Found, measured: Measured) -> MethodCurves:
         fitting = Fitting(Examples(measured.calibration), validation)
         others = [METHODS[name] for name in COMPUTED if name != measured.policy.method]
         curves += [_curve(method, method.load()(fitting), test, matched) for method in others]
-    curves += _read_curves(found, {curve.name for curve in curves}, matched, len(chain))
+    curves += _read_curves(found.curve_files, {curve.name for curve in curves}, matched, len(chain))
     return MethodCurves(tuple(curves), singles, matched, len(chain))
 
 
@@ -101,27 +119,18 @@ def _curve(method: Method, fitted: Fitted, test: Examples, matched: float, *, is
     return MethodCurve(method.name, curve.cost, curve.accuracy, at_cost, "", is_own)
 
 
-def _read_curves(found: Found, known: set[str], matched: float, n: int) -> Iterator[MethodCurve]:
+def _read_curves(files: Sequence[CurveFile], known: set[str], matched: float, n: int) -> Iterator[MethodCurve]:
     """Yield the curves of other methods that files have, each method once."""
-    files = [] if found.comparison is None else [found.comparison / "curves.parquet"]
-    if found.sweep is not None:
-        files.append(found.sweep)
-    for path in files:
+    for path in (file.curves for file in files):
         table = read_parquet(path)
         absent = [name for name in _COLUMNS if name not in table.column_names]
         if absent:
             raise DataError(f"{path} has no column {absent[0]!r}, which curves have")
         for name in table.column("method").unique().to_pylist():
             rows = table.filter(pc.equal(table.column("method"), name))
-            if name not in known and name in METHODS and not METHODS[name].sees_labels and _is_of(rows, n):
+            if name not in known and name in METHODS and not METHODS[name].sees_labels:
                 known.add(name)
                 yield _curve_of_file(METHODS[name], rows, path, matched, n)
-
-
-def _is_of(rows: pa.Table, n: int) -> bool:
-    """Say whether accuracies can be of n examples; else the file is of another table."""
-    hits = n * rows.column("accuracy").to_numpy()
-    return bool(np.allclose(hits, np.round(hits), rtol=0, atol=1e-6))
 
 
 def _curve_of_file(method: Method, rows: pa.Table, path: Path, matched: float, n: int) -> MethodCurve:
@@ -132,7 +141,7 @@ def _curve_of_file(method: Method, rows: pa.Table, path: Path, matched: float, n
     kept = points.pareto(_MOST_POINTS).settings.astype(np.int64)
     at_cost = None
     if points.cost.min() <= most_within(matched):
-        at = points.index_of_dearest(matched) if method.spends_budget else points.index_of_best(matched)
+        at = points.index_of_most_expensive(matched) if method.spends_budget else points.index_of_best(matched)
         at_cost = _point(of["cost"][at], of["accuracy"][at], n)
     return MethodCurve(method.name, of["cost"][kept], of["accuracy"][kept], at_cost, str(path), is_own=False)
 

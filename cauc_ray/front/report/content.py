@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cauc_ray.front.report.budgets import Budgets, find_budgets
 from cauc_ray.front.report.calibration import ModelCalibration, measure_calibration
-from cauc_ray.front.report.comparison import MethodCurves, trace_methods
+from cauc_ray.front.report.comparison import MethodCurves, trace_methods, with_own_curves
 from cauc_ray.front.report.finding import Found
 from cauc_ray.front.report.measured import Measured, measure_policy
 from cauc_ray.front.report.mistakes import StageMistakes, find_mistakes
@@ -40,6 +40,7 @@ class Content:
 def gather(folder: Path, found: Found, split: str) -> Content:
     """Measure and read all that a report says. Raises CaucError where the table or a file does not serve."""
     measured = measure_policy(found, split)
+    found = with_own_curves(found, measured)
     curves = trace_methods(found, measured)
     return Content(
         folder=folder,

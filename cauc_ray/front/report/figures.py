@@ -13,7 +13,7 @@ from cauc_ray.front.report.labels import Box, Label, place_label
 from cauc_ray.front.report.scales import Axis, cost_axis, path, share_axis
 from cauc_ray.front.report.verdict import Verdict
 from cauc_ray.front.tables import number
-from cauc_ray.numbers.metrics import Share, share
+from cauc_ray.numbers.intervals import Share, share
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import read_json
 from cauc_ray.errors import CaucError, ConfigError, DataError
+from cauc_ray.files.documents import read_json
+from cauc_ray.files.parquet import open_parquet
 from cauc_ray.front.inspection import inspect_path
 from cauc_ray.policies.policy import Policy
 
@@ -20,21 +23,56 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A policy with its file, the table it is to be measured on, and what lies beside them.
+class CurveFile:
+    """Curves of methods in the folder.
 
-    run, sweep: paths; None where there is none of this policy or of its models.   comparison: the folder of one.
-    other_runs: folders of runs of other policies.   unreadable: why files and folders that are ours were left out.
+    path: of a sweep, or the folder of a comparison.   curves: the file that has them.   fingerprints: of the table that
+    they were measured on, as the file has them.
+    """
+
+    path: Path
+    is_comparison: bool
+    fingerprints: object
+
+    @property
+    def curves(self) -> Path:
+        """Return the file of the curves."""
+        return self.path / "curves.parquet" if self.is_comparison else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A policy, the table it is to be measured on, and what lies next to them.
+
+    policy_file: None for a policy that is not from a file.
+    run: the folder of the run of this policy that has the most rows, the newest of these; None where there is none.
+    curve_files: comparisons, then sweeps, of these models and that split.   runs_left_out, left_out: which runs, and
+    which files with curves, are not shown, and why.   unreadable: why files and folders that are ours were left out.
     """
 
     policy: Policy
-    policy_file: Path
+    policy_file: Path | None
     logits: Path
     run: Path | None
-    comparison: Path | None
-    sweep: Path | None
-    other_runs: tuple[Path, ...]
+    curve_files: tuple[CurveFile, ...]
+    runs_left_out: tuple[str, ...]
+    left_out: tuple[str, ...]
     unreadable: tuple[str, ...]
+
+    @property
+    def policy_name(self) -> str:
+        """Return the policy's file, for messages and commands; policy.json for a policy that is not from a file."""
+        return str(self.policy_file or "policy.json")
+
+    @property
+    def comparison(self) -> Path | None:
+        """Return the folder of the first comparison."""
+        return next((file.path for file in self.curve_files if file.is_comparison), None)
+
+    @property
+    def sweep(self) -> Path | None:
+        """Return the first sweep."""
+        return next((file.path for file in self.curve_files if not file.is_comparison), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +88,11 @@ class _Thing:
 
 
 def find(
-    folder: str | Path, policy: str | Path | None = None, logits: str | Path | None = None, *, split: str = "test"
+    folder: str | Path,
+    policy: str | Path | Policy | None = None,
+    logits: str | Path | None = None,
+    *,
+    split: str = "test",
 ) -> Found:
     """Find what there is to report on in a folder and two levels below it.
 
@@ -63,21 +105,23 @@ def find(
         raise DataError(f"there is no folder {root}")
     things, refused, unreadable = _look(root)
     runs = [thing for thing in things if thing.kind == "run"]
-    file = Path(policy) if policy is not None else _only_policy(root, things, runs, refused)
-    chosen = Policy.load(file)
+    if isinstance(policy, Policy):
+        file, chosen = None, policy
+    else:
+        file = Path(policy) if policy is not None else _only_policy(root, things, runs, refused)
+        chosen = Policy.load(file)
     tables = [thing.path for thing in things if thing.kind == "logit table"]
     table = Path(logits) if logits is not None else _only_table(root, tables)
-    own = [thing for thing in runs if thing.about.get("policy_id") == chosen.id]
-    newest = max(own, key=lambda thing: str(thing.about["run_id"]), default=None)
-    models = list(chosen.models)
+    run, runs_left_out = _own_run(runs, chosen)
+    curve_files, left_out = _curve_files(things, list(chosen.models), split)
     return Found(
         policy=chosen,
         policy_file=file,
         logits=table,
-        run=None if newest is None else newest.path,
-        comparison=_comparison(things, models, split),
-        sweep=_sweep(things, models, split),
-        other_runs=tuple(thing.path for thing in runs if thing not in own),
+        run=run,
+        curve_files=curve_files,
+        runs_left_out=runs_left_out,
+        left_out=left_out,
         unreadable=unreadable,
     )
 
@@ -96,7 +140,7 @@ def _look(root: Path) -> tuple[list[_Thing], list[str], tuple[str, ...]]:
         except CaucError as error:
             (refused if path.suffix == ".json" else unreadable).append(str(error))
     # Of a file that says which format it has there is more to tell than of one that is of no format of ours.
-    refused.sort(key=lambda why: "its format is None" in why)
+    refused.sort(key=lambda why: "its format is None" in why or "a JSON object" in why)
     return things, refused, tuple(unreadable)
 
 
@@ -130,13 +174,15 @@ def _only_policy(root: Path, things: Sequence[_Thing], runs: Sequence[_Thing], r
             f"{root} holds no policy, down to {MOST_LEVELS} levels below it{why}; "
             "make one with cauc fit, or name it with --policy"
         )
-    by_id = {thing.about["policy_id"]: thing.path for thing in reversed(policies)}
-    if len(by_id) == 1:
+    # Copies count as one; policies that answer alike, and have one id, may still differ in costs or budget.
+    distinct = list({json.dumps({**thing.about, "path": None}): thing for thing in reversed(policies)}.values())
+    if len(distinct) == 1:
         return policies[0].path
-    run_of = {thing.about.get("policy_id") for thing in runs} & set(by_id)
-    if len(run_of) == 1:
-        return by_id[run_of.pop()]
-    raise ConfigError(f"{root} holds {len(by_id)} policies ({_named(policies)}); name one with --policy")
+    run_ids = {thing.about.get("policy_id") for thing in runs}
+    of_runs = [thing for thing in distinct if thing.about["policy_id"] in run_ids]
+    if len(of_runs) == 1:
+        return of_runs[0].path
+    raise ConfigError(f"{root} holds {len(distinct)} policies ({_named(policies)}); name one with --policy")
 
 
 def _only_table(root: Path, tables: Sequence[Path]) -> Path:
@@ -156,23 +202,71 @@ def _named(things: Sequence[_Thing]) -> str:
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _comparison(things: Sequence[_Thing], models: list[str], split: str) -> Path | None:
-    """Return the folder of the first comparison of these models on that split."""
+def _own_run(runs: Sequence[_Thing], policy: Policy) -> tuple[Path | None, tuple[str, ...]]:
+    """Return the run of a policy that has the most rows, the newest of these, and why each other one is left out."""
+    own, left_out = [], []
+    for run in runs:
+        stages, models = run.about.get("stages"), None
+        with suppress(TypeError, KeyError):  # what is malformed is refused when it is read
+            models = [str(stage["name"]) for stage in stages or ()]
+        if run.about.get("policy_id") != policy.id:
+            left_out.append(f"{run.path} is of another policy, {run.about.get('policy_id')}")
+        elif models and models != list(policy.models):
+            left_out.append(f"{run.path} is of other models, {' → '.join(models)}")
+        else:
+            own.append(run)
+    own.sort(key=lambda run: (_n_rows(run), str(run.about["run_id"])), reverse=True)
+    for run in own[1:]:
+        why = "has fewer rows than" if _n_rows(run) < _n_rows(own[0]) else "is older than"
+        of = f"{_n_rows(run):,} rows, pool {run.about.get('pool')!r}, run {run.about['run_id']}"
+        left_out.append(f"{run.path} ({of}) {why} {own[0].path} ({_n_rows(own[0]):,} rows)")
+    return own[0].path if own else None, tuple(left_out)
+
+
+def _n_rows(run: _Thing) -> int:
+    n = run.about.get("n")
+    return n if isinstance(n, int) else 0
+
+
+def _curve_files(
+    things: Sequence[_Thing], models: list[str], split: str
+) -> tuple[tuple[CurveFile, ...], tuple[str, ...]]:
+    """Return the comparisons and sweeps of these models on that split, and why others are left out."""
+    found, left_out = [], []
     for thing in things:
-        beside = thing.path.with_name("comparison.json")
-        if thing.kind != "curves of a comparison" or not beside.is_file():
+        if thing.kind == "sweep":
+            metadata = _metadata(thing.path)
+            of: tuple[object, object] = (metadata.get("models", "").split(","), metadata.get("split"))
+            file = CurveFile(thing.path, False, _json(metadata.get("fingerprints", "")))
+        elif thing.kind == "curves of a comparison":
+            about = _about_comparison(thing.path.parent)
+            of = (about.get("models"), about["splits"].get("final"))
+            file = CurveFile(thing.path.parent, True, about.get("fingerprints"))
+        else:
             continue
-        about = read_json(beside)
-        splits = about.get("splits") if isinstance(about, dict) else None
-        if isinstance(splits, dict) and (splits.get("final"), about.get("models")) == (split, models):
-            return thing.path.parent
-    return None
+        if of == (models, split):
+            found.append(file)
+        else:
+            left_out.append(f"{file.path} is not of {', '.join(models)} on {split}")
+    return tuple(sorted(found, key=lambda file: not file.is_comparison)), tuple(left_out)
 
 
-def _sweep(things: Sequence[_Thing], models: list[str], split: str) -> Path | None:
-    """Return the first sweep of these models on that split."""
-    for thing in things:
-        at = thing.about
-        if thing.kind == "sweep" and (at.get("split"), at.get("models")) == (split, ",".join(models)):
-            return thing.path
+def _about_comparison(folder: Path) -> dict[str, Any]:
+    """Return what a comparison says of itself, with splits at least."""
+    about: Any = None
+    with suppress(DataError):
+        about = read_json(folder / "comparison.json")
+    usable = isinstance(about, dict) and isinstance(about.get("splits"), dict)
+    return about if usable else {"splits": {}}
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with open_parquet(path) as file:
+        metadata = file.schema_arrow.metadata or {}
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, value in metadata.items()}
+
+
+def _json(text: str) -> object:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
     return None

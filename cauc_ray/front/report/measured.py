@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.front.offline import Evaluation, read_policy_chain
+from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.report.finding import Found
+from cauc_ray.front.sources import read_policy_chain
 from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.evidence import FittedOn
-from cauc_ray.policies.policy import Policy, Stage
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy_file import Stage
 from cauc_ray.policies.trace import Trace, trace_policy
 
 
@@ -42,7 +44,7 @@ def measure_policy(found: Found, split: str) -> Measured:
     table = LogitTable(found.logits)
     for model in policy.models:
         if model not in table.models:
-            raise DataError(f"{found.logits} has no model {model!r}, which the policy {found.policy_file} is for")
+            raise DataError(f"{found.logits} has no model {model!r}, which the policy {found.policy_name} is for")
     fitted_on = [at for at in (policy.calibration, policy.validation) if at is not None]
     if split in [at.split for at in fitted_on]:
         raise ConfigError(f"split {split!r} is what the policy was fitted or chosen on; measure it on another")
@@ -51,7 +53,7 @@ def measure_policy(found: Found, split: str) -> Measured:
         there, here = stage.diagnostics.logits_fingerprint, chains[0].logits_fingerprint(place)
         if there != here:
             raise DataError(
-                f"the logits of {stage.name!r} in {found.logits} are not those that {found.policy_file} was fitted "
+                f"the logits of {stage.name!r} in {found.logits} are not those that {found.policy_name} was fitted "
                 f"on (fingerprint {here}, not {there}); name the right table with --logits, or fit again"
             )
     test = read_policy_chain(found.logits, policy, split)
@@ -66,7 +68,7 @@ def _read(found: Found, at: FittedOn) -> ChainLogits:
     here = chain.examples_fingerprint()
     if here != at.examples_fingerprint:
         raise DataError(
-            f"split {at.split!r} of {found.logits} holds other examples than {found.policy_file} was fitted on "
+            f"split {at.split!r} of {found.logits} holds other examples than {found.policy_name} was fitted on "
             f"(fingerprint {here}, not {at.examples_fingerprint}); name the right table with --logits, or fit again"
         )
     return chain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.front.report.measured import Measured
-from cauc_ray.numbers.metrics import Share, share
+from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.types import Bools
 
 MOST_PAIRS = 6

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cauc_ray.front.report.calibration import ModelCalibration
 from cauc_ray.front.report.scales import Axis, path
-from cauc_ray.numbers.reliability import Reliability
+from cauc_ray.numbers.metrics import Reliability
 
 WIDTH, HEIGHT = 300, 330
 # Where confidence and accuracy are drawn, and under it the bars of counts.

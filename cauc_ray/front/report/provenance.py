@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.front.report.finding import Found
-from cauc_ray.numbers.temperature import FitStatus
+from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.policies.cauc_base import BaseStage
 from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.policy import Policy
@@ -31,7 +31,7 @@ class Origin:
 
 def trace_origin(found: Found, folder: Path, split: str) -> Origin:
     """Say how a policy came about."""
-    policy, file = found.policy, str(found.policy_file)
+    policy, file = found.policy, found.policy_name
     given, how = _chain_options(policy)
     evaluate = ["cauc", "evaluate", str(found.logits), "--policy", file, "--split", split]
     report = ["cauc", "report", str(folder), "--policy", file, "--logits", str(found.logits)]

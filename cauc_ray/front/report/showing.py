@@ -10,7 +10,7 @@ from cauc_ray.front.report.budgets import AtThreshold, Budgets
 from cauc_ray.front.report.figures import CurvesFigure
 from cauc_ray.front.report.panels import draw_stack
 from cauc_ray.front.tables import number, percent
-from cauc_ray.numbers.metrics import Share
+from cauc_ray.numbers.intervals import Share
 from cauc_ray.numbers.sweep import COST_TOLERANCE
 
 
@@ -97,8 +97,8 @@ def points_for_script(budgets: Budgets, figures: Sequence[CurvesFigure]) -> dict
     }
 
 
-def with_interval(share: Share) -> str:
-    """Return a share with its interval, in percent."""
-    if not share.n:
+def with_interval(share: Share | None) -> str:
+    """Return a share with its interval, in percent; a dash where there are no rows to measure it on."""
+    if share is None or not share.n:
         return "–"
     return f"{percent(share.value)} ({100 * share.low:.1f} – {100 * share.high:.1f})"

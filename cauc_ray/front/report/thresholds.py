@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.metrics import Share, macro_f1, share
+from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.trace import Trace
 
@@ -31,7 +32,7 @@ class OnSplit:
 class SplitReplay:
     """A trace of labelled examples, prepared so that a threshold costs a few passes over them.
 
-    Its figures are those of policies.replay.measure, bit for bit.
+    Its figures are those of policies.trace.measure, bit for bit.
     """
 
     def __init__(self, trace: Trace, chain: Chain) -> None:

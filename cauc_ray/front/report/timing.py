@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from cauc_ray.data.files import has_parquet_files, parquet_files, read_json, read_parquet
 from cauc_ray.errors import DataError, explain
+from cauc_ray.files.documents import read_json
+from cauc_ray.files.parquet import has_parquet_files, parquet_files, read_parquet
 
 
 class _Summary(BaseModel):
@@ -41,6 +42,7 @@ class RunTiming(_Summary):
     """A run.   run_s: of work, elapsed_s: with Ray and the models started."""
 
     run_id: str
+    pool: str | None = None
     n: int
     n_failed: int
     cost: float | None

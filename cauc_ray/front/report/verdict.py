@@ -8,8 +8,7 @@ from typing import Literal, TypeAlias
 from cauc_ray.front.report.comparison import SingleModel
 from cauc_ray.front.report.measured import Measured
 from cauc_ray.front.tables import number, percent
-from cauc_ray.numbers.metrics import Share
-from cauc_ray.numbers.paired import Difference, paired_difference
+from cauc_ray.numbers.intervals import Difference, Share, paired_difference
 
 # good: cheaper than the last model and not shown to be worse.   trade: a gain in one for a loss in the other.
 # bad: another way to answer has more for less.   same: one model, which is what it is held against.

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.data.files import write_text
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.documents import write_text
 from cauc_ray.front.offline import require_apart
 from cauc_ray.front.report.content import Content, gather
 from cauc_ray.front.report.finding import find
 from cauc_ray.front.report.page import render_card, render_page, require_jinja
+from cauc_ray.policies.policy import Policy
 
 PAGE, CARD = "report.html", "policy-card.md"
 
@@ -30,13 +31,14 @@ class Report:
         return {
             "page": str(self.page),
             "card": str(self.card),
-            "policy": str(found.policy_file),
+            "policy": None if found.policy_file is None else str(found.policy_file),
             "policy_id": found.policy.id,
             "logits": str(found.logits),
             "split": self.content.measured.split,
             "run": None if found.run is None else str(found.run),
             "comparison": None if found.comparison is None else str(found.comparison),
             "sweep": None if found.sweep is None else str(found.sweep),
+            "left_out": [*found.runs_left_out, *found.left_out, *found.unreadable],
             "tone": verdict.tone,
             "verdict": verdict.sentence,
             "consequence": verdict.consequence,
@@ -51,15 +53,15 @@ class Report:
 def report(
     folder: str | Path,
     *,
-    policy: str | Path | None = None,
+    policy: str | Path | Policy | None = None,
     logits: str | Path | None = None,
     split: str = "test",
     output: str | Path | None = None,
 ) -> Report:
     """Write one self-contained HTML page on a policy, and its policy card beside it.
 
-    folder: where somebody worked: what lies in it and down to two levels below is found by what it is.   policy: a
-    policy file, needed where there are several and no run says which is meant.   logits: the table that it was fitted
+    folder: where somebody worked: what lies in it and down to two levels below is found by what it is.   policy:
+    or its file, needed where there are several and no run says which is meant.   logits: the table that it was fitted
     on, needed where there are several or it lies elsewhere.   split: where final figures are measured.
     output: the page, FOLDER/report.html without one.
     Raises CaucError: DataError where something is missing or is not what the policy was fitted on, ConfigError where
@@ -73,7 +75,9 @@ def report(
         raise ConfigError(f"the policy card is written as {CARD} beside the page; give the page another name")
     found = find(root, policy, logits, split=split)
     for path in (page, card):
-        require_apart(path, found.policy_file, found.logits, *(p for p in (found.run, found.sweep) if p is not None))
+        read = [file.path for file in found.curve_files] + ([] if found.run is None else [found.run])
+        files = [] if found.policy_file is None else [found.policy_file]
+        require_apart(path, *files, found.logits, *read)
     content = gather(root, found, split)
     # Both are there before either is written.
     pages = {page: render_page(content), card: render_card(content)}

@@ -21,7 +21,7 @@ Amount: TypeAlias = Annotated[float, Field(gt=0)]
 def _require_once(what: str, values: Sequence[Any]) -> None:
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
-        raise ValueError(f"{what} {twice!r} stands twice")
+        raise ValueError(f"{what} {twice!r} is a duplicate")
 
 
 class SweptSet(Section):

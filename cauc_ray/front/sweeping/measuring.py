@@ -17,7 +17,7 @@ from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.sweeping.config import BudgetKind
 from cauc_ray.front.sweeping.redrawing import redraw
-from cauc_ray.policies.baselines.controls import fit_single
+from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.method import Fitted, Fitting, Method
 from cauc_ray.policies.methods import method_named
 from cauc_ray.policies.trace import Examples
@@ -95,7 +95,7 @@ def method_of(name: str, models: tuple[str, ...]) -> tuple[Method, Callable[[Fit
     """Return a method by its name, single:MODEL among them, and the function that fits it."""
     kind, is_single, model = name.partition(":")
     if is_single and kind == SINGLE:
-        return Method(name, "single-model", ""), partial(fit_single, place=models.index(model))
+        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
     method = method_named(name)
     return method, method.load()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.trace import Examples
+from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 
 def redraw(splits: Mapping[str, Examples], names: Sequence[str], seed: int) -> dict[str, Examples]:
@@ -56,7 +56,16 @@ def _joined(parts: Sequence[Examples]) -> Examples:
         chain,
         np.concatenate(embeddings) if embeddings else None,
         tuple(text for of_part in texts for text in of_part) if texts else None,
+        _joined_calls(parts),
     )
+
+
+def _joined_calls(parts: Sequence[Examples]) -> EmbeddingCall | None:
+    first = parts[0].embedding_call
+    if first is None:
+        return None
+    costs = [np.broadcast_to(each.embedding_call.costs, len(each)) for each in parts if each.embedding_call is not None]
+    return replace(first, costs=np.concatenate(costs))
 
 
 def _widened(logits: Floats, width: int) -> Floats:
@@ -76,9 +85,10 @@ def _taken(examples: Examples, rows: Ints, source: str) -> Examples:
         costs=Costs(whole.costs.unit, costs[rows] if costs.ndim == 2 else costs),
         source=source,
     )
-    texts = examples.texts
+    texts, call = examples.texts, examples.embedding_call
     return Examples(
         chain,
         None if examples.embeddings is None else examples.embeddings[rows],
         None if texts is None else tuple(texts[row] for row in rows),
+        None if call is None else replace(call, costs=np.broadcast_to(call.costs, len(examples))[rows]),
     )

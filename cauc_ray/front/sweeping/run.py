@@ -12,14 +12,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.files import write_json, write_parquet
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import encoders
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.tasks import N_CPUS, Outcome, Task
+from cauc_ray.files.documents import write_json
+from cauc_ray.files.listing import content_digest
+from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.comparing import SINGLE
-from cauc_ray.front.kept import Kept, Written, table_identity
+from cauc_ray.front.kept import Kept, Written
 from cauc_ray.front.offline import require_apart
 from cauc_ray.front.sweeping.config import SweepConfig, SweptSet
 from cauc_ray.front.sweeping.measuring import Point, measure_point
@@ -102,7 +104,7 @@ def _points(config: SweepConfig, swept: SweptSet) -> list[tuple[Point, str]]:
     """Return what to measure of a set, each with what its value depends on. Raises CaucError for what is not there."""
     table = LogitTable(swept.logits)
     _require_there(config, swept, table)
-    files = table_identity(swept.logits)
+    digest = content_digest(swept.logits)
     found = []
     for models in swept.chains:
         singles = {SINGLE: [f"{SINGLE}:{model}" for model in models]}
@@ -119,7 +121,7 @@ def _points(config: SweepConfig, swept: SweptSet) -> list[tuple[Point, str]]:
                     redrawn=config.redrawn,
                     budgets=config.all_budgets,
                 )
-                found.append((point, json.dumps([files, {**asdict(point), "logits": str(swept.logits)}])))
+                found.append((point, json.dumps([digest, {**asdict(point), "logits": str(swept.logits)}])))
     return found
 
 

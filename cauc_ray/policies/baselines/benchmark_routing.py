@@ -9,11 +9,11 @@ from sklearn.neighbors import NearestNeighbors
 
 from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.baselines.features import QueryVectors
-from cauc_ray.policies.baselines.routing import router
-from cauc_ray.policies.method import Fitted, Fitting, Steered
+from cauc_ray.policies.baselines.query_routers import fit_router
+from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
-# Numbers of neighbours tried beside all of them, in square roots of the number of known queries.
+# Numbers of neighbours tried besides all of them, in square roots of the number of known queries.
 ROOTS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 # Sharpnesses tried of a neighbour's weight.
 SHARPNESSES = (0.0, 5.0, 10.0, 20.0)
@@ -53,10 +53,10 @@ class Nearest:
         for start in range(0, len(vectors), _BLOCK):
             rows = slice(start, start + _BLOCK)
             distances, near = self.index.kneighbors(vectors[rows], sizes[-1])  # distance: 1 less the cosine
-            for place, sharpness in enumerate(sharpnesses):
+            for at, sharpness in enumerate(sharpnesses):
                 weights = np.exp(-sharpness * distances.astype(np.float64))[:, :, None]
                 shares = np.cumsum(weights * self.correct[near], axis=1) / np.cumsum(weights, axis=1)
-                found[place, :, rows] = np.moveaxis(shares[:, last], 1, 0)
+                found[at, :, rows] = np.moveaxis(shares[:, last], 1, 0)
         return found
 
 
@@ -67,19 +67,21 @@ def fit_benchmark_routing(fitting: Fitting) -> Fitted:
     single query, argmax_j g_j(x). Its k, metric and weights are not published. Tried are multiples of sqrt(n), each
     with every sharpness, and all n of equal weight; the smallest mean squared error of g, a proper loss, decides.
     """
-    vectors = QueryVectors.of(fitting.calibration)
+    return fit_router(fitting, _remembered, "each query by its own neighbours")
+
+
+def _remembered(fitting: Fitting, vectors: QueryVectors) -> Nearest:
     known = vectors(fitting.calibration)
-    # Brute force: trees gain nothing in hundreds of dimensions, and know no cosine.
+    # Brute force: trees gain nothing in hundreds of dimensions, and have no cosine.
     index = NearestNeighbors(metric="cosine", algorithm="brute").fit(known)
-    alike = Nearest(index, fitting.calibration.correct(), len(known), 0.0, vectors)
-    cascade = router(best(alike, fitting.validation), fitting.validation, paid=vectors.paid)
-    return Steered(cascade, fitting.validation, given=0.0, note=vectors.note("each query by its own neighbours"))
+    return best(Nearest(index, fitting.calibration.correct(), len(known), 0.0, vectors), fitting.validation)
 
 
 def best(alike: Nearest, validation: Examples) -> Nearest:
-    """Return whose estimates have the smallest squared error, given all n neighbours alike.
+    """Return the estimates of smallest squared error on validation.
 
-    Among equals, those remain that look least closely: all n, else the lowest sharpness and the fewest neighbours.
+    alike: all n neighbours at equal weight. Among equals these remain, else the lowest sharpness and the fewest
+    neighbours.
     """
     sizes, correct = sizes_to_try(alike.k), validation.correct()
     if not sizes:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from sklearn.preprocessing import StandardScaler
 
 from cauc_ray.numbers.softmax import log_softmax
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.trace import Examples
 
-# Log probabilities below this say nothing more; it stands for options that a row does not have, too.
+# Lower log probabilities carry no more information; also that of options that a row does not have.
 LOWEST_LOG_PROBABILITY = -20.0
 
 # Of a float32 feature, relative to its mean where that is large.
@@ -18,10 +20,10 @@ _ROUNDING = 1e-6
 
 
 def option_features(logits: Floats, n_options: int | None = None) -> Floats:
-    """Return what a model's logits say: log probabilities, sorted ones, entropy and margin, float32 (N, 2 K + 2).
+    """Return features of a model's logits: log probabilities, sorted ones, entropy, margin; float32 (N, 2 K + 2).
 
-    n_options: K, where another split is to have features of the same width: questions of one split may have more
-    options than those of the other. Without it, as many as there are columns.
+    n_options: K, where the features must be as wide as those of another split, whose questions may have more or
+    fewer options. Without it, as many as there are columns.
     """
     own = log_softmax(logits)
     clipped = np.maximum(own, LOWEST_LOG_PROBABILITY)
@@ -29,77 +31,96 @@ def option_features(logits: Floats, n_options: int | None = None) -> Floats:
     probabilities = np.exp(own)
     entropy = -(probabilities * clipped).sum(axis=1)
     best = -np.sort(-probabilities, axis=1)[:, :2]
-    margin = best[:, 0] - (best[:, 1] if best.shape[1] > 1 else 0.0)
-    lists = [_of_width(column, n_options) for column in (clipped, ranked)]
+    margin = best[:, 0] - best[:, 1:].sum(axis=1)
+    k = n_options or logits.shape[1]
+    absent = ((0, 0), (0, max(0, k - logits.shape[1])))
+    lists = [np.pad(own, absent, constant_values=LOWEST_LOG_PROBABILITY)[:, :k] for own in (clipped, ranked)]
     return np.column_stack([*lists, entropy, margin]).astype(np.float32)
 
 
-def _of_width(log_probabilities: Floats, n_options: int | None) -> Floats:
-    if n_options is None:
-        return log_probabilities
-    n_absent = max(0, n_options - log_probabilities.shape[1])
-    padded = np.pad(log_probabilities, ((0, 0), (0, n_absent)), constant_values=LOWEST_LOG_PROBABILITY)
-    return padded[:, :n_options]
+def scaler_of(features: Floats) -> Any:
+    """Fit scikit-learn's StandardScaler; a feature that is constant but for rounding is only centred.
+
+    features: float32 (N, d). The least change of such a feature, divided by a deviation that is rounding, would be
+    enormous.
+    """
+    scaler = StandardScaler().fit(features)
+    scaler.scale_[scaler.scale_ <= _ROUNDING * np.maximum(np.abs(scaler.mean_), 1.0)] = 1.0
+    return scaler
 
 
 @dataclass(frozen=True, slots=True)
-class Scaling:
-    """Means and deviations of features, float32 (d,), as the calibration split has them."""
+class AnswerVectors:
+    """What is known once a model has answered: its outputs, and the query's embedding where there is one.
 
-    mean: Floats
-    deviation: Floats
+    stage: index of the model.   n_options: K in the calibration split.   with_answer: whether the option that it
+    chose is a feature.   scaler: standardises all of these as the calibration split has them.
+    """
+
+    stage: int
+    n_options: int
+    with_answer: bool
+    scaler: Any
 
     @classmethod
-    def of(cls, vectors: Floats) -> Scaling:
-        """Measure features (N, d). One that never changes is left as it is, but for its mean."""
-        mean: Floats = vectors.mean(axis=0, dtype=np.float64)
-        deviation: Floats = vectors.std(axis=0, dtype=np.float64)
-        # Rounding alone gives what never changes a deviation; divided by it, the least change would be enormous.
-        changes = deviation > _ROUNDING * np.maximum(np.abs(mean), 1.0)
-        return cls(mean.astype(np.float32), np.where(changes, deviation, 1.0).astype(np.float32))
+    def of(cls, calibration: Examples, stage: int, *, with_answer: bool = False) -> AnswerVectors:
+        """Measure the scale of a split's features."""
+        n_options = calibration.chain.logits[stage].shape[1]
+        scaler = scaler_of(_features(calibration, stage, n_options, with_answer))
+        return cls(stage, n_options, with_answer, scaler)
 
-    def __call__(self, vectors: Floats) -> Floats:
-        """Return features of mean 0 and deviation 1, float32 (N, d)."""
-        scaled: Floats = ((vectors - self.mean) / self.deviation).astype(np.float32)
-        return scaled
+    def __call__(self, examples: Examples) -> Floats:
+        """Return the examples' vectors, float32 (N, d)."""
+        features = _features(examples, self.stage, self.n_options, self.with_answer)
+        vectors: Floats = self.scaler.transform(features)
+        return vectors
+
+
+def _features(examples: Examples, stage: int, n_options: int, with_answer: bool) -> Floats:
+    logits = examples.chain.logits[stage]
+    found = [option_features(logits, n_options)]
+    if examples.embeddings is not None:
+        found.append(np.asarray(examples.embeddings, dtype=np.float32))
+    if with_answer:
+        found.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
+    return np.column_stack(found)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryVectors:
     """What a router reads of a query before it chooses: its embedding, or the first model's outputs.
 
-    Embeddings have length 1, as sentence encoders give them, which published learning rates and noise are for; encoders
-    of images give any length. Outputs are standardised.
+    Embeddings have length 1, as sentence encoders give them, which published learning rates and noise are for; image
+    encoders give any length.
 
-    n_options: of the calibration split.   scaling: of the first model's outputs there; None for embeddings.
+    outputs: of the first model, standardised; None where there are embeddings.   embedding_note: what tables say of
+    these.
     """
 
-    n_options: int
-    scaling: Scaling | None
+    outputs: AnswerVectors | None
+    embedding_note: str = ""
 
     @classmethod
     def of(cls, calibration: Examples) -> QueryVectors:
         """Choose what is read, and measure its scale where it needs one."""
-        logits = calibration.chain.logits[0]
-        n_options = logits.shape[1]
-        read = None if calibration.embeddings is not None else Scaling.of(option_features(logits, n_options))
-        return cls(n_options, read)
+        outputs = None if calibration.embeddings is not None else AnswerVectors.of(calibration, 0)
+        return cls(outputs, calibration.embedding_note)
 
     @property
     def paid(self) -> bool:
-        """Say whether it is the first model's outputs, whose call every example then pays for."""
-        return self.scaling is not None
+        """Return whether it is the first model's outputs, whose call every example then pays for."""
+        return self.outputs is not None
 
     def __call__(self, examples: Examples) -> Floats:
         """Return the examples' vectors, float32 (N, d)."""
-        if self.scaling is not None:
-            return self.scaling(option_features(examples.chain.logits[0], self.n_options))
+        if self.outputs is not None:
+            return self.outputs(examples)
         assert examples.embeddings is not None
         return unit_rows(np.asarray(examples.embeddings, dtype=np.float32))
 
     def note(self, *others: str) -> str:
-        """Return what tables say of a method that reads these, after what else there is to say."""
-        own = "features: the first model's outputs, its call paid" if self.paid else ""
+        """Return what tables say of a method that reads these, after its other notes."""
+        own = "features: the first model's outputs, its call paid" if self.paid else self.embedding_note
         return "; ".join(filter(None, (*others, own)))
 
 

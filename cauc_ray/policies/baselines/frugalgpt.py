@@ -11,17 +11,17 @@ from threadpoolctl import threadpool_limits
 
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.confidence import answers_of
-from cauc_ray.policies.baselines.features import Scaling, option_features
+from cauc_ray.policies.baselines.features import AnswerVectors
 from cauc_ray.policies.baselines.frugalgpt_search import Solution, search
+from cauc_ray.policies.baselines.simple import own_answers
 from cauc_ray.policies.method import Curve, Fitted, Fitting, measured
-from cauc_ray.policies.trace import Answers, Examples
+from cauc_ray.policies.trace import Answers, Examples, with_embedding_paid
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _MOST_ITERATIONS = 2000
 
-# Solutions nearer to each other in cost are one to a budget, whose own rounding is let pass.
+# Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
 _COST_TOLERANCE = 1e-8
 
 
@@ -29,18 +29,16 @@ _COST_TOLERANCE = 1e-8
 class Scorer:
     """A model's reliability: the probability that its answer is right, by logistic regression.
 
-    model: its place.   n_options: what its features were fitted with.   weights: float64 (d,).
+    vectors: what is known once it has answered.   weights: float64 (d,).
     """
 
-    model: int
-    n_options: int
-    scaling: Scaling
+    vectors: AnswerVectors
     weights: Floats
     intercept: float
 
     def distances(self, examples: Examples) -> Floats:
         """Return 1 less the probability, float64 (N,), to full precision where that is near 1."""
-        log_odds = self.scaling(_vectors(examples, self.model, self.n_options)) @ self.weights + self.intercept
+        log_odds = self.vectors(examples) @ self.weights + self.intercept
         distances: Floats = np.exp(-np.logaddexp(0.0, log_odds))
         return distances
 
@@ -65,16 +63,16 @@ class Searched:
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Replay the best solution within a budget. Raises BudgetError where none costs so little."""
         solution = self.solutions[self.points.index_of_best(setting)]
-        return _replayed(solution, _own_answers(examples), _distances(self.scorers, examples))
+        return _replayed(solution, examples, own_answers(examples.chain), _distances(self.scorers, examples))
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure budgets on labelled examples: one replay for each solution that any of them chooses.
 
         Raises BudgetError where no solution costs so little.
         """
-        chosen, places = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
+        chosen, which = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
         curve = _measured([self.solutions[p] for p in chosen], examples, _distances(self.scorers, examples))
-        of_settings = (values[places] for values in (curve.cost, curve.accuracy, curve.macro_f1, curve.last_share))
+        of_settings = (values[which] for values in (curve.cost, curve.accuracy, curve.macro_f1, curve.last_share))
         return Curve(np.asarray(settings, dtype=np.float64), *of_settings)
 
 
@@ -88,60 +86,55 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     validation = fitting.validation
     scorers = tuple(_fit_scorer(fitting, model) for model in range(len(validation.chain.models)))
     distances, correct = _distances(scorers, validation), validation.correct()
-    solutions = search(distances, correct, np.broadcast_to(validation.chain.costs.per_call, correct.shape))
+    solutions = search(distances, correct, _costs_to_come(validation))
     curve = _measured(solutions, validation, distances)
-    told_apart = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
-    cost, quality = curve.cost[told_apart], curve.accuracy[told_apart]
-    kept = tuple(solution for solution, keep in zip(solutions, told_apart, strict=True) if keep)
+    distinct = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
+    cost, quality = curve.cost[distinct], curve.accuracy[distinct]
+    kept = tuple(solution for solution, keep in zip(solutions, distinct, strict=True) if keep)
     points = OperatingPoints(cost, cost, quality, validation.chain.costs.unit)
-    return Searched(scorers, kept, points, note="logistic scorers in place of DistilBERT")
+    notes = "logistic scorers in place of DistilBERT", validation.embedding_note
+    return Searched(scorers, kept, points, note="; ".join(filter(None, notes)))
+
+
+def _costs_to_come(examples: Examples) -> Floats:
+    """Return what calls cost beyond those made anyway, float64 (N, M): a model called for its embedding is free."""
+    costs = np.array(np.broadcast_to(examples.chain.costs.per_call, (len(examples), len(examples.chain.models))))
+    call = examples.embedding_call
+    if call is not None and call.place is not None:
+        costs[:, call.place] = 0.0
+    return costs
 
 
 def _fit_scorer(fitting: Fitting, model: int) -> Scorer:
     """Fit under the penalty that gives validation the highest likelihood."""
-    calibration, validation = fitting.calibration, fitting.validation
-    n_options = calibration.chain.logits[model].shape[1]
-    right = calibration.correct()[:, model]
-    vectors = _vectors(calibration, model, n_options)
-    scaling = Scaling.of(vectors)
+    vectors = AnswerVectors.of(fitting.calibration, model, with_answer=True)
+    right = fitting.calibration.correct()[:, model]
+    # In float64: the solver's line search gives up early in float32.
+    inputs, unseen = (vectors(split).astype(np.float64) for split in (fitting.calibration, fitting.validation))
     if right.all() or not right.any():  # nothing to learn but the rate, with half a row more of each kind
         log_odds = np.log((right.sum() + 0.5) / ((~right).sum() + 0.5))
-        return Scorer(model, n_options, scaling, np.zeros(vectors.shape[1]), float(log_odds))
-    # In float64: the solver's line search gives up early in float32.
-    inputs, unseen = (scaling(rows).astype(np.float64) for rows in (vectors, _vectors(validation, model, n_options)))
-    signs = np.where(validation.correct()[:, model], 1.0, -1.0)
+        return Scorer(vectors, np.zeros(inputs.shape[1]), float(log_odds))
+    signs = np.where(fitting.validation.correct()[:, model], 1.0, -1.0)
     with threadpool_limits(1):  # on fits so small several threads only wait for each other
         fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
     best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
-    return Scorer(model, n_options, scaling, best.coef_[0], float(best.intercept_[0]))
-
-
-def _vectors(examples: Examples, model: int, n_options: int) -> Floats:
-    """Return what is known once a model has answered, float32 (N, d): the query, its outputs and its answer."""
-    logits = examples.chain.logits[model]
-    answers = answers_of(logits)[:, None] == np.arange(n_options)
-    query = [] if examples.embeddings is None else [np.asarray(examples.embeddings, dtype=np.float32)]
-    return np.column_stack([*query, option_features(logits, n_options), answers.astype(np.float32)])
+    return Scorer(vectors, best.coef_[0], float(best.intercept_[0]))
 
 
 def _distances(scorers: tuple[Scorer, ...], examples: Examples) -> Floats:
     return np.stack([scorer.distances(examples) for scorer in scorers], axis=1)
 
 
-def _own_answers(examples: Examples) -> Ints:
-    return np.stack([answers_of(logits) for logits in examples.chain.logits], axis=1)
-
-
-def _replayed(solution: Solution, own_answers: Ints, distances: Floats) -> Answers:
+def _replayed(solution: Solution, examples: Examples, answers: Ints, distances: Floats) -> Answers:
     takers, calls = solution.replay(distances)
-    return Answers(own_answers[np.arange(len(takers)), takers], calls)
+    return with_embedding_paid(Answers(answers[np.arange(len(takers)), takers], calls), examples)
 
 
 def _measured(solutions: Sequence[Solution], examples: Examples, distances: Floats) -> Curve:
     """Measure each solution on labelled examples; the settings are their costs there."""
-    own_answers = _own_answers(examples)
-    curves = [measured(_replayed(solution, own_answers, distances), examples, np.nan) for solution in solutions]
-    cost = np.concatenate([curve.cost for curve in curves])
-    accuracy = np.concatenate([curve.accuracy for curve in curves])
-    f1 = np.concatenate([curve.macro_f1 for curve in curves])
-    return Curve(cost, cost, accuracy, f1, np.concatenate([curve.last_share for curve in curves]))
+    answers = own_answers(examples.chain)
+    replayed = (_replayed(solution, examples, answers, distances) for solution in solutions)
+    curves = [measured(own, examples, np.nan) for own in replayed]
+    rows = [(own.cost[0], own.accuracy[0], own.macro_f1[0], own.last_share[0]) for own in curves]
+    cost, accuracy, f1, last_share = (np.array(column) for column in zip(*rows, strict=True))
+    return Curve(cost, cost, accuracy, f1, last_share)

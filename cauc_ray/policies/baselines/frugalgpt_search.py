@@ -1,7 +1,7 @@
 """FrugalGPT's search (Chen et al., TMLR 2024): the orders of models and the thresholds that pay best on a split.
 
 A solution calls the models of an order one after the other. Each answer has a distance, 1 less its reliability; the
-first whose distance is below the threshold of its place is taken, and the last model's always is.
+first whose distance is below the threshold of its stage is taken, and the last model's always is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import permutations
 
 import numpy as np
 
+from cauc_ray.numbers.sweep import pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 LONGEST = 3
@@ -23,7 +24,7 @@ MOST_SOLUTIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An order of models by their places, and the thresholds of all of them but the last."""
+    """An order of models by their indices, and the thresholds of all of them but the last."""
 
     order: tuple[int, ...]
     thresholds: tuple[float, ...]
@@ -40,7 +41,7 @@ class Solution:
         return takers, calls
 
     def steps(self, distances: Floats) -> Iterator[tuple[int, Bools, Bools]]:
-        """Yield for each place its model, the rows that call it and those of them that take its answer."""
+        """Yield for each stage its model, the rows that call it and those of them that take its answer."""
         asked = np.ones(len(distances), dtype=bool)
         for model, threshold in zip(self.order, (*self.thresholds, np.inf), strict=True):
             taken = asked & (distances[:, model] < threshold)
@@ -65,68 +66,45 @@ def _midway(low: float, high: float) -> float:
     return float(middle if middle > low else high)  # between adjacent floats there is none
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """R solutions as the search finds them.
-
-    cost: float64 (R,), summed over rows.   n_right: int (R,).   orders: int (R, L).   thresholds: float64 (R, L - 1).
-    """
-
-    cost: Floats
-    n_right: Ints
-    orders: Ints
-    thresholds: Floats
-
-    def take(self, places: Ints) -> Records:
-        """Return some of them."""
-        return Records(self.cost[places], self.n_right[places], self.orders[places], self.thresholds[places])
-
-    def staircase(self) -> Records:
-        """Return those that no other one of at most their cost equals or betters, by rising cost."""
-        ranked = self.take(np.lexsort((-self.n_right, self.cost)))
-        best_before = np.r_[-1, np.maximum.accumulate(ranked.n_right)[:-1]]
-        return ranked.take(np.flatnonzero(ranked.n_right > best_before))
-
-    @classmethod
-    def joined(cls, parts: list[Records]) -> Records:
-        """Return all of several."""
-        return cls(
-            np.concatenate([part.cost for part in parts]),
-            np.concatenate([part.n_right for part in parts]),
-            np.concatenate([part.orders for part in parts]),
-            np.concatenate([part.thresholds for part in parts]),
-        )
+def _records(cost: Floats, n_right: Ints, order: tuple[int, ...], thresholds: Floats) -> np.ndarray:
+    """Return R solutions of one order as records of cost and n_right (summed over rows), order and thresholds."""
+    length = len(order)
+    fields = [("cost", "f8"), ("n_right", "i8"), ("order", "i8", (length,)), ("thresholds", "f8", (length - 1,))]
+    records = np.empty(len(cost), dtype=fields)
+    records["cost"], records["n_right"], records["order"], records["thresholds"] = cost, n_right, order, thresholds
+    return records
 
 
 def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
     """Return the best solutions by rising cost: each has more right than all that cost no more.
 
     distances: float64 (N, M).   correct: bool (N, M).   costs: of calls, float64 (N, M).
-    The orders are all permutations of min(M, LONGEST) models. Of three places, the first has its threshold at each
+    The orders are all permutations of min(M, LONGEST) models. Of three stages, the first has its threshold at each
     of N_QUANTILES evenly spaced quantiles of its distances, or beyond all; the one before the last has its best
     threshold exactly, as one sort and cumulative sums over the rows that reach it give all that there are. The
-    published search polishes a grid in both, under the constraint that later places pass on no smaller shares.
+    published search polishes a grid in both, under the constraint that later stages pass on no smaller shares.
     """
     m = distances.shape[1]
     ranks = [np.argsort(own, kind="stable") for own in distances.T]
     parts = []
     for order in permutations(range(m), min(m, LONGEST)):
         if len(order) == 1:
-            found = Records(costs.sum(axis=0), correct.sum(axis=0), np.array([order]), np.zeros((1, 0)))
+            found = _records(costs.sum(axis=0), correct.sum(axis=0), order, np.zeros((1, 0)))
         else:
             found = _of_order(order, ranks[order[-2]], distances, correct, costs)
-        parts.append(found.staircase())
-    best = Records.joined(parts).staircase()
-    if len(best.cost) > MOST_SOLUTIONS:
-        best = best.take(np.linspace(0, len(best.cost) - 1, MOST_SOLUTIONS).round().astype(np.int64))
+        parts.append(found[pareto(found["cost"], found["n_right"])])
+    best = np.concatenate(parts)
+    best = best[pareto(best["cost"], best["n_right"])]
+    if len(best) > MOST_SOLUTIONS:
+        best = best[np.linspace(0, len(best) - 1, MOST_SOLUTIONS).round().astype(np.int64)]
     return [
         Solution(tuple(order), tuple(thresholds)).centred(distances)
-        for order, thresholds in zip(best.orders.tolist(), best.thresholds.tolist(), strict=True)
+        for order, thresholds in zip(best["order"].tolist(), best["thresholds"].tolist(), strict=True)
     ]
 
 
-def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: Bools, costs: Floats) -> Records:
-    """Return an order's solutions: for each of T thresholds before, the best of the place before the last.
+def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: Bools, costs: Floats) -> np.ndarray:
+    """Return an order's solutions: for each of T thresholds before, the best of the stage before the last.
 
     ranks: int (N,), the rows by rising distance of the model before the last.
     """
@@ -142,18 +120,13 @@ def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: B
     cuts = np.flatnonzero(np.r_[True, own[1:] > own[:-1], True])  # equal distances stop together
     n_right, cost, thresholds = n_right[:, cuts], cost[:, cuts], np.append(own, np.inf)[cuts]
     at, cut = np.nonzero(_rises_from_the_right(n_right))
-    return Records(
-        cost[at, cut],
-        n_right[at, cut],
-        np.tile(np.array(order), (len(at), 1)),
-        np.column_stack([before[at], thresholds[cut]]),
-    )
+    return _records(cost[at, cut], n_right[at, cut], order, np.column_stack([before[at], thresholds[cut]]))
 
 
 def _entrances(
     first: list[int], distances: Floats, correct: Bools, costs: Floats
 ) -> tuple[Floats, Bools, Ints, Floats]:
-    """Return who comes to the place before the last, for each of T thresholds of the place before it, if there is one.
+    """Return who reaches the stage before the last, for each of T thresholds of the stage before it, if there is one.
 
     first: its model, or empty. Returns the thresholds, float64 (T, 0 or 1), which rows come, bool (T, N), how many
     of the others are right, int (T,), and what the first calls cost, float64 (T,).
@@ -170,8 +143,8 @@ def _entrances(
 def quantiles(distances: Floats) -> Floats:
     """Return thresholds that leave evenly spaced shares of the rows below them, from none to all, float64 (T,)."""
     n = len(distances)
-    places = np.linspace(0, n, N_QUANTILES + 1).round().astype(np.int64)
-    return np.unique(np.append(np.sort(distances), np.inf)[places])
+    ranks = np.linspace(0, n, N_QUANTILES + 1).round().astype(np.int64)
+    return np.unique(np.append(np.sort(distances), np.inf)[ranks])
 
 
 def _sums(terms: np.ndarray) -> np.ndarray:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.controls import fit_single
-from cauc_ray.policies.baselines.features import QueryVectors, Scaling
-from cauc_ray.policies.baselines.routing import router
-from cauc_ray.policies.baselines.training import one_thread
-from cauc_ray.policies.method import Fitted, Fitting, Steered
+from cauc_ray.policies.baselines.features import QueryVectors, scaler_of
+from cauc_ray.policies.baselines.query_routers import fit_router
+from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
+from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
-
-with warnings.catch_warnings():
-    # Up to 2.8 torch_geometric compiles parts of itself by torch.jit as it is imported, which torch has deprecated.
-    warnings.filterwarnings("ignore", message=r".*torch\.jit")
-    from torch_geometric.nn import GeneralConv
 
 WIDTH = 8  # of an aligned query, and of the task; a node is the two side by side
 LEARNING_RATE, WEIGHT_DECAY = 3e-4, 1e-4
 EPOCHS = 2000
-PATIENCE = 500  # epochs; losses stand still for hundreds before the models' vectors part
+PATIENCE = 500  # epochs; losses are flat for hundreds before the models' vectors separate
 WARM_UP = 50  # epochs until the running statistics of BatchNorm, a tenth of them new in each, are those of the data
 
 
@@ -38,18 +33,18 @@ class GraphRouter:
     query. So what the models gathered from the calibration split is fixed once trained, and a score is the sigmoid of
     a linear function of the query: it needs no graph, and depends on no other query that is asked with it.
 
-    weights: float32 (M, d), of scaled features.   offsets: float32 (M,).
+    scaler: of the query vectors.   weights: float32 (M, d), of scaled vectors.   offsets: float32 (M,).
     """
 
     vectors: QueryVectors
-    scaling: Scaling
+    scaler: Any
     weights: Floats
     offsets: Floats
 
     def __call__(self, examples: Examples) -> Floats:
         """Return how likely each model's answer is among the best, float64 (N, M)."""
-        vectors = self.scaling(self.vectors(examples))
-        # A sum along each row: a matrix product would give rows other last bits in other company.
+        vectors = self.scaler.transform(self.vectors(examples))
+        # A sum along each row: in a matrix product the last bits of a row depend on the other rows.
         logits = np.vecdot(vectors[:, None], self.weights) + np.float64(self.offsets)
         scores: Floats = np.exp(-np.logaddexp(0.0, -logits))
         return scores
@@ -59,7 +54,7 @@ class GraphRouter:
 class Graph:
     """The calibration split's queries, the models, and an edge from every query to every model.
 
-    queries: float32 (N, d).   models: float32 (M, M + 2): one-hot, accuracy, cost relative to the dearest.
+    queries: float32 (N, d).   models: float32 (M, M + 2): one-hot, accuracy, cost relative to the most expensive.
     edges: int64 (2, E), query and model.   attributes: float32 (E, 3): utility, min-max-normalised cost, effect.
     targets: float32 (E,), 1 where no other model has a higher utility on the query, else 0.
     """
@@ -81,14 +76,10 @@ class Graph:
         normalised = np.broadcast_to(_ratio(costs.per_call - lowest, highest - lowest), (n, m))
         # Utility is a * effect - b * cost; quality first has (a, b) = (1, 0).
         attributes = np.stack([effect, normalised, effect], axis=2).reshape(n * m, 3)
-        edges = np.indices((n, m)).reshape(2, n * m)
-        return cls(
-            queries=_floats(vectors),
-            models=_floats(models),
-            edges=torch.from_numpy(edges),
-            attributes=_floats(attributes),
-            targets=_floats(_best(effect)),
-        )
+        # All of equals are targets, else models of low index would win the many ties.
+        targets = (effect == effect.max(axis=1, keepdims=True)).ravel()
+        edges = torch.from_numpy(np.indices((n, m)).reshape(2, n * m))
+        return cls(_floats(vectors), _floats(models), edges, _floats(attributes), _floats(targets))
 
 
 def _ratio(values: Floats, whole: float) -> Floats:
@@ -96,121 +87,109 @@ def _ratio(values: Floats, whole: float) -> Floats:
     return ratio
 
 
-def _best(utility: Floats) -> Floats:
-    """Return where a utility is its row's highest, (N M,): all of equals, else low places would win the many ties."""
-    best: Floats = (utility == utility.max(axis=1, keepdims=True)).ravel()
-    return best
-
-
 def _floats(values: Floats) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The layers: alignments of the nodes, one for edges, two rounds of convolution with batch normalisation."""
+class Round(nn.Module):
+    """A round of messages along edges: what a node gathers is added to it, normalised over all nodes, and rectified."""
 
-    layers: nn.ModuleDict
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.message = linear(2 * WIDTH, 2 * WIDTH, generator)
+        self.edge = linear(3, 2 * WIDTH, generator)
+        self.norm = nn.BatchNorm1d(2 * WIDTH)
 
-    @classmethod
-    def drawn(cls, graph: Graph, generator: torch.Generator) -> Network:
-        """Draw the initial parameters, uniform within 1 / sqrt(inputs) as is the default of both libraries."""
-        layers = nn.ModuleDict(
-            {
-                "query": nn.Linear(graph.queries.shape[1], WIDTH),
-                "task": nn.Linear(1, WIDTH),
-                "model": nn.Linear(graph.models.shape[1], 2 * WIDTH),
-                "edge": nn.Linear(3, 3),
-                "rounds": nn.ModuleList(GeneralConv(2 * WIDTH, 2 * WIDTH, in_edge_channels=3) for _ in range(2)),
-                "norms": nn.ModuleList(nn.BatchNorm1d(2 * WIDTH) for _ in range(2)),
-            }
-        )
-        with torch.no_grad():
-            for layer in layers.modules():
-                if not isinstance(layer, nn.BatchNorm1d) and getattr(layer, "weight", None) is not None:
-                    bound = 1.0 / math.sqrt(layer.weight.shape[1])
-                    layer.weight.uniform_(-bound, bound, generator=generator)
-                    layer.bias.uniform_(-bound, bound, generator=generator)
-        return cls(layers)
+    def forward(self, nodes: torch.Tensor, edges: torch.Tensor, attributes: torch.Tensor) -> torch.Tensor:
+        """Return the nodes after the round.   edges: int64 (2, E), from and to.   attributes: float32 (E, 3)."""
+        source, target = edges
+        messages = self.message(nodes.index_select(0, source)) + self.edge(attributes)
+        gathered = torch.zeros_like(nodes).index_add(0, target, messages)
+        after: torch.Tensor = self.norm(gathered + nodes).relu()
+        return after
+
+
+class Network(nn.Module):
+    """The layers: alignments of the nodes, one for edges, two rounds of messages."""
+
+    def __init__(self, graph: Graph, generator: torch.Generator) -> None:
+        super().__init__()
+        self.query = linear(graph.queries.shape[1], WIDTH, generator)
+        self.task = linear(1, WIDTH, generator)
+        self.model = linear(graph.models.shape[1], 2 * WIDTH, generator)
+        self.edge = linear(3, 3, generator)
+        self.rounds = nn.ModuleList(Round(generator) for _ in range(2))
 
     def queries(self, graph: Graph) -> torch.Tensor:
         """Return the aligned queries, float32 (N, 2 WIDTH): the one task there is, then the query itself."""
-        own = self.layers["query"](graph.queries)
+        own = self.query(graph.queries)
         return torch.cat([self._task().expand(len(own), -1), own], dim=1)
 
     def models(self, graph: Graph, queries: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-        """Return what the models gather from aligned queries along visible edges (their places), (M, 2 WIDTH)."""
-        nodes = torch.cat([queries, self.layers["model"](graph.models)])
+        """Return what the models gather from aligned queries along visible edges (indices), (M, 2 WIDTH)."""
+        nodes = torch.cat([queries, self.model(graph.models)])
         source, target = graph.edges[:, visible]
-        edges = torch.stack([source, len(queries) + target])
-        attributes = self.layers["edge"](graph.attributes[visible]).relu()
-        for convolution, norm in zip(self.layers["rounds"], self.layers["norms"], strict=True):
-            nodes = norm(convolution(nodes, edges, attributes)).relu()
+        attributes = self.edge(graph.attributes[visible]).relu()
+        for one_round in self.rounds:
+            nodes = one_round(nodes, torch.stack([source, len(queries) + target]), attributes)
         return nodes[len(queries) :]
 
     def linear(self, graph: Graph) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights (M, d) and offsets (M,) of the scores' logits when every edge of the graph is visible."""
-        self.layers.eval()
-        with torch.no_grad():
-            models = self.models(graph, self.queries(graph), torch.arange(graph.edges.shape[1])) / (2 * WIDTH)
-            of_task, of_query = models[:, :WIDTH], models[:, WIDTH:]
-            query = self.layers["query"]
-            return of_query @ query.weight, of_task @ self._task()[0] + of_query @ query.bias
+        models = self.models(graph, self.queries(graph), torch.arange(graph.edges.shape[1])) / (2 * WIDTH)
+        of_task, of_query = models[:, :WIDTH], models[:, WIDTH:]
+        return of_query @ self.query.weight, of_task @ self._task()[0] + of_query @ self.query.bias
+
+    def masked_loss(self, graph: Graph, edges: torch.Tensor) -> torch.Tensor:
+        """Return the loss of predicting the second half of some edges (indices) from the first."""
+        visible, hidden = edges.tensor_split([len(edges) // 2])
+        queries = self.queries(graph)
+        models = self.models(graph, queries, visible)
+        source, target = graph.edges[:, hidden]
+        logits = (queries[source] * models[target]).mean(dim=1)
+        return binary_cross_entropy_with_logits(logits, graph.targets[hidden])
 
     def _task(self) -> torch.Tensor:
-        return self.layers["task"](torch.ones(1, 1))
+        task: torch.Tensor = self.task(torch.ones(1, 1))
+        return task
 
 
 def fit_graphrouter(fitting: Fitting) -> Fitted:
-    """Train the network to tell, of random halves of the calibration split's edges, which lead to the best model.
+    """Train the network to predict, of random halves of the calibration split's edges, which lead to the best model.
 
     As published, quality first: AdamW by binary cross-entropy, a score being the sigmoid of the mean product of the
     aligned query and the convolved model. Saved outputs hold no descriptions of models or tasks: a model's features
-    are its place, accuracy and cost instead of an embedded text, and there is one task. Where models tie, all of the
+    are its index, accuracy and cost instead of an embedded text, and there is one task. Where models tie, all of the
     best are targets. A step hides one random half of the edges instead of 32 halves, which orders test queries as
     well and takes a tenth of the time. Of at most 2,000 epochs that of the lowest validation loss counts; training
     stops when none was lower for 500.
     """
-    if len(fitting.calibration.chain.models) == 1:
-        return fit_single(fitting, 0)
-    vectors = QueryVectors.of(fitting.calibration)
-    scaling = Scaling.of(vectors(fitting.calibration))
-    graph = Graph.of(fitting.calibration, scaling(vectors(fitting.calibration)))
-    validation = Graph.of(fitting.validation, scaling(vectors(fitting.validation)))
-    with one_thread():
-        weights, offsets = _trained(graph, validation, torch.Generator().manual_seed(fitting.seed))
-    values = GraphRouter(vectors, scaling, weights.numpy(), offsets.numpy())
-    cascade = router(values, fitting.validation, paid=vectors.paid)
-    note = vectors.note("no descriptions of models", "one mask a step, early stopping")
-    return Steered(cascade, fitting.validation, given=0.0, note=note)
+    return fit_router(fitting, _trained, "no descriptions of models", "one mask a step, early stopping")
 
 
-def _trained(graph: Graph, validation: Graph, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights and offsets of the epoch that predicts the validation split's edges best."""
-    network = Network.drawn(graph, generator)
-    optimizer = torch.optim.AdamW(network.layers.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    best, best_epoch, lowest = network.linear(graph), WARM_UP, math.inf
-    for epoch in range(EPOCHS):
-        optimizer.zero_grad()
-        masked_loss(network, graph, generator).backward()
-        optimizer.step()
+@one_thread()
+def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
+    generator = torch.Generator().manual_seed(fitting.seed)
+    scaler = scaler_of(vectors(fitting.calibration))
+    graph, held_out = (Graph.of(e, scaler.transform(vectors(e))) for e in (fitting.calibration, fitting.validation))
+    network = Network(graph, generator)
+
+    def validation_loss() -> torch.Tensor:
         weights, offsets = network.linear(graph)
-        logits = validation.queries @ weights.T + offsets
-        loss = nn.functional.binary_cross_entropy_with_logits(logits.flatten(), validation.targets).item()
-        if epoch >= WARM_UP and loss < lowest:
-            best, best_epoch, lowest = (weights, offsets), epoch, loss
-        if epoch - best_epoch >= PATIENCE:
-            break
-    return best
+        return binary_cross_entropy_with_logits((held_out.queries @ weights.T + offsets).flatten(), held_out.targets)
 
-
-def masked_loss(network: Network, graph: Graph, generator: torch.Generator) -> torch.Tensor:
-    """Return the loss of predicting a random half of the edges from the others."""
-    network.layers.train()
+    optimiser = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     n_edges = graph.edges.shape[1]
-    visible, hidden = torch.randperm(n_edges, generator=generator).tensor_split([n_edges // 2])
-    queries = network.queries(graph)
-    models = network.models(graph, queries, visible)
-    source, target = graph.edges[:, hidden]
-    logits = (queries[source] * models[target]).mean(dim=1)
-    return nn.functional.binary_cross_entropy_with_logits(logits, graph.targets[hidden])
+    schedule = Schedule(n_edges, EPOCHS, check_every=1, patience=PATIENCE, warm_up=WARM_UP)  # a step is an epoch
+    train(
+        network,
+        optimiser,
+        lambda edges: network.masked_loss(graph, edges),
+        validation_loss,
+        n_edges,
+        schedule,
+        generator,
+    )
+    with torch.no_grad():
+        weights, offsets = network.linear(graph)
+    return GraphRouter(vectors, scaler, weights.numpy(), offsets.numpy())

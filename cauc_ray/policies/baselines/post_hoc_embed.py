@@ -1,21 +1,22 @@
-"""Post-Hoc-Embed (Gupta et al., ICLR 2024), reduced: a network foresees what the last model would gain over a stage."""
+"""Post-Hoc-Embed (Gupta et al., ICLR 2024), reduced: a network predicts what the last model gains over a stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.confidence import answers_of
-from cauc_ray.policies.baselines.features import Scaling, option_features
-from cauc_ray.policies.baselines.training import Schedule, train
-from cauc_ray.policies.method import Fitted, Fitting, Steered
-from cauc_ray.policies.trace import Examples, Trace, calls_in_turn
+from cauc_ray.policies.baselines.features import AnswerVectors
+from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.simple import own_answers
+from cauc_ray.policies.baselines.training import Learned, Schedule, one_thread, train
+from cauc_ray.policies.method import Fitted, Fitting, Thresholded
+from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, with_embedding_paid
 
 WIDTH, DROPOUT = 128, 0.1
 LEARNING_RATE, WEIGHT_DECAY, BATCH_SIZE = 1e-3, 1e-4, 128
@@ -23,129 +24,101 @@ MOST_EPOCHS, PATIENCE = 200, 20
 HELD_OUT = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
-    """A network of ReLU layers with one output.   layers: weights, float32 (d_in, d_out), and biases, (d_out,)."""
+class GainNetwork(nn.Module):
+    """A network of ReLU layers with one output.
 
-    layers: tuple[tuple[Floats, Floats], ...]
+    layers: weights and, in the last row, biases, float32 (d_in + 1, d_out) each, drawn as torch draws linear layers.
+    """
 
-    def __call__(self, vectors: Floats) -> Floats:
-        """Return its output for each row, float64 (N,).   vectors: float32 (N, d)."""
-        *inner, (weights, bias) = self.layers
+    def __init__(self, n_features: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(
+            (torch.rand((n_in + 1, n_out), generator=generator) * 2 - 1) / n_in**0.5
+            for n_in, n_out in pairwise((n_features, WIDTH, WIDTH, 1))
+        )
+        self._generator = generator
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the output for each row, float32 (N,); in training, a share of the inner outputs is dropped."""
         hidden = vectors
-        for inner_weights, inner_bias in inner:
-            hidden = np.maximum(hidden @ inner_weights + inner_bias, 0)
-        output: Floats = (hidden @ weights + bias)[:, 0].astype(np.float64)
+        for layer in self.layers[:-1]:
+            hidden = torch.relu(torch.addmm(layer[-1], hidden, layer[:-1]))
+            if self.training:  # torch's own dropout draws from the global generator
+                kept = torch.rand(hidden.shape, generator=self._generator) >= DROPOUT
+                hidden = hidden * kept / (1 - DROPOUT)
+        last = self.layers[-1]
+        return torch.addmm(last[-1], hidden, last[:-1])[:, 0]
+
+    def gains(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the output, float64 (N,)."""
+        output: torch.Tensor = self(vectors).double()
         return output
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """A stage's estimate of how much likelier the last model is to be right than the stage itself.
+class PostHocEmbed:
+    """A cascade that defers where the last model is expected to gain.
 
-    stage: whose outputs it sees, beside the query's embedding.   n_options: what its features were fitted with.
+    gains: for every stage but the last, how much likelier the last model is to be right than the stage itself,
+    float64 (N,).
     """
 
-    stage: int
-    n_options: int
-    scaling: Scaling
-    network: Network
-
-    def __call__(self, examples: Examples) -> Floats:
-        """Return the expected gain of deferring, float64 (N,)."""
-        return self.network(self.scaling(_vectors(examples, self.stage, self.n_options)))
-
-
-@dataclass(frozen=True, slots=True)
-class PostHocEmbed:
-    """A cascade that defers where the last model is expected to gain.   gains: of every stage but the last."""
-
-    gains: tuple[Foreseen, ...]
+    gains: tuple[Values, ...]
 
     def trace(self, examples: Examples) -> Trace:
-        """Return each stage's own answer, with the gain of deferring as the lack of confidence."""
-        logits = examples.chain.logits
-        answers = np.stack([answers_of(own) for own in logits], axis=1)
-        confidences = np.zeros(answers.shape)
-        for gain in self.gains:
-            confidences[:, gain.stage] = -gain(examples)
-        return Trace(answers, confidences, calls_in_turn(len(logits)))
+        """Return each stage's own answer; its confidence is minus the gain of deferring."""
+        chain = examples.chain
+        gains = [gain(examples) for gain in self.gains]
+        confidences = -np.stack([*gains, np.zeros(len(examples))], axis=1)
+        trace = Trace(own_answers(chain), confidences, calls_in_turn(len(chain.models)))
+        return with_embedding_paid(trace, examples) if self.gains else trace
 
 
 def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     """Fit a network for each stage but the last, by MSE to g = y_last - y_own in {-1, 0, 1}.
 
     The published method reads hidden states of the small model's decoder and of the large one, and has two models.
-    Here a stage's log probabilities, with the query's embedding where there is one, stand for the hidden state. In a
-    longer chain all stages foresee the last model: the next one's gain would know nothing of what lies behind it,
-    and one threshold holds for all.
+    Here a stage's log probabilities, with the query's embedding where there is one, replace the hidden state. In a
+    longer chain all stages predict the gain of the last model: that of the next one would know nothing of the models
+    behind it, and one threshold holds for all.
     """
-    n_stages = len(fitting.calibration.chain.models)
-    gains = tuple(_fit_stage(fitting, stage) for stage in range(n_stages - 1))
-    seen = "log-probabilities" if fitting.calibration.embeddings is None else "log-probabilities and the embedding"
-    return Steered(PostHocEmbed(gains), fitting.validation, note=f"{seen} in place of hidden states")
-
-
-def _fit_stage(fitting: Fitting, stage: int) -> Foreseen:
     calibration = fitting.calibration
-    n_options = calibration.chain.logits[stage].shape[1]
-    vectors = _vectors(calibration, stage, n_options)
-    scaling = Scaling.of(vectors)
+    n_stages = len(calibration.chain.models)
     correct = calibration.correct().astype(np.float32)
-    network = _trained(scaling(vectors), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
-    return Foreseen(stage, n_options, scaling, network)
+    gains = []
+    for stage in range(n_stages - 1):
+        vectors = AnswerVectors.of(calibration, stage)
+        network = _trained(vectors(calibration), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
+        gains.append(Learned(vectors, network.gains))
+    seen = "log-probabilities" if calibration.embeddings is None else "log-probabilities and the embedding"
+    notes = f"{seen} in place of hidden states", calibration.embedding_note if n_stages > 1 else ""
+    return Thresholded(PostHocEmbed(tuple(gains)), fitting.validation, note="; ".join(filter(None, notes)))
 
 
-def _vectors(examples: Examples, stage: int, n_options: int) -> Floats:
-    own = option_features(examples.chain.logits[stage], n_options)
-    if examples.embeddings is None:
-        return own
-    return np.column_stack([own, np.asarray(examples.embeddings, dtype=np.float32)])
+@one_thread()
+def _trained(vectors: Floats, targets: Floats, seed: tuple[int, ...]) -> GainNetwork:
+    """Train by AdamW on MSE, until a held-out slice of the rows has not improved for PATIENCE epochs.
 
-
-def _trained(vectors: Floats, targets: Floats, seed: tuple[int, ...]) -> Network:
-    """Train a network by AdamW on MSE, until a held-out slice of the rows has not improved for PATIENCE epochs.
-
-    vectors: float32 (N, d).   targets: float32 (N,). Returns the network of the best epoch on the slice.
+    vectors: float32 (N, d).   targets: float32 (N,).
     """
-    # torch's generators take one number; its global one is the caller's.
-    lots = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-    order = torch.randperm(len(vectors), generator=lots)
+    # torch's generators take one number.
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    order = torch.randperm(len(vectors), generator=generator)
     n_held_out = max(1, round(HELD_OUT * len(vectors)))
     held_out, rows = order[:n_held_out], order[n_held_out:] if len(order) > 1 else order
-    inputs, wanted = torch.from_numpy(vectors), torch.from_numpy(targets)[:, None]
-    layers = _drawn_layers((vectors.shape[1], WIDTH, WIDTH, 1), lots)
-    parameters = [parameter for layer in layers for parameter in layer]
-    optimiser = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    epoch = -(-len(rows) // BATCH_SIZE)
+    inputs, wanted = torch.from_numpy(vectors), torch.from_numpy(targets)
+    network = GainNetwork(vectors.shape[1], generator)
 
-    def loss(batch: torch.Tensor) -> torch.Tensor:
-        return mse_loss(_output(inputs[rows[batch]], layers, lots), wanted[rows[batch]])
+    def loss_on(rows: torch.Tensor) -> torch.Tensor:
+        return mse_loss(network(inputs[rows]), wanted[rows])
 
-    def held_out_loss() -> torch.Tensor:
-        return mse_loss(_output(inputs[held_out], layers), wanted[held_out])
-
-    train(optimiser, loss, held_out_loss, len(rows), Schedule(BATCH_SIZE, MOST_EPOCHS * epoch, epoch, PATIENCE), lots)
-    arrays = [parameter.detach().numpy() for parameter in parameters]
-    return Network(tuple(zip(arrays[::2], arrays[1::2], strict=True)))
-
-
-def _drawn_layers(widths: tuple[int, ...], lots: torch.Generator) -> list[tuple[Any, Any]]:
-    """Return layers as torch draws linear ones, uniform within 1 / sqrt(d_in), but from a generator of their own."""
-    layers = []
-    for n_in, n_out in pairwise(widths):
-        drawn = (torch.rand((n_in + 1, n_out), generator=lots) * 2 - 1) / n_in**0.5
-        layers.append((drawn[:-1].clone().requires_grad_(), drawn[-1].clone().requires_grad_()))
-    return layers
-
-
-def _output(inputs: Any, layers: list[tuple[Any, Any]], lots: torch.Generator | None = None) -> Any:
-    """Return the output, (n, 1); in training, which has lots to draw, a share of inner outputs is dropped."""
-    *inner, (weights, bias) = layers
-    hidden = inputs
-    for inner_weights, inner_bias in inner:
-        hidden = torch.relu(torch.addmm(inner_bias, hidden, inner_weights))
-        if lots is not None:  # torch's own dropout draws from the global generator
-            kept = torch.rand(hidden.shape, generator=lots) >= DROPOUT
-            hidden = hidden * kept / (1 - DROPOUT)
-    return torch.addmm(bias, hidden, weights)
+    train(
+        network,
+        torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        lambda batch: loss_on(rows[batch]),
+        lambda: loss_on(held_out),
+        len(rows),
+        Schedule.in_epochs(len(rows), BATCH_SIZE, MOST_EPOCHS, PATIENCE),
+        generator,
+    )
+    return network

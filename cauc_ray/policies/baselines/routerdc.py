@@ -1,24 +1,24 @@
-"""RouterDC (Chen et al., NeurIPS 2024): a query's vector is drawn to those of the models that answer it well."""
+"""RouterDC (Chen et al., NeurIPS 2024): contrastive learning of vectors for queries and models."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.extmath import randomized_svd
+from torch import nn
 from torch.nn import functional
 
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.controls import fit_single
 from cauc_ray.policies.baselines.features import QueryVectors
-from cauc_ray.policies.baselines.routing import router
-from cauc_ray.policies.baselines.training import Schedule, linear, train
-from cauc_ray.policies.method import Fitted, Fitting, Steered
+from cauc_ray.policies.baselines.query_routers import fit_router
+from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train
+from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 DIMENSION = 768
@@ -31,16 +31,16 @@ LEARNING_RATE = 1e-3
 SCHEDULE = Schedule(batch_size=64, n_steps=1000, check_every=50, patience=6)
 
 
-@dataclass(frozen=True, slots=True)
-class RouterDC:
+class RouterDC(nn.Module):
     """Cosine similarities of a query's projection W e to a vector of each model.
 
-    vectors: e of examples.   projection: W, d to D.   models: float32 (M, D).
+    projection: W, d to D.   models: float32 (M, D).
     """
 
-    vectors: QueryVectors
-    projection: torch.nn.Linear
-    models: torch.Tensor
+    def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.projection = linear(n_features, DIMENSION, generator, bias=False)
+        self.models = nn.Parameter(MODEL_DEVIATION * torch.randn((n_models, DIMENSION), generator=generator))
 
     def projected(self, queries: torch.Tensor) -> torch.Tensor:
         """Return queries, float32 (N, d), projected and scaled to length 1, float32 (N, D)."""
@@ -50,12 +50,9 @@ class RouterDC:
         """Return the similarities of projected queries to the models, float32 (N, M)."""
         return projected @ functional.normalize(self.models, dim=1).T
 
-    def __call__(self, examples: Examples) -> Floats:
+    def shares(self, queries: torch.Tensor) -> torch.Tensor:
         """Return the softmax of the similarities over the models, float64 (N, M)."""
-        with torch.inference_mode():
-            similarities = self.similarities(self.projected(torch.from_numpy(self.vectors(examples))))
-            shares: Floats = functional.softmax(similarities.double(), dim=1).numpy()
-        return shares
+        return functional.softmax(self.similarities(self.projected(queries)).double(), dim=1)
 
 
 def fit_routerdc(fitting: Fitting) -> Fitted:
@@ -65,15 +62,12 @@ def fit_routerdc(fitting: Fitting) -> Fitted:
     components and k-means, where the original takes t-SNE and k-means. Nothing in the method knows of costs: a price
     is set against the softmax of the similarities.
     """
-    if len(fitting.calibration.chain.models) == 1:
-        return fit_single(fitting, 0)
-    vectors = QueryVectors.of(fitting.calibration)
-    cascade = router(_trained(fitting, vectors), fitting.validation, paid=vectors.paid)
-    return Steered(cascade, fitting.validation, given=0.0, note=vectors.note("frozen encoder, clusters by PCA"))
+    return fit_router(fitting, _trained, "frozen encoder, clusters by PCA")
 
 
-def _trained(fitting: Fitting, vectors: QueryVectors) -> RouterDC:
-    """Train for the published 1,000 steps of 64 queries, or until 6 looks at validation have brought nothing.
+@one_thread()
+def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
+    """Train for the published 1,000 steps of 64 queries, or until 6 checks on validation bring no improvement.
 
     The published learning rate is for an encoder's weights; Adam's usual one is for a projection's.
     """
@@ -82,12 +76,7 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> RouterDC:
     neighbours = Neighbours(clusters(inputs, fitting.seed), generator)
     queries, held_out = torch.from_numpy(inputs), torch.from_numpy(vectors(fitting.validation))
     quality, held_out_quality = (torch.from_numpy(answer_quality(e)) for e in (fitting.calibration, fitting.validation))
-    n_models = quality.shape[1]
-    network = RouterDC(
-        vectors,
-        linear(queries.shape[1], DIMENSION, generator, bias=False),
-        (MODEL_DEVIATION * torch.randn((n_models, DIMENSION), generator=generator)).requires_grad_(),
-    )
+    network = RouterDC(queries.shape[1], quality.shape[1], generator)
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         if not neighbours.n_others:
@@ -100,9 +89,9 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> RouterDC:
     def validation_loss() -> torch.Tensor:
         return sample_model_loss(network.similarities(network.projected(held_out)), held_out_quality)
 
-    weights = [network.models, *network.projection.parameters()]
-    train(torch.optim.Adam(weights, lr=LEARNING_RATE), loss, validation_loss, len(queries), SCHEDULE, generator)
-    return network
+    optimiser = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
+    train(network, optimiser, loss, validation_loss, len(queries), SCHEDULE, generator)
+    return Learned(vectors, network.shares)
 
 
 def answer_quality(examples: Examples) -> Floats:
@@ -116,8 +105,8 @@ def sample_model_loss(similarities: torch.Tensor, quality: torch.Tensor) -> torc
     """Return the mean over queries of the contrast between their best models and their worst.
 
     similarities, quality: float32 (N, M). For each of a query's three best models, -log of its share of a softmax
-    over itself and the three worst; worst ones of quality above 0.5 are left out, best ones of quality 0 count
-    nothing. Of fewer than six models half are best and half worst, so that none is both.
+    over itself and the three worst; worst ones of quality above 0.5 are left out, best ones of quality 0 do not
+    count. Of fewer than six models half are best and half worst, so that none is both.
     """
     n_contrasted = min(N_CONTRASTED, quality.shape[1] // 2)
     order = quality.argsort(dim=1, descending=True, stable=True)
@@ -150,14 +139,14 @@ def clusters(vectors: Floats, seed: int) -> Ints:
     left, scales, _ = randomized_svd(vectors - vectors.mean(axis=0), CLUSTER_AXES, random_state=seed)
     n_clusters = min(n_clusters, len(np.unique(left * scales, axis=0)))
     with warnings.catch_warnings():
-        # Of queries that are all but the same there may be fewer clusters than asked for, which is as well.
+        # Of queries that are almost the same there may be fewer clusters than asked for, which is fine.
         warnings.simplefilter("ignore", ConvergenceWarning)
         found: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(left * scales).astype(np.int64)
     return found
 
 
 class Neighbours:
-    """Queries drawn by lot from a query's own cluster and from the others.
+    """Queries drawn at random from a query's own cluster and from the others.
 
     n_others: of queries outside the largest cluster.
     """

@@ -1,33 +1,33 @@
-"""What routers share: the choice of one model by value and price."""
+"""What routers share: the choice of one model by value and price, or between the first model and the last."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.costs import LARGEST
-from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.baselines.confidence import answers_of
-from cauc_ray.policies.trace import Examples, Trace
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.baselines.simple import own_answers
+from cauc_ray.policies.trace import Examples, Trace, with_embedding_paid
 
+if TYPE_CHECKING:  # it imports scikit-learn, which controls and text routers do without
+    from cauc_ray.policies.baselines.features import QueryVectors
 
-class Values(Protocol):
-    """A fitted router's core: what it expects of each model on each query."""
-
-    def __call__(self, examples: Examples) -> Floats:
-        """Return the value of each model's answer, float64 (N, M), in whatever unit, the same for all models."""
-        ...
+# What a fitted router expects of each example: float64 (N, M), of each model's answer in one unit for all models, or
+# float64 (N,), the probability that the last model wins over the first.
+Values: TypeAlias = Callable[[Examples], Floats]
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
     """A router: the model of the highest value less its price, where the price of a unit of cost is the threshold.
 
-    values: of models on queries.   prices: mean cost of each model's call on validation, float64 (M,), known in
-    advance.   paid: what it reads are the first model's outputs, whose call every example then pays for.
+    values: of the models on queries.   prices: mean cost of each model's call on validation, float64 (M,), known in
+    advance; 0 for a model that is called for its embedding anyway.   paid: it reads the first model's outputs, whose
+    call every example then pays for.
     """
 
     values: Values
@@ -36,41 +36,62 @@ class Router:
 
     def trace(self, examples: Examples) -> Trace:
         """Return the choices at every price; threshold 0 is that of no price: quality first."""
-        return routed(self.values(examples), self.prices, examples.chain, paid=self.paid)
-
-
-def router(values: Values, validation: Examples, *, paid: bool) -> Router:
-    """Return a router that chooses by values, with the prices of the validation split."""
-    return Router(values, validation.chain.costs.means, paid)
+        trace = routed(self.values(examples), self.prices, examples.chain, paid=self.paid)
+        return with_embedding_paid(trace, examples)
 
 
 def routed(values: Floats, prices: Floats, chain: ChainLogits, *, paid: bool) -> Trace:
     """Return a router's choices argmax_j (value_j - price x cost_j) at every price.
 
     values: float (N, M).   prices: float (M,), of a call of each model.
-    Its steps are the models by rising cost. A row leaves a model for a dearer one when the price falls below what
-    that one's value is higher per unit of cost; a step's confidence is less the highest such gain, so that the
-    threshold is less the price: as it rises, rows move along the upper hull of (cost, value) to dearer models.
-    A model that is no dearer than one of higher value is never chosen. At equality the cheaper one answers.
+    Its steps are the models by rising cost. A row leaves a model for a more expensive one when the price falls below
+    what that one's value is higher per unit of cost; a step's confidence is minus the highest such gain, so that the
+    threshold is minus the price: as it rises, rows move along the upper hull of (cost, value) to expensive models.
+    A model that is no more expensive than one of higher value is never chosen. At equality the cheaper one answers.
+    Between models of one cost no price decides: a row leaves at every threshold (confidence -inf) or at none (inf).
     """
     values = np.asarray(values, dtype=np.float64)
     order = np.argsort(prices, kind="stable")
     ranked, costs = values[:, order], prices[order]
     n, m = ranked.shape
-    confidences = np.full((n, m), LARGEST)
-    for place in range(m - 1):
-        dearer_by = costs[place + 1 :] - costs[place]
-        better_by = ranked[:, place + 1 :] - ranked[:, [place]]
-        free = np.where(better_by > 0, LARGEST, -LARGEST)  # better at no cost; no better at no gain
-        gains = np.where(dearer_by > 0, better_by / np.where(dearer_by > 0, dearer_by, 1.0), free)
-        confidences[:, place] = -gains.max(axis=1)
-    answers = np.stack([answers_of(chain.logits[model]) for model in order], axis=1)
-    return Trace(answers, confidences, chosen_calls(order, m, paid=paid))
+    confidences = np.full((n, m), np.inf)
+    for step in range(m - 1):
+        extra_cost = costs[step + 1 :] - costs[step]
+        extra_value = ranked[:, step + 1 :] - ranked[:, [step]]
+        free = np.where(extra_value > 0, np.inf, -np.inf)  # better at no cost; no better at no gain
+        gains = np.where(extra_cost > 0, extra_value / np.where(extra_cost > 0, extra_cost, 1.0), free)
+        confidences[:, step] = -gains.max(axis=1)
+    return Trace(own_answers(chain, order), confidences, chosen_calls(order, m, paid=paid))
 
 
-def chosen_calls(order: np.ndarray, n_models: int, *, paid: bool) -> Bools:
+@dataclass(frozen=True, slots=True)
+class FirstOrLast:
+    """A router between the first and the last model of a chain.
+
+    wins: of examples, the probability that the last model wins over the first, float64 (N,).   vectors: what that
+    reads of a query; None where it reads the text.
+    """
+
+    wins: Values
+    vectors: QueryVectors | None = None
+
+    def trace(self, examples: Examples) -> Trace:
+        """Return both models' answers; the first's are trusted by the probability that it does not lose."""
+        chain = examples.chain
+        ends = np.array([0, len(chain.models) - 1])
+        confidences = np.column_stack([1.0 - self.wins(examples), np.ones(len(examples))])
+        calls = chosen_calls(ends, len(chain.models), paid=self.vectors is not None and self.vectors.paid)
+        trace = Trace(own_answers(chain, ends), confidences, calls)
+        return trace if self.vectors is None else with_embedding_paid(trace, examples)
+
+
+def note_on_the_middle(n_models: int) -> str:
+    """Return what tables say of a router that leaves out the models in the middle of a chain."""
+    return "first and last model only" if n_models > 2 else ""
+
+
+def chosen_calls(order: Ints | Sequence[int], n_models: int, *, paid: bool) -> Bools:
     """Return the calls of a router whose steps are models in an order, bool (S, M)."""
-    calls = np.zeros((len(order), n_models), dtype=bool)
-    calls[np.arange(len(order)), order] = True
+    calls: Bools = np.asarray(order)[:, None] == np.arange(n_models)
     calls[:, 0] |= paid
     return calls

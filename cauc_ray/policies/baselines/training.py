@@ -1,72 +1,113 @@
-"""The one loop that trains a baseline's network: minibatches, looks at a validation loss, the best weights kept."""
+"""The one loop that trains a network: minibatches, early stopping on a validation loss, the best weights kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.trace import Examples
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """How long a network is trained.
 
-    batch_size: rows of a step.   n_steps: at most.   check_every: steps between two looks at the validation loss.
-    patience: looks without a better one after which training ends.
+    batch_size: rows of a step.   n_steps: at most.   check_every: steps between two validation losses.   patience:
+    validation losses without improvement that end training.   warm_up: first validation losses that do not count.
     """
 
     batch_size: int
     n_steps: int
     check_every: int
     patience: int
+    warm_up: int = 0
+
+    @classmethod
+    def in_epochs(
+        cls,
+        n_rows: int,
+        batch_size: int,
+        n_epochs: int,
+        patience: int,
+        *,
+        most_steps: float = math.inf,
+        most_between: float = math.inf,
+    ) -> Schedule:
+        """Return n_epochs over n_rows, at most `most_steps`, with a check each epoch or `most_between` steps."""
+        epoch = math.ceil(n_rows / batch_size)
+        return cls(batch_size, int(min(n_epochs * epoch, most_steps)), int(min(epoch, most_between)), patience)
 
 
 def train(
+    network: nn.Module,
     optimiser: torch.optim.Optimizer,
     loss: Callable[[torch.Tensor], torch.Tensor],
-    validation_loss: Callable[[], torch.Tensor],
+    validation_loss: Callable[[], torch.Tensor | float],
     n_rows: int,
     schedule: Schedule,
     generator: torch.Generator,
+    *,
+    split: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda rows: (rows,),
+    gradient_norm: float = math.inf,
 ) -> Floats:
-    """Train the optimiser's parameters, and leave them as they were at the lowest validation loss.
+    """Train a network, and leave it, in evaluation mode, as it was at the lowest validation loss.
 
-    loss: from row indices, int64 (B,), to the mean loss of these rows.   validation_loss: as the parameters are.
-    n_rows: of which batches are drawn, at least 1.   generator: of the batches.
-    Returns the validation loss at every look, float64 (L,). Of equal ones the last is the best, so that a validation
-    split that cannot tell weights apart stops nothing.
+    Args:
+        network: What is trained.
+        optimiser: Of its parameters.
+        loss: From row indices, int64 (B,), to the mean loss of these rows.
+        validation_loss: Of the network as it is.
+        n_rows: Rows that batches are drawn from, at least 1.
+        schedule: When to check and when to stop.
+        generator: Of the batches; torch's global generator is not used.
+        split: From the rows of a batch to the parts of it that are in memory together.
+        gradient_norm: Longer gradients are scaled down to this length.
+
+    Returns:
+        The validation loss at every check, float64 (L,). Among equals the last is the best, so that a validation
+        split that cannot distinguish weights stops nothing.
     """
-    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-    kept = [parameter.detach().clone() for parameter in parameters]
+    kept = _copied(network)
     seen: list[float] = []
-    best = 0
-    with one_thread():
-        for step, rows in enumerate(islice(batches(n_rows, schedule.batch_size, generator), schedule.n_steps), 1):
-            optimiser.zero_grad()
-            loss(rows).backward()
-            optimiser.step()
-            if step % schedule.check_every:
-                continue
-            with torch.no_grad():
-                seen.append(float(validation_loss()))
-            if seen[-1] <= min(seen):
-                kept, best = [parameter.detach().clone() for parameter in parameters], len(seen)
-            elif len(seen) - best >= schedule.patience:
-                break
-    with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
-            parameter.copy_(value)
+    lowest, best = math.inf, schedule.warm_up
+    for step, rows in enumerate(islice(batches(n_rows, schedule.batch_size, generator), schedule.n_steps), 1):
+        network.train()
+        optimiser.zero_grad()
+        for part in split(rows):
+            (loss(part) * (len(part) / len(rows))).backward()
+        if math.isfinite(gradient_norm):
+            clip_grad_norm_(network.parameters(), gradient_norm)
+        optimiser.step()
+        if step % schedule.check_every:
+            continue
+        network.eval()
+        with torch.no_grad():
+            seen.append(float(validation_loss()))
+        if len(seen) > schedule.warm_up and seen[-1] <= lowest:
+            kept, lowest, best = _copied(network), seen[-1], len(seen)
+        elif len(seen) - best >= schedule.patience:
+            break
+    network.load_state_dict(kept)
+    network.eval()
     return np.array(seen)
 
 
+def _copied(network: nn.Module) -> dict[str, Any]:
+    return {name: values.detach().clone() for name, values in network.state_dict().items()}
+
+
 def batches(n_rows: int, size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield row indices, int64 (at most size,), without end: all rows in a new order by lot, then all again."""
+    """Yield row indices, int64 (at most size,), indefinitely: all rows in a random order, then all in another."""
     while True:
         yield from torch.randperm(n_rows, generator=generator).split(size)
 
@@ -75,7 +116,7 @@ def batches(n_rows: int, size: int, generator: torch.Generator) -> Iterator[torc
 def one_thread() -> Iterator[None]:
     """Let torch compute on one thread.
 
-    On networks so small several threads mostly wait for each other, and the order in which they add, so the last
+    On small networks several threads mostly wait for each other, and the order in which they add, and so the last
     bits of what is learned, would depend on how many the machine has.
     """
     before = torch.get_num_threads()
@@ -86,11 +127,28 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def linear(n_in: int, n_out: int, generator: torch.Generator, *, bias: bool = True) -> torch.nn.Linear:
-    """Return a linear layer with PyTorch's own first weights, uniform within 1 / sqrt(n_in), from a generator."""
-    layer = torch.nn.utils.skip_init(torch.nn.Linear, n_in, n_out, bias=bias)
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A trained network's output for examples.
+
+    vectors: what it reads of them, float32 (N, d).   output: from these vectors to the output, float64 (N, ...).
+    """
+
+    vectors: Callable[[Examples], Floats]
+    output: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, examples: Examples) -> Floats:
+        """Return the output, float64 (N, ...)."""
+        with torch.inference_mode(), one_thread():
+            output: Floats = self.output(torch.from_numpy(self.vectors(examples))).numpy()
+        return output
+
+
+def linear(n_in: int, n_out: int, generator: torch.Generator, *, bias: bool = True) -> nn.Linear:
+    """Return a linear layer with PyTorch's own initial weights, uniform within 1 / sqrt(n_in), from a generator."""
+    layer = nn.utils.skip_init(nn.Linear, n_in, n_out, bias=bias)
     for parameter in layer.parameters():
-        torch.nn.init.uniform_(parameter, -(n_in**-0.5), n_in**-0.5, generator=generator)
+        nn.init.uniform_(parameter, -(n_in**-0.5), n_in**-0.5, generator=generator)
     return layer
 
 

@@ -22,6 +22,7 @@ from jobs.bench.part import parser_of
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
+@pytest.mark.slow
 def test_a_run_makes_the_calls_that_were_foretold_and_is_hardly_faster(capsys):
     options = parser_of("plan", bench).parse_args(["--seconds", "4", "--pools", "narrow", "two"])
     found = bench.measure(options)
@@ -52,6 +53,7 @@ def slow_pool(folder, seconds):
     return python_pool(folder, factories)
 
 
+@pytest.mark.slow
 def test_seconds_are_measured_on_an_input_as_a_run_would_take_them(tmp_path):
     pool = slow_pool(tmp_path, (0.02, 0.05))
     rows = numbered_input(tmp_path / "in", 5)  # fewer than a batch

@@ -18,9 +18,9 @@ from cauc_ray.front.planning.simulation import Window, simulate_arrivals, simula
 from cauc_ray.front.planning.stages import BatchSeconds, PlannedStage, loads
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
-from cauc_ray.policies.replay import replay
+from cauc_ray.policies.trace import replay
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.lane import StageAnswer
+from cauc_ray.serving.isolation import StageAnswer
 
 PLENTY = 10**12
 DATA = chain(3, n=240)
@@ -86,7 +86,11 @@ def served(stages, rate, n, seed):
     return latency, run_virtually(main())
 
 
-@pytest.mark.parametrize(("replicas", "load"), [(1, 0.25), (2, 0.5), (2, 0.8), (3, 0.9)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "load"),
+    [(2, 0.8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0.25), (2, 0.5), (3, 0.9)))],
+)
 def test_served_requests_wait_and_are_gathered_as_in_the_real_cascade(replicas, load):
     seconds = [BatchSeconds(0.02, 0.001), BatchSeconds(0.02, 0.01), BatchSeconds(0.05, 0.02)]
     stages = [PlannedStage(f"m{place}", BATCH, 0.02, of, deferral(place), replicas) for place, of in enumerate(seconds)]

@@ -69,7 +69,8 @@ def test_what_is_drawn_by_lot_comes_from_the_seed_alone(stages, seed):
     )
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.85])
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [0.6, 0.3, 0.85])
 def test_one_replica_and_single_rows_are_an_m_d_1_queue(load):
     service_s = 0.02
     found = simulate_arrivals([stage(per_call=service_s)], load / service_s, window=Window(100.0, 100.0 + 5000 / load))
@@ -187,6 +188,7 @@ def test_a_window_holds_what_figures_need_and_refuses_what_no_memory_holds():
         settled_window([stage(4, 10**6, per_row=60.0)], 1e6)
 
 
+@pytest.mark.slow
 def test_a_million_requests_a_second_on_more_than_a_thousand_replicas():
     chain = [
         stage(256, 299, per_call=0.01, per_row=0.0002, wait_s=0.005, deferral=0.3),

@@ -70,6 +70,7 @@ def test_a_rate_alone_takes_the_least_replicas():
     assert sizing.simulation.rows_per_s == pytest.approx(50.0, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_goal_is_met_and_not_with_one_replica_less_of_any_stage():
     rate = 50.0
     least = sized(Trials(CHAIN, rate), None)

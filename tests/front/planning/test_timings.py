@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from cauc_ray.data.files import write_json, write_text
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
+from cauc_ray.files.documents import write_json, write_text
 from cauc_ray.front.planning.timings import fit_seconds, read_earlier_run
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

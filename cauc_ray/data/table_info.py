@@ -1,0 +1,78 @@
+"""LOGITS/pool.json: what a logit table's models cost and what kind of logits they gave."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cauc_ray.errors import DataError, explain
+from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.logits import LogitKind, kind_of
+
+# What pool.json holds where nobody has declared a kind.
+UNDECLARED = "unknown"
+
+
+class PoolModel(BaseModel):
+    """One model of a logit table: its name, the cost of a call and where its logits come from."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    cost: float = Field(ge=0, allow_inf_nan=False)
+    source: str | None = None
+    logit_kind: LogitKind | None = None
+    dtype: str | None = None
+
+
+class TableInfo(BaseModel):
+    """LOGITS/pool.json.
+
+    logit_kind: of the models that have none of their own.   labels: names of the options in their order.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    cost_unit: str
+    logit_kind: str = UNDECLARED
+    note: str | None = None
+    labels: list[str] | None = None
+    models: list[PoolModel]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> TableInfo:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"duplicate model {name!r}")
+        return self
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Return the cost of a call of each model, by name."""
+        return {model.name: model.cost for model in self.models}
+
+    def kind(self, model: str) -> LogitKind | None:
+        """Return the kind of a model's logits, None where nobody has declared it."""
+        own = next((one for one in self.models if one.name == model), None)
+        if own is not None and own.logit_kind is not None:
+            return own.logit_kind
+        if self.logit_kind == UNDECLARED:
+            return None
+        # Where models differed, earlier versions wrote each one's kind at the end of its source.
+        source = own.source or "" if own is not None else ""
+        return kind_of(self.logit_kind) or kind_of(source.rpartition("; ")[2])
+
+
+def read_info(table: str | AnyPath) -> TableInfo | None:
+    """Return a table's pool.json, None where there is none. Raises DataError if it is malformed."""
+    path = path_of(table) / "pool.json"
+    if not path.is_file():
+        return None
+    try:
+        return TableInfo.model_validate(read_json(path), strict=True)
+    except ValidationError as error:
+        raise DataError(f"{path}: {explain(error)}") from error
+
+
+def write_info(table: str | AnyPath, info: TableInfo) -> None:
+    """Write a table's pool.json."""
+    write_json(path_of(table) / "pool.json", info.model_dump(exclude_none=True))

@@ -1,0 +1,110 @@
+"""Writing logit tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from cauc_ray.data.table_info import PoolModel, TableInfo, read_info, write_info
+from cauc_ray.errors import ConfigError
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.costs import UNNAMED_UNIT
+from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.types import Floats, Ints
+
+# Of one Arrow list array with int32 offsets.
+MOST_VALUES = 2**31 - 1
+
+
+def write_logits(
+    path: str | AnyPath,
+    model: str,
+    split: str,
+    example_ids: Iterable[str],
+    logits: Floats | Sequence[Floats],
+    labels: Ints | None = None,
+    costs: Floats | None = None,
+    *,
+    cost: float | None = None,
+    cost_unit: str | None = None,
+    logit_kind: LogitKind | None = None,
+) -> AnyPath:
+    """Write one model's rows of one split as LOGITS/model=<model>/split=<split>/part-0.parquet.
+
+    Args:
+        path: The table: a local folder or a URI. It is made where it is not there.
+        model: The model's name.
+        split: The split's name, such as "calibration", "validation" or "test".
+        example_ids: (N,), unique in the split; models are joined on them.
+        logits: float (N, K), or N vectors of any lengths; -inf where a row has no such option.
+        labels: int (N,), the index of the right option, -1 where it is unknown; None where none is known.
+        costs: float (N,), of each call, where calls cost differently.
+        cost: Of a call of this model; recorded with cost_unit and logit_kind in LOGITS/pool.json.
+        cost_unit: Such as "GFLOPs"; the same for all models of a table.
+        logit_kind: "raw", "log-probabilities", "probabilities" or "surrogate".
+
+    Returns:
+        The file. It replaces one of that name, whole or not at all.
+
+    Raises:
+        ConfigError: A name that cannot name a folder, arrays of different lengths, another unit than the table's, or
+            a kind or unit without a cost.
+    """
+    for name in (model, split):
+        if not name or "/" in name or "=" in name:
+            raise ConfigError(f"{name!r} cannot name a folder of a logit table: it is empty or holds '/' or '='")
+    if cost is None and (cost_unit is not None or logit_kind is not None):
+        raise ConfigError(f"model {model!r}: a cost unit or a kind of logits is recorded with the cost; give cost=")
+    table = logit_columns(example_ids, labels, logits, costs)
+    if cost is not None:
+        _record(path_of(path), PoolModel(name=model, cost=cost, logit_kind=logit_kind), cost_unit)
+    folder = path_of(path) / f"model={model}" / f"split={split}"
+    make_folder(folder)
+    write_parquet(folder / "part-0.parquet", table)
+    return folder / "part-0.parquet"
+
+
+def _record(table: AnyPath, model: PoolModel, unit: str | None) -> None:
+    """Declare a model in pool.json, in place of one of that name."""
+    info = read_info(table) or TableInfo(cost_unit=unit or UNNAMED_UNIT, models=[])
+    if unit is not None and unit != info.cost_unit:
+        raise ConfigError(f"{table}: its costs are in {info.cost_unit}, those of model {model.name!r} in {unit}")
+    others = [other for other in info.models if other.name != model.name]
+    make_folder(table)
+    write_info(table, info.model_copy(update={"models": [*others, model]}))
+
+
+def logit_columns(
+    example_ids: Iterable[str], labels: Ints | None, logits: Floats | Sequence[Floats], costs: Floats | None
+) -> pa.Table:
+    """Return rows of a logit table; arguments and errors as of write_logits."""
+    ids, rows = pa.array(example_ids, pa.string()), [np.asarray(row, dtype=np.float32) for row in logits]
+    known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
+    for name, n in (
+        ("labels", len(known)),
+        ("rows of logits", len(rows)),
+        ("costs", len(ids if costs is None else costs)),
+    ):
+        if n != len(ids):
+            raise ConfigError(f"{len(ids)} example ids and {n} {name}; give one for each")
+    columns = {
+        "example_id": ids,
+        "label": pa.array(known.astype(np.int32), mask=known == UNKNOWN_LABEL),
+        "logits": _lists(rows),
+    }
+    if costs is not None:
+        columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
+    return pa.table(columns)
+
+
+def _lists(rows: Sequence[Floats]) -> pa.Array:
+    """Return rows as list<float32>; as large lists where they are more values than int32 offsets count."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    values = np.concatenate(rows) if rows else np.empty(0, np.float32)
+    kind = pa.LargeListArray if len(values) > MOST_VALUES else pa.ListArray
+    return kind.from_arrays(offsets if kind is pa.LargeListArray else offsets.astype(np.int32), values)

@@ -1,0 +1,56 @@
+"""Text files: JSON that programs write for people too, and YAML that people write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.files.atomic import written_beside
+from cauc_ray.files.paths import AnyPath
+
+
+def write_text(path: AnyPath, text: str) -> None:
+    """Write a text file atomically."""
+    with written_beside(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: AnyPath, value: Any) -> None:
+    """Write a JSON file atomically. Raises ValueError on NaN, which JSON does not have."""
+    write_text(path, json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: AnyPath) -> Any:
+    """Read a JSON file. Raises DataError when it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except FileNotFoundError as error:
+        raise DataError(f"there is no file {path}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a readable JSON file: {error}") from error
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def read_yaml(path: Path, kind: str) -> Any:
+    """Read a YAML file.   kind: what it is, for messages, as "pool file".
+
+    Raises ConfigError in one line where it is missing, not a file, or not YAML.
+    """
+    import yaml
+
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a file")  # a pipe would be waited for, a device read indefinitely
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {kind} {path}") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line} is not YAML: {error.problem}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error

@@ -1,0 +1,77 @@
+"""What lies in a folder: its visible files, and a digest of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from cauc_ray.errors import DataError
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, path_inside
+
+
+def visible(folder: SomePath) -> list[SomePath]:
+    """List a folder by name, without hidden files: those are other programs' (half-written files, checkpoints)."""
+    return sorted(
+        (cast("SomePath", path) for path in folder.iterdir() if not path.name.startswith(".")),
+        key=lambda path: path.name,
+    )
+
+
+def hive_values(folder: AnyPath, key: str) -> list[str]:
+    """Return the values of a folder's partitions by a key, sorted: those of its folders <key>=<value>."""
+    return [
+        name.partition("=")[2]
+        for path in visible(folder)
+        if (name := path.name).startswith(f"{key}=") and path.is_dir()
+    ]
+
+
+def files_below(folder: SomePath, *, follow_links: bool = False) -> Iterator[SomePath]:
+    """Yield the visible files of a folder and below it, sorted by their paths' components.
+
+    follow_links: also into folders that links lead to; one that was reached before is passed over.
+    """
+    found: Iterator[AnyPath] = (
+        (file for file in folder.files_below() if "/." not in f"/{path_inside(file, folder)}")
+        if isinstance(folder, RemotePath)
+        else _walked(str(folder), follow_links, set())
+    )
+    return cast("Iterator[SomePath]", found)
+
+
+def _walked(folder: str, follow_links: bool, seen: set[str]) -> Iterator[Path]:
+    if (real := os.path.realpath(folder)) in seen:
+        return
+    seen.add(real)
+    with os.scandir(folder) as found:
+        entries = sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.is_dir():
+            if follow_links or not entry.is_symlink():
+                yield from _walked(entry.path, follow_links, seen)
+        elif entry.is_file():  # a pipe or a device is not
+            yield Path(entry.path)
+
+
+def content_digest(path: AnyPath) -> str | None:
+    """Return a digest of a file's bytes, or of the names and bytes of all files in a folder; None if there is neither.
+
+    Hidden files are other programs' and do not count; nor do dates, nor the path's own name. All bytes are read: a
+    file that is replaced by one of the same size and date has another digest. Raises DataError where one cannot be.
+    """
+    try:
+        if path.is_file():
+            opened = path.open_input() if isinstance(path, RemotePath) else path.open("rb")
+            with opened as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        if not path.is_dir():
+            return None
+        below = files_below(path, follow_links=True)
+        names = {path_inside(file, path): content_digest(file) for file in below}
+    except OSError as error:
+        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+    return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Parquet files: found, opened, read by rows, and written whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cauc_ray.errors import DataError, first_line
+from cauc_ray.files.atomic import written_beside
+from cauc_ray.files.listing import files_below
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath
+
+_STREAM_BYTES = 1 << 18
+
+
+def write_parquet(path: AnyPath, table: pa.Table) -> None:
+    """Write a Parquet file atomically."""
+    with written_beside(path) as beside:
+        pq.write_table(table, beside)
+
+
+def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
+    """Read one Parquet file, or those of some columns that it has.
+
+    Raises DataError naming the file when it is missing, truncated or of another format.
+    """
+    with open_parquet(path) as file:
+        names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
+        try:
+            return file.read(names)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
+    """Open a Parquet file to read parts of it. Raises DataError as read_parquet does.
+
+    streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
+    """
+    try:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
+        file = pq.ParquetFile(
+            path.open_input() if isinstance(path, RemotePath) else path,
+            buffer_size=_STREAM_BYTES if streamed else 0,
+            pre_buffer=not streamed,
+            page_checksum_verification=True,
+        )
+        names = file.schema_arrow.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            file.close()
+            raise DataError(f"{path} has two columns named {twice!r}")
+        return file
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+
+
+def read_rows(
+    opened: pq.ParquetFile,
+    file: AnyPath,
+    rows: npt.NDArray[np.integer[Any]],
+    columns: Sequence[str],
+    size: int,
+    most_bytes: int = 1 << 62,
+) -> Iterator[pa.Table]:
+    """Yield some rows of an open file, decoding only row groups that hold some, and those a little at a time.
+
+    rows: int64 (n,), the rows' numbers in the file, rising.   size, most_bytes: how much is decoded at once.
+    Raises DataError naming the file where it is damaged.
+    """
+    start = 0
+    try:
+        for group in range(opened.metadata.num_row_groups):
+            about = opened.metadata.row_group(group)
+            end = start + about.num_rows
+            first, last = np.searchsorted(rows, [start, end])
+            at_once = max(1, min(size, most_bytes * about.num_rows // max(1, about.total_byte_size)))
+            batches = opened.iter_batches(at_once, [group], columns, use_threads=False) if first < last else ()
+            for batch in batches:
+                upto = np.searchsorted(rows, start + len(batch))
+                if first < upto:
+                    # Parquet also gives a column "a.b" to who asks for "a".
+                    yield _without_views(pa.Table.from_batches([batch]).select(columns)).take(rows[first:upto] - start)
+                first, start = upto, start + len(batch)
+                if first == last:
+                    break
+            start = end
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def _without_views(table: pa.Table) -> pa.Table:
+    """Return a table whose texts and bytes are no views: Arrow cannot take rows of those."""
+    plain = {
+        pa.string_view(): pa.large_string(),
+        pa.binary_view(): pa.large_binary(),
+        pa.list_(pa.string_view()): pa.list_(pa.large_string()),
+    }
+    # A list's type without the name of its items, which differs between writers.
+    bare = [pa.list_(kind.value_type) if pa.types.is_list(kind) else kind for kind in table.schema.types]
+    fields = [each.with_type(plain.get(kind, each.type)) for each, kind in zip(table.schema, bare, strict=True)]
+    return table.cast(pa.schema(fields)) if any(kind in plain for kind in bare) else table
+
+
+def count_rows(path: AnyPath) -> int:
+    """Return the rows of a Parquet file, 0 where there is none. Raises DataError as read_parquet does."""
+    if not path.exists():
+        return 0
+    with open_parquet(path) as file:
+        n: int = file.metadata.num_rows
+        return n
+
+
+def parquet_files(path: SomePath) -> list[SomePath]:
+    """Return a Parquet file, or all visible ones of a folder and below it, sorted. Raises DataError if none."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"there is no file {path}")
+    try:
+        files = list(_parquet_below(path))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not files:
+        raise DataError(f"there are no .parquet files in {path}")
+    return files
+
+
+def has_parquet_files(folder: AnyPath) -> bool:
+    """Return whether there are Parquet files in a folder or below it."""
+    return any(True for _ in _parquet_below(folder))
+
+
+def _parquet_below(folder: SomePath) -> Iterator[SomePath]:
+    return (file for file in files_below(folder) if file.name.endswith(".parquet"))

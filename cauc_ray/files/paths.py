@@ -1,0 +1,191 @@
+"""Paths: local ones, and URIs such as s3://bucket/folder through the filesystems of pyarrow and fsspec.
+
+Endpoints and credentials come from each filesystem's usual environment variables, such as AWS_ENDPOINT_URL_S3,
+AWS_REGION and AWS_ACCESS_KEY_ID.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs
+
+from cauc_ray.errors import ConfigError, DataError, first_line
+
+_URI = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
+# What says where a filesystem is and who may use it.
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "HF_")
+_NO_ACCESS = re.compile("ACCESS_DENIED|FORBIDDEN|Unauthorized|credential|InvalidAccessKeyId|40[13] ", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A file or folder behind a URI, with those methods of pathlib.Path that readers of files need.
+
+    root: scheme and authority, such as "s3://bucket".   key: the path below it.
+    Methods raise DataError, in one line, where the filesystem cannot be reached or refuses; ConfigError where a
+    package for it is missing.
+    """
+
+    root: str
+    key: PurePosixPath
+
+    def __str__(self) -> str:
+        return self.root if self.key == PurePosixPath() else f"{self.root}/{self.key}"
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return replace(self, key=self.key / name)
+
+    @property
+    def name(self) -> str:
+        """Return the last component."""
+        return self.key.name
+
+    @property
+    def parent(self) -> RemotePath:
+        """Return the folder above."""
+        return replace(self, key=self.key.parent)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the components, the root first."""
+        return (self.root, *self.key.parts)
+
+    def exists(self) -> bool:
+        """Return whether there is a file or a folder."""
+        return bool(self._type() != pyarrow.fs.FileType.NotFound)
+
+    def is_file(self) -> bool:
+        """Return whether there is a file."""
+        return bool(self._type() == pyarrow.fs.FileType.File)
+
+    def is_dir(self) -> bool:
+        """Return whether there is a folder; on object stores, whether some object lies below."""
+        return bool(self._type() == pyarrow.fs.FileType.Directory)
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Yield what lies in the folder, sorted."""
+        return (path for path, _ in self._list(recursive=False))
+
+    def files_below(self) -> Iterator[RemotePath]:
+        """Yield the files in the folder and below it, sorted."""
+        return (path for path, kind in self._list(recursive=True) if kind == pyarrow.fs.FileType.File)
+
+    def open_input(self) -> Any:
+        """Open the file for reading at any position. Raises FileNotFoundError where there is none."""
+        with self._explained("read"):
+            filesystem, path = self._located()
+            return filesystem.open_input_file(path)
+
+    def read_bytes(self) -> bytes:
+        """Return the file's content. Raises FileNotFoundError where there is none."""
+        with self._explained("read"), self.open_input() as opened:
+            content: bytes = opened.read()
+            return content
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the file's text. Raises FileNotFoundError, or UnicodeDecodeError where it is not text."""
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, content: bytes | pa.Buffer) -> None:
+        """Put a whole file: readers see the old one or the new one."""
+        with self._explained("written", ConfigError):
+            filesystem, path = self._located()
+            stream = filesystem.open_output_stream(path)
+            # One write: closing a stream, even after an error between two writes, would publish a half file.
+            stream.write(content)
+            stream.close()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+        if missing_ok and not self.is_file():
+            return
+        with self._explained("deleted", ConfigError):
+            filesystem, path = self._located()
+            filesystem.delete_file(path)
+
+    def _type(self) -> Any:
+        with self._explained("read"):
+            filesystem, path = self._located()
+            return filesystem.get_file_info(path).type
+
+    def _list(self, *, recursive: bool) -> list[tuple[RemotePath, Any]]:
+        with self._explained("read"):
+            filesystem, path = self._located()
+            found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True, recursive=recursive))
+        below = {PurePosixPath(each.path.lstrip("/")).relative_to(path): each.type for each in found}
+        return [(replace(self, key=self.key / name), below[name]) for name in sorted(below)]
+
+    def _located(self) -> tuple[Any, str]:
+        settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
+        filesystem, base = _filesystem(self.root, settings)
+        return filesystem, "/".join(part for part in (base, *self.key.parts) if part)
+
+    @contextmanager
+    def _explained(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, ConfigError, DataError):
+            raise
+        except Exception as error:  # every library of a filesystem, and the network, fails in its own ways
+            reason = first_line(error)
+            remedy = "; give credentials that may do so" if _NO_ACCESS.search(reason) else ""
+            raise kind(f"{self} cannot be {done}: {reason}{remedy}") from error
+
+
+AnyPath: TypeAlias = Path | RemotePath
+SomePath = TypeVar("SomePath", bound=AnyPath)
+
+
+def path_of(location: str | AnyPath) -> AnyPath:
+    """Return the path that a text or a URI names.
+
+    >>> path_of("s3://bucket/LOGITS") / "pool.json"
+    RemotePath(root='s3://bucket', key=PurePosixPath('LOGITS/pool.json'))
+    >>> path_of("file:///data/LOGITS") == path_of("/data/LOGITS")
+    True
+    """
+    uri = _URI.fullmatch(location) if isinstance(location, str) else None
+    if isinstance(location, RemotePath) or uri is None:
+        return location if isinstance(location, RemotePath) else Path(location)
+    scheme, authority, key = uri.groups()
+    return Path("/", key) if scheme == "file" else RemotePath(f"{scheme}://{authority}", PurePosixPath(key))
+
+
+def path_inside(path: AnyPath, folder: AnyPath) -> str:
+    """Return the path of what lies in a folder, from there, with slashes.
+
+    >>> path_inside(path_of("s3://bucket/LOGITS/pool.json"), path_of("s3://bucket"))
+    'LOGITS/pool.json'
+    """
+    return "/".join(path.parts[len(folder.parts) :])
+
+
+@lru_cache(maxsize=32)
+def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, str]:
+    """Return the filesystem of a root, as the environment's settings have it, and the root's path there."""
+    try:
+        filesystem, base = pyarrow.fs.FileSystem.from_uri(root)
+        return filesystem, base.strip("/")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ImportError):  # pyarrow has none for this scheme
+        scheme, _, authority = root.partition("://")
+    try:
+        from fsspec import filesystem as fsspec_filesystem
+
+        handler = pyarrow.fs.FSSpecHandler(fsspec_filesystem(scheme))
+    except ImportError as error:
+        package = {"hf": "huggingface_hub", "abfs": "adlfs", "gs": "gcsfs"}.get(scheme, "")
+        missing = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
+        raise ConfigError(f"{missing}: pip install fsspec {package}".rstrip()) from error
+    except ValueError as error:
+        known = "a path, s3://, gs://, abfs:// or hf://"
+        raise ConfigError(f"{root}: no filesystem is known for {scheme}://; give {known}") from error
+    return pyarrow.fs.PyFileSystem(handler), authority

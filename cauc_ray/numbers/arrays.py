@@ -1,0 +1,175 @@
+"""Rows of logits as they come, in arrays or from a table: the same checks, and a chain of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.logits import (
+    MUST_BE_DECLARED,
+    NOT_PROBABILITIES,
+    LogitKind,
+    SumsToOne,
+    as_logits,
+    hold_probabilities,
+    real_options,
+)
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+
+def refuse_rows(where: str, ids: Sequence[Any], bad: Bools, why: Callable[[int], str]) -> None:
+    """Raise DataError naming the first example of which bad, bool (N,), is true."""
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise DataError(f"{where}, example {str(ids[row])!r}: {why(row)}")
+
+
+def check_rows(
+    where: str,
+    ids: Sequence[Any],
+    logits: Floats,
+    n_options: Ints,
+    labels: Ints,
+    known: Bools,
+    kind: LogitKind | None,
+) -> tuple[Floats, SumsToOne]:
+    """Return rows as logits, and how near they are to undeclared probabilities.
+
+    ids: (N,), for messages.   logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).
+    labels: int (N,).   known: bool (N,), which examples have one.   kind: of the rows, None to leave them as they are.
+    Raises DataError naming the example for NaN or +inf, a row without options, a label outside its row's options, and
+    for rows that were declared as probabilities and are not.
+    """
+    refuse_rows(where, ids, n_options == 0, lambda row: "it has no logits")
+    # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
+    largest = logits.max(axis=1, initial=-np.inf)
+    refuse_rows(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
+    if kind == "probabilities":
+        refuse_rows(where, ids, ~hold_probabilities(real_options(logits)), lambda row: NOT_PROBABILITIES)
+    if kind is not None:
+        logits = as_logits(logits, kind)
+    sums = SumsToOne.of(logits) if kind in MUST_BE_DECLARED else SumsToOne()
+    outside = known & ((labels < 0) | (labels >= n_options))
+    refuse_rows(where, ids, outside, lambda row: f"label {labels[row]} is outside its {n_options[row]} options")
+    chosen = logits[np.arange(len(labels)), np.clip(labels, 0, n_options - 1)]
+    impossible = known & np.isneginf(chosen)
+    refuse_rows(where, ids, impossible, lambda row: f"the logit of its label {labels[row]} is -inf or a mask")
+    return logits, sums
+
+
+def require_no_probabilities(where: str, sums: SumsToOne) -> None:
+    """Raise DataError, which begins with where, for rows that are probabilities without being declared so."""
+    if sums.certain:
+        raise DataError(
+            f"{where}: its rows are probabilities (none below 0, each row sums to one), not logits; declare them with "
+            '--logit-kind probabilities (Python: logit_kind="probabilities"), or as the "logit_kind" of the model in '
+            "the table's pool.json"
+        )
+
+
+def array_chain(
+    arrays: Mapping[str, Any],
+    models: Sequence[str],
+    labels: Any,
+    *,
+    costs: Costs,
+    kinds: Mapping[str, LogitKind],
+    source: str = "the arrays",
+) -> ChainLogits:
+    """Return a chain of arrays, checked and rounded to float32 as a logit table's rows are.
+
+    arrays: by model, (N, K): numpy arrays, lists, frames with a column for each option, or N vectors of any lengths;
+    row i of each is example i, whose id is "i".   models: the chain, cheapest first.   labels: int (N,), None for none.
+    kinds: of each model's rows.
+    Raises ConfigError for a model that has no array, DataError as check_rows does and where shapes disagree.
+    """
+    missing = next((model for model in models if model not in arrays), None)
+    if missing is not None:
+        raise ConfigError(f"{source}: {unknown_name('model', missing, arrays)}")
+    rows = {model: _rows(f"{source}: model {model!r}", arrays[model]) for model in models}
+    first, (expected, n_options) = models[0], rows[models[0]]
+    n, k = expected.shape
+    ids = tuple(map(str, range(n)))
+    named = {model: columns for model in models if (columns := _columns(arrays[model]))}
+    own_labels = _labels(source, labels, n)
+    known = own_labels != UNKNOWN_LABEL
+    logits = []
+    for model in models:
+        where, (values, lengths) = f"{source}: model {model!r}", rows[model]
+        if values.shape != (n, k) or (lengths != n_options).any():
+            raise DataError(f"{where} has logits of shape {values.shape}, model {first!r} of shape {(n, k)}")
+        other, columns = next(iter(named.items()), (model, []))
+        if named.get(model, columns) != columns:
+            raise DataError(f"{where} has the columns {named[model]}, model {other!r} has {columns}")
+        checked, sums = check_rows(where, ids, values, lengths, own_labels, known, kinds[model])
+        require_no_probabilities(where, sums)
+        logits.append(checked)
+    return ChainLogits(
+        models=tuple(models),
+        logits=tuple(logits),
+        example_ids=ids,
+        labels=own_labels,
+        costs=costs,
+        per_call_costs=False,
+        source=source,
+        logit_kind=tuple(kinds[model] for model in models),
+    )
+
+
+def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
+    """Return rows as float32 (N, K), -inf beyond a row's options, and how many each has, int (N,)."""
+    if hasattr(values, "to_numpy"):
+        values = values.to_numpy()
+    try:
+        with np.errstate(over="ignore"):  # what is out of float32's reach is refused, or a mask
+            if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
+                lengths = np.array([len(row) for row in values])
+                padded = np.full((len(values), lengths.max()), -np.inf, dtype=np.float32)
+                for row, own in zip(padded, values, strict=True):
+                    row[: len(own)] = own
+                return padded, lengths
+            logits = np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: its logits are not numbers (N, K): {error}") from error
+    if logits.ndim != 2 or not len(logits):
+        raise DataError(f"{where}: logits are an array (N, K) of at least one row, got shape {logits.shape}")
+    return logits, np.full(len(logits), logits.shape[1])
+
+
+def _columns(values: Any) -> list[str]:
+    """Return the names of a frame's columns, none of an array."""
+    return list(map(str, values.columns)) if hasattr(values, "to_numpy") and hasattr(values, "columns") else []
+
+
+def _labels(source: str, labels: Any, n: int) -> Ints:
+    if labels is None:
+        return np.full(n, UNKNOWN_LABEL, dtype=np.int32)
+    given = np.asarray(labels.to_numpy() if hasattr(labels, "to_numpy") else labels)
+    if given.shape != (n,):
+        raise DataError(f"{source}: labels of shape {given.shape} for {n} examples")
+    try:
+        whole = given.astype(np.int32)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{source}: labels are indexes of options, integers: {error}") from error
+    if given.dtype.kind not in "iub" and (whole != given).any():
+        raise DataError(f"{source}: labels are indexes of options, integers; got {given[whole != given][0]!r}")
+    return whole
+
+
+def rows_of(chain: ChainLogits, rows: Ints, source: str | None = None) -> ChainLogits:
+    """Return some of a chain's examples, in the order of rows, int (n,)."""
+    per_call = chain.costs.per_call
+    return replace(
+        chain,
+        logits=tuple(logits[rows] for logits in chain.logits),
+        example_ids=tuple(chain.example_ids[row] for row in rows),
+        labels=chain.labels[rows],
+        costs=Costs(chain.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
+        source=source or chain.source,
+    )

@@ -1,0 +1,281 @@
+"""How sure measured shares, differences and means are: intervals and tests, exact wherever rows are counted.
+
+scipy.special is imported where it is called, so that importing cauc_ray does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.types import Bools, Floats
+
+# Of each side of an interval of gains and losses, and of a sign that counts as established: 5 % of being wrong.
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of n rows with its 95 % Wilson interval; all NaN where n is 0."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def share(n_hits: int, n: int, level: float = 0.95) -> Share:
+    """Return n_hits / n with its score interval (Wilson, JASA 1927).
+
+    >>> share(90, 100)
+    Share(value=0.9, low=0.8256343384950865, high=0.9447708629393249, n=100)
+    """
+    if n == 0:
+        return Share(float("nan"), float("nan"), float("nan"), 0)
+    z = NormalDist().inv_cdf(0.5 + level / 2)
+    value = n_hits / n
+    centre = (value + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
+    # At 0 and 1 the interval ends there exactly; rounding would put it a hair to the side.
+    low = 0.0 if n_hits == 0 else centre - half
+    high = 1.0 if n_hits == n else centre + half
+    return Share(value, low, high, n)
+
+
+def binomial_tail(n_hits: int, n: int, probability: float) -> float:
+    """Return P(X <= n_hits) for X ~ Binomial(n, probability).
+
+    It is the p-value of the hypothesis that errors are at least that likely, where n_hits of n rows are wrong.
+    Raises DataError unless 0 <= n_hits <= n and 0 <= probability <= 1.
+
+    >>> binomial_tail(0, 59, 0.05)  # 0.95 ** 59
+    0.0484...
+    """
+    from scipy.special import betaincc
+
+    _require_counts(n_hits, n)
+    if not 0 <= probability <= 1:
+        raise DataError(f"a probability lies between 0 and 1, got {probability}")
+    # As the upper tail of a beta: it takes the probability itself, of which 1 - probability would lose digits.
+    return 1.0 if n_hits == n else float(betaincc(n_hits + 1, n - n_hits, probability))
+
+
+def risk_upper_bound(n_wrong: int, n: int, confidence: float) -> float:
+    """Return the exact upper confidence bound of a risk (Clopper and Pearson, Biometrika 1934), one-sided.
+
+    The largest risk at which so few wrong rows of n still have a probability of 1 - confidence; 1 where n is 0.
+    Raises DataError unless 0 <= n_wrong <= n and 0 < confidence < 1.
+
+    >>> risk_upper_bound(0, 59, 0.95)  # 1 - 0.05 ** (1 / 59)
+    0.0495...
+    """
+    from scipy.special import betainccinv
+
+    _require_counts(n_wrong, n)
+    if not 0 < confidence < 1:
+        raise DataError(f"a confidence lies between 0 and 1, got {confidence}")
+    return 1.0 if n_wrong == n else float(betainccinv(n_wrong + 1, n - n_wrong, 1 - confidence))
+
+
+def least_accepted(risk: float, confidence: float) -> int:
+    """Return of how many rows none may be wrong for the bound of their risk to be at most the given one.
+
+    >>> least_accepted(0.05, 0.95)
+    59
+    """
+    n = max(1, math.ceil(math.log1p(-confidence) / math.log1p(-risk)) - 1)
+    while binomial_tail(0, n, risk) > 1 - confidence:
+        n += 1
+    return n
+
+
+def _require_counts(n_hits: int, n: int) -> None:
+    if not 0 <= n_hits <= n:
+        raise DataError(f"counted are 0 to n rows of n, got {n_hits} of {n}")
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """Of n rows, n_gain where only the first of two methods is right and n_loss where only the second is.
+
+    rate: (n_gain - n_loss) / n.   low, high: its interval, exact given how many rows differ; each side errs at most
+    1 time in 20, so that it lies above 0 exactly where the gain is established.
+    p_gain, p_loss: of so many gains, or losses, or more, were both as likely (exact, one-sided).
+    """
+
+    n: int
+    n_gain: int
+    n_loss: int
+    rate: float
+    low: float
+    high: float
+    p_gain: float
+    p_loss: float
+
+    @property
+    def gains(self) -> bool:
+        """Return whether the first method is established to be right more often."""
+        return self.p_gain <= 1 - CONFIDENCE
+
+    @property
+    def loses(self) -> bool:
+        """Return whether it is established to be right less often."""
+        return self.p_loss <= 1 - CONFIDENCE
+
+    @property
+    def open(self) -> bool:
+        """Return whether the two differ on some rows, which do not establish the better one."""
+        return self.n_gain + self.n_loss > 0 and not (self.gains or self.loses)
+
+    @property
+    def p_value(self) -> float:
+        """Return the two-sided p-value of the two being equally good."""
+        return min(1.0, 2 * min(self.p_gain, self.p_loss))
+
+
+def signs(n_gain: int, n_loss: int, n: int) -> Signs:
+    """Return what gains and losses establish: the sign test (McNemar, Psychometrika 1947), one-sided and exact.
+
+    Where no row differs the interval is the point 0 and both p-values are 1.
+    Raises DataError unless there are rows, and as many as gains and losses.
+
+    >>> found = signs(9, 1, 100)
+    >>> round(found.p_gain, 4), found.gains, round(found.low, 3)
+    (0.0107, True, 0.021)
+    """
+    n_differ = n_gain + n_loss
+    if n < 1 or min(n_gain, n_loss) < 0 or n_differ > n:
+        raise DataError(f"gains and losses are counted among the rows, got {n_gain} and {n_loss} of {n}")
+    most, least = (risk_upper_bound(hits, n_differ, CONFIDENCE) if n_differ else 0.5 for hits in (n_gain, n_loss))
+    return Signs(
+        n=n,
+        n_gain=n_gain,
+        n_loss=n_loss,
+        rate=(n_gain - n_loss) / n,
+        low=(1 - 2 * least) * n_differ / n,
+        high=(2 * most - 1) * n_differ / n,
+        p_gain=binomial_tail(n_loss, n_differ, 0.5),
+        p_loss=binomial_tail(n_gain, n_differ, 0.5),
+    )
+
+
+def signs_of(correct: Bools, other: Bools) -> Signs:
+    """Return the signs of one method against another.   correct, other: bool (N,), whether each is right on each row.
+
+    Raises DataError without rows, or where the two differ in length.
+    """
+    if correct.shape != other.shape or correct.ndim != 1 or not len(correct):
+        raise DataError(
+            f"a paired difference needs two methods on the same rows, (N,) and at least one; "
+            f"got {correct.shape} and {other.shape}"
+        )
+    return signs(int(np.sum(correct & ~other)), int(np.sum(other & ~correct)), len(correct))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An accuracy less another on the same n rows.
+
+    low, high: percentile bootstrap interval.   p_value: two-sided, of the two being equally good.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    p_value: float
+
+
+def paired_difference(
+    correct_a: Bools, correct_b: Bools, resamples: int = 10_000, level: float = 0.95, seed: int = 0
+) -> Difference:
+    """Return the accuracy of a less that of b, with its paired percentile bootstrap interval over rows.
+
+    correct_a, correct_b: bool (N,), whether each method is right on each row, in the same order.
+    A row enters only as -1, 0 or +1: rows drawn with replacement are three counts drawn from a multinomial of the
+    three shares. That is the bootstrap over rows (Efron, Annals of Statistics 1979) itself, without drawing a row.
+    The p-value is that of the sign test. Raises DataError as signs_of does.
+
+    >>> paired_difference(np.array([True] * 90 + [False] * 10), np.array([True] * 80 + [False] * 20))
+    Difference(value=0.1, low=0.05, high=0.16, n=100, p_value=0.001953125)
+    """
+    found = signs_of(correct_a, correct_b)
+    n, cells = found.n, np.array([found.n_loss, found.n - found.n_gain - found.n_loss, found.n_gain])
+    drawn = np.random.default_rng(seed).multinomial(n, cells / n, size=resamples)
+    tail = (1 - level) / 2
+    low, high = np.quantile((drawn[:, 2] - drawn[:, 0]) / n, [tail, 1 - tail])
+    return Difference(found.rate, float(low), float(high), n, found.p_value)
+
+
+@dataclass(frozen=True, slots=True)
+class NormalTest:
+    """A statistic that is standard normal under the hypothesis tested, and its two-sided p-value."""
+
+    z: float
+
+    @property
+    def p_value(self) -> float:
+        """Return how probable so large a magnitude is."""
+        return math.erfc(abs(self.z) / math.sqrt(2))
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The mean of n independent rows and their standard deviation, in the same unit."""
+
+    value: float
+    deviation: float
+    n: int
+
+
+def mean_difference(one: Mean, other: Mean) -> NormalTest:
+    """Compare two means by their own deviations (the two-sample z test, whose normal limit needs dozens of rows).
+
+    Where neither varies, a difference beyond the rounding of float32 is infinitely many errors large.
+
+    >>> round(mean_difference(Mean(1.1, 0.5, 400), Mean(1.0, 0.5, 400)).z, 3)
+    2.828
+    """
+    error = math.sqrt(one.deviation**2 / one.n + other.deviation**2 / other.n)
+    apart = one.value - other.value
+    if abs(apart) <= 1e-6 * max(abs(one.value), abs(other.value)):
+        return NormalTest(0.0)
+    return NormalTest(apart / error if error > 0 else math.copysign(math.inf, apart))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The area under the ROC curve of confidences against being right: 1/2 is no better than chance.
+
+    p_value: of so large an area or a larger one, were confidences and being right independent.
+    """
+
+    area: float
+    p_value: float
+
+
+def ranking(confidences: Floats, correct: Bools) -> Ranking | None:
+    """Return how well confidences rank, by the rank-sum test (Mann and Whitney, 1947) with ties at mid-ranks.
+
+    confidences: float (N,).   correct: bool (N,). Its normal limit is used, whose variance is lessened for ties.
+    Returns None where all rows are right or all are wrong: nothing can be ranked there.
+
+    >>> ranking(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, True, False, False])).area
+    1.0
+    """
+    n, n_right = len(correct), int(correct.sum())
+    if n_right in (0, n):
+        return None
+    _, index, counts = np.unique(confidences, return_inverse=True, return_counts=True)
+    mid_ranks = np.cumsum(counts) - (counts - 1) / 2
+    n_pairs = n_right * (n - n_right)
+    area = (float(mid_ranks[index[correct]].sum()) - n_right * (n_right + 1) / 2) / n_pairs
+    ties = float((counts.astype(np.float64) ** 3 - counts).sum()) / (n * (n - 1))
+    variance = (n + 1 - ties) / (12 * n_pairs)
+    # All confidences equal: they rank nothing.
+    p_value = 1.0 if variance <= 0 else math.erfc((area - 0.5) / math.sqrt(2 * variance)) / 2
+    return Ranking(area, p_value)

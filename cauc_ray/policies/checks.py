@@ -1,0 +1,304 @@
+"""Checks of every fitted policy for what makes policies disappoint, kept in its file as guards (docs/guards.md)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from cauc_ray.errors import GuardError, GuardWarning
+from cauc_ray.numbers.calibration import FitStatus
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.intervals import CONFIDENCE, Mean, Signs, mean_difference, ranking, signs, signs_of
+from cauc_ray.numbers.sweep import most_within
+from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.policies.cauc_base import BasePolicy
+from cauc_ray.policies.cauc_rf import RFStage
+from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy_file import Stage
+from cauc_ray.policies.trace import Answered, Trace, answers_alone, replay
+
+# With fewer, no accuracy is known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
+FEWEST_EXAMPLES = 385
+# Two of such errors move a confidence between two options by up to 4.5 points: p (1 - p) ln (p / (1 - p)) is 0.224
+# at most, and it is what a confidence changes by for a change of its temperature's logarithm.
+LARGEST_RELATIVE_ERROR = 0.1
+# How often costs of one distribution are taken for different ones.
+COST_LEVEL = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The split on which a policy is measured: its examples, all steps there, and the answers at its threshold."""
+
+    chain: Chain
+    trace: Trace
+    answered: Answered
+
+
+def look(policy: Policy, expected: Measures, on: Measured, calibration: Chain) -> tuple[Guard, ...]:
+    """Look at a policy whose threshold is set.
+
+    expected: what was measured of it there.   calibration: what it was fitted on, which is also replayed for its cost
+    unless it is what was measured on.
+    """
+    return tuple(guard for guard in _guards(policy, expected, on, calibration) if guard is not None)
+
+
+def _guards(policy: Policy, expected: Measures, on: Measured, calibration: Chain) -> Iterator[Guard | None]:
+    chain, split, n_models = on.chain, expected.split, len(policy.stages)
+    rows = np.flatnonzero(chain.labelled)
+    labels, stops = chain.labels[rows, None], on.answered.stages[rows]
+    stepwise: Bools = on.trace.predictions[rows] == labels
+    if n_models > 1:
+        alone: Bools = answers_alone(policy, chain)[rows] == labels
+        correct: Bools = stepwise[np.arange(len(rows)), stops]
+        yield _against_largest(expected, float(chain.costs.means[-1]), policy.cost_unit)
+        yield _below_single(policy, expected, chain, correct, alone)
+        yield _worse_than_part(policy, expected, chain, correct)
+        yield from _fusions_within_noise(policy, stepwise, alone, split)
+        for index in _fusing(policy):
+            reached = stops >= index
+            yield _fusion_hurts(policy.models[index], stepwise[reached, index], alone[reached, index], split)
+    yield _few_examples(policy.calibration)
+    for stage in policy.stages:
+        yield from _temperature(stage)
+    for index, stage in enumerate(policy.stages[:-1]):
+        yield _informative(stage.name, on.trace.confidences[rows, index], stepwise[:, index], split)
+    if calibration is not chain and n_models > 1:
+        costs = replay(policy, calibration).costs
+        yield as_expected(expected, costs, policy.calibration.split, policy.budget, policy.cost_unit)
+
+
+def _guard(name: GuardName, stage: str | None, fired: bool, says: str, **figures: float) -> Guard:
+    return Guard(
+        name=name, stage=stage, fired=fired, says=says, figures={key: float(of) for key, of in figures.items()}
+    )
+
+
+def _against_largest(expected: Measures, of_largest: float, unit: str) -> Guard:
+    """Compare a policy's mean cost with that of calling its last model on every example."""
+    cost = expected.cost
+    fired = cost > most_within(of_largest)
+    times = f", {cost / of_largest:.2f} times as much" if of_largest > 0 else ""
+    says = (
+        f"the policy costs {'more' if fired else 'no more'} than always calling the largest model: on "
+        f"{expected.split} {cost:.4g} {unit} an example against {of_largest:.4g}{times}"
+    )
+    return _guard("cost-above-largest", None, fired, says, cost=cost, largest_cost=of_largest)
+
+
+def _below_single(policy: Policy, expected: Measures, chain: Chain, correct: Bools, alone: Bools) -> Guard | None:
+    """Compare the policy with the best of the models that cost no more; None without any.
+
+    correct: bool (n,), of the policy's answers.   alone: bool (n, M), of the models' own.
+    """
+    cheap = [index for index, cost in enumerate(chain.costs.means) if cost <= most_within(expected.cost)]
+    if not cheap:
+        return None
+    best = max(cheap, key=lambda index: (alone[:, index].sum(), -index))
+    found, name = signs_of(correct, alone[:, best]), policy.models[best]
+    own, single = float(correct.mean()), float(alone[:, best].mean())
+    says = (
+        f"on {expected.split} the policy answers {100 * own:.1f} % right, {name} alone, which costs no more, "
+        f"{100 * single:.1f} % ({_words(found)})"
+    )
+    return _guard("below-single-model", name, own < single, says, accuracy=own, single_accuracy=single, **asdict(found))
+
+
+def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: Bools) -> Guard | None:
+    """Compare the policy with itself without one of its stages, the best of those that cost no more.
+
+    Threshold and all numbers of the other stages stay, so that nothing is fitted: what a fit of fewer models, or
+    `--search`, would find can be better still. None for chains of one or two, whose parts are single models.
+    """
+    indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
+    if len(indices) < 3:
+        return None
+    parts = [
+        replay(_without(policy, index), chain.of_models([other for other in indices if other != index]))
+        for index in indices
+    ]
+    right = [part.predictions[chain.labelled] == chain.labels[chain.labelled] for part in parts]
+    costs = [float(part.costs.mean()) for part in parts]
+    cheap = [index for index in indices if costs[index] <= most_within(cost)]
+    if not cheap:
+        return None
+    # Among equals the cheapest.
+    index = min(cheap, key=lambda one: (-int(right[one].sum()), costs[one]))
+    found, name = signs_of(correct, right[index]), policy.models[index]
+    own, other = float(correct.mean()), float(right[index].mean())
+    says = (
+        f"on {split} the policy answers {100 * own:.1f} % right at {cost:.4g} {policy.cost_unit} an example, without "
+        f"{name} {100 * other:.1f} % at {costs[index]:.4g} ({_words(found)})"
+    )
+    figures = {"accuracy": own, "part_accuracy": other, "cost": cost, "part_cost": costs[index], **asdict(found)}
+    return _guard("worse-than-part", name, own < other, says, **figures)
+
+
+def _without(policy: Policy, index: int) -> Policy:
+    """Return the policy without a stage: RF's next begins anew if there is none before it, Base's last one is fused."""
+    stages = [stage for other, stage in enumerate(policy.stages) if other != index]
+    if isinstance(policy, BasePolicy):
+        stages[-1] = stages[-1].model_copy(update={"fused": True})
+    return policy.model_copy(update={"stages": tuple(stages)})
+
+
+def _fusing(policy: Policy) -> list[int]:
+    """Return the stages whose answers are fused ones: of Base the last, of RF all later ones that are not refused."""
+    if isinstance(policy, BasePolicy):
+        return [len(policy.stages) - 1] if any(stage.fused for stage in policy.stages[:-1]) else []
+    return [index for index, stage in enumerate(policy.stages) if index and isinstance(stage, RFStage) and stage.fused]
+
+
+def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str) -> Iterator[Guard]:
+    """Look whether each fusion's sign is established.
+
+    Base's complementarity rates are of calibration, admitted or refused; RF's folds are measured on the split.
+    fused: bool (n, M), whether the answer at each stage is right.   alone: bool (n, M), whether its model's own is.
+    """
+    if isinstance(policy, BasePolicy):
+        for stage in policy.stages[:-1]:
+            if stage.n_gain is None or stage.n_loss is None:
+                continue
+            found = signs(stage.n_gain, stage.n_loss, policy.calibration.n)
+            says = (
+                f"{stage.name}: fusing it with {policy.models[-1]} is {'admitted' if stage.fused else 'refused'} "
+                f"{'within' if found.open else 'beyond'} the noise of its complementarity rate on "
+                f"{policy.calibration.split} ({_words(found)})"
+            )
+            yield _guard("fusion-within-noise", stage.name, found.open, says, **asdict(found))
+        return
+    for index in _fusing(policy):
+        found, name = signs_of(fused[:, index], alone[:, index]), policy.models[index]
+        fired = found.n_gain + found.n_loss > 0 and not found.gains
+        word = "breaks more than it fixes of" if found.loses else "is within its noise on" if fired else "fixes"
+        says = f"{name}: fusion with the stages before {word} its answers on {split} ({_words(found)})"
+        yield _guard("fusion-within-noise", name, fired, says, **asdict(found))
+
+
+def _fusion_hurts(name: str, fused: Bools, alone: Bools, split: str) -> Guard | None:
+    """Look whether a stage's fusion makes the answers to the n examples that reach it worse; None where none does."""
+    if not len(fused):
+        return None
+    found = signs_of(fused, alone)
+    word = "breaks more than it fixes of" if found.loses else "is not shown to break"
+    says = f"{name}: fusion {word} its answers to the examples of {split} that reach it ({_words(found)})"
+    return _guard("fusion-hurts", name, found.loses, says, **asdict(found))
+
+
+def _few_examples(calibration: FittedOn) -> Guard:
+    """Look whether calibration has too few examples for any share of them to be known well."""
+    n, fired = calibration.n, calibration.n < FEWEST_EXAMPLES
+    says = (
+        f"{calibration.split} has {n:,} examples, {'fewer' if fired else 'no fewer'} than the {FEWEST_EXAMPLES} by "
+        "which an accuracy is known to 5 points (95 % confidence)"
+    )
+    return _guard("few-examples", None, fired, says, n=n, fewest=FEWEST_EXAMPLES)
+
+
+def _temperature(stage: Stage) -> Iterator[Guard]:
+    """Look whether a stage's temperature is at a minimum at all, and whether it is known well enough."""
+    name, fit = stage.name, stage.diagnostics
+    statuses = [("temperature", fit.status)]
+    if isinstance(stage, RFStage) and stage.fused and stage.pair_diagnostics is not None:
+        pair = stage.pair_diagnostics
+        statuses += [("alpha", pair.alpha_status), ("beta", pair.beta_status)]
+    clamped = [f"{of} is clamped, {_CLAMPED[status][of]}" for of, status in statuses if status in _CLAMPED]
+    says = f"{name}: {'; '.join(clamped) or 'all fits converged'}"
+    yield _guard("separable", name, bool(clamped), says, temperature=stage.temperature)
+    if fit.standard_error is None:
+        return
+    relative = fit.standard_error / stage.temperature
+    fired = relative > LARGEST_RELATIVE_ERROR
+    says = (
+        f"{name}: temperature {stage.temperature:.4g} ± {fit.standard_error:.2g} (standard error, "
+        f"{100 * relative:.1f} %), {'more' if fired else 'no more'} than {100 * LARGEST_RELATIVE_ERROR:.0f} %"
+    )
+    figures = {"standard_error": fit.standard_error, "relative_error": relative}
+    yield _guard("temperature-uncertain", name, fired, says, temperature=stage.temperature, **figures)
+
+
+_CLAMPED = {
+    FitStatus.SEPARABLE: dict.fromkeys(("temperature", "alpha", "beta"), "the calibration examples are separable"),
+    FitStatus.UNINFORMATIVE: {
+        "temperature": "its logits carry no information on the labels",
+        "alpha": "the stages before carry no information on the labels that the other does not",
+        "beta": "it carries no information on the labels that the other does not",
+    },
+}
+
+
+def _informative(name: str, confidences: Floats, correct: Bools, split: str) -> Guard | None:
+    """Look whether a stage's confidence ranks its right answers above its wrong ones at all.
+
+    confidences: float (n,), what it stops by.   correct: bool (n,). None where all are right or all are wrong.
+    """
+    found = ranking(confidences, correct)
+    if found is None:
+        return None
+    fired = found.p_value > 1 - CONFIDENCE
+    says = (
+        f"{name}: its confidence {'is not shown to rank' if fired else 'ranks'} right answers above wrong ones on "
+        f"{split} (area under the ROC curve {found.area:.3f}, p = {found.p_value:.2g})"
+    )
+    return _guard("uninformative-confidence", name, fired, says, area=found.area, p_value=found.p_value)
+
+
+def as_expected(expected: Measures | None, costs: Floats, split: str, budget: float | None, unit: str) -> Guard | None:
+    """Look whether examples cost what was expected, by the two-sample z test at COST_LEVEL.
+
+    costs: float (N,), of each example of the split. None where no cost, or not its deviation, was expected.
+    """
+    if expected is None or expected.cost_deviation is None:
+        return None
+    own = Mean(float(costs.mean()), float(np.std(costs)), len(costs))
+    p_value = mean_difference(own, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
+    fired = p_value <= COST_LEVEL
+    says = (
+        f"an example costs {own.value:.4g} {unit} on {split} where {expected.cost:.4g} on {expected.split} was "
+        f"expected, with {'no budget' if budget is None else f'a budget of {budget:.4g}'}: "
+        f"{'which sampling does not explain' if fired else 'within what sampling explains'} (p = {p_value:.2g})"
+    )
+    return _guard(
+        "cost-shift",
+        None,
+        fired,
+        says,
+        cost=own.value,
+        cost_deviation=own.deviation,
+        n=own.n,
+        expected_cost=expected.cost,
+        expected_cost_deviation=expected.cost_deviation,
+        expected_n=expected.n,
+        p_value=p_value,
+    )
+
+
+def _words(found: Signs) -> str:
+    """Return gains and losses in words."""
+    return (
+        f"{found.n_gain:,} gained, {found.n_loss:,} lost of {found.n:,}: {100 * found.rate:+.2f} points, 90 % interval "
+        f"{100 * found.low:+.2f} to {100 * found.high:+.2f}, one-sided p = {min(found.p_gain, found.p_loss):.2g}"
+    )
+
+
+def warn_of(guards: Iterable[Guard]) -> None:
+    """Issue a GuardWarning for each guard that has fired, for the line that called the caller."""
+    for guard in guards:
+        if guard.fired:
+            warnings.warn(f"{guard.name}: {guard.says}", GuardWarning, stacklevel=3)
+
+
+def require_quiet(guards: Sequence[Guard]) -> None:
+    """Raise GuardError naming all guards that have fired."""
+    fired = [guard for guard in guards if guard.fired]
+    if not fired:
+        return
+    first, *others = fired
+    names = (guard.name if guard.stage is None else f"{guard.name} ({guard.stage})" for guard in others)
+    more = f"; and {', '.join(names)}" if others else ""
+    raise GuardError(f"{first.name}: {first.says}{more}", tuple(fired))

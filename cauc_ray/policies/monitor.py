@@ -1,0 +1,347 @@
+"""Monitoring of a policy's answers: what they are worth so far, and whether they are still like those on validation.
+
+A policy's file has a reference, counts of its answers on validation. Later answers are compared with it as they come,
+by the sequential tests of numbers.drift.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.errors import PolicyError
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.drift import ShareDrift
+from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.metrics import CalibrationSums, calibration_error, equal_width_bins
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.evidence import N_BINS, N_GROUPS, N_LIKELIEST, Reference, StageReference
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.trace import Answered, Trace
+
+# How probable it is that a valid policy is ever reported as drifted, however long it is watched.
+FALSE_ALARM_RATE = 0.05
+NEEDED = -math.log10(FALSE_ALARM_RATE)
+# Each feature is tested by itself, with so much of that rate.
+FEATURES: Mapping[str, float] = {
+    "confidence": 0.3,  # which stages answer, how confidently: hence deferral, and cost
+    "answers": 0.3,  # which options an answer finds likeliest, and in which order
+    "calibration": 0.2,  # how often answers of a stage are right at a confidence
+    "accuracy": 0.1,  # how often answers of a stage are right
+    "agreement": 0.1,  # how often the whole cascade would have given a stage's answer
+}
+_SAYS = {
+    "confidence": "stages and confidences come",
+    "answers": "answers and the options next to them come",
+    "calibration": "answers are right at their confidences",
+    "accuracy": "answers are right",
+    "agreement": "early answers agree with the last stage's",
+}
+
+
+def reference_of(answered: Answered, trace: Trace, chain: Chain, split: str) -> Reference:
+    """Count a policy's answers to labelled examples, which have their likeliest options.   split: their name."""
+    assert answered.likeliest is not None
+    correct = answered.predictions == chain.labels
+    agreed = answered.predictions == trace.predictions[:, -1]
+    stages = []
+    for stage, name in enumerate(chain.models):
+        here = answered.stages == stage
+        confidences, right = answered.confidences[here], correct[here]
+        bins = equal_width_bins(confidences, N_BINS)
+        codes, counts = np.unique(answered.likeliest[here], return_counts=True)
+        stages.append(
+            StageReference(
+                name=name,
+                confidences=tuple(np.bincount(bins, minlength=N_BINS).tolist()),
+                right=tuple(np.bincount(bins[right], minlength=N_BINS).tolist()),
+                likeliest={
+                    np.base_repr(code, N_GROUPS).zfill(N_LIKELIEST): int(count)
+                    for code, count in zip(codes, counts, strict=True)
+                },
+                agreed=int(agreed[here].sum()),
+                cost=float(answered.costs[here].mean()) if here.any() else None,
+                calibration_error=calibration_error(confidences, right) if here.any() else None,
+            )
+        )
+    return Reference(split=split, n=len(chain), stages=tuple(stages))
+
+
+def _reference_counts(reference: Reference) -> Mapping[str, Ints]:
+    """Return for each feature how many validation rows had each category in each context, int (G, K)."""
+    n, right = (np.array([getattr(stage, what) for stage in reference.stages]) for what in ("confidences", "right"))
+    likeliest = np.zeros((len(n), N_GROUPS**N_LIKELIEST), dtype=np.int64)
+    for row, stage in zip(likeliest, reference.stages, strict=True):
+        row[[int(digits, N_GROUPS) for digits in stage.likeliest]] = list(stage.likeliest.values())
+    of_stages, agreed = n.sum(axis=1), np.array([stage.agreed for stage in reference.stages])
+    return {
+        "confidence": n.reshape(1, -1),
+        "answers": likeliest.reshape(1, -1),
+        "calibration": np.stack([n - right, right], axis=-1).reshape(-1, 2),
+        "accuracy": np.stack([of_stages - right.sum(axis=1), right.sum(axis=1)], axis=-1),
+        "agreement": np.stack([of_stages - agreed, agreed], axis=-1),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StageSums:
+    """What has been seen of one stage's answers; sums of several sets of rows add up.
+
+    n, confidence, cost, squared_cost: over all answers.   outcomes, n_right: over those with a known label.
+    n_compared, n_agreed: over those that the whole cascade was asked for too.
+    """
+
+    n: int = 0
+    confidence: float = 0.0
+    cost: float = 0.0
+    squared_cost: float = 0.0
+    outcomes: CalibrationSums = field(default_factory=CalibrationSums)
+    n_right: int = 0
+    n_compared: int = 0
+    n_agreed: int = 0
+
+    def __add__(self, other: StageSums) -> StageSums:
+        return StageSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    @classmethod
+    def of_answers(cls, confidences: Floats, costs: Floats) -> StageSums:
+        """Return the sums of answers.   confidences, costs: float64 (n,)."""
+        squares = float((costs**2).sum())
+        return cls(n=len(costs), confidence=float(confidences.sum()), cost=float(costs.sum()), squared_cost=squares)
+
+    @classmethod
+    def of_outcomes(cls, confidences: Floats, correct: Bools) -> StageSums:
+        """Return the sums of answers whose labels are known.   confidences: float64 (n,).   correct: bool (n,)."""
+        return cls(outcomes=CalibrationSums.of(confidences, correct), n_right=int(correct.sum()))
+
+    @classmethod
+    def of_agreements(cls, agreed: Bools) -> StageSums:
+        """Return the sums of answers that the whole cascade was asked for too.   agreed: bool (n,)."""
+        return cls(n_compared=len(agreed), n_agreed=int(agreed.sum()))
+
+    @property
+    def accuracy(self) -> Share:
+        """Return the share of known answers that are right."""
+        return share(self.n_right, self.outcomes.n)
+
+    @property
+    def agreement(self) -> Share:
+        """Return the share of compared answers that the whole cascade would have given."""
+        return share(self.n_agreed, self.n_compared)
+
+    @property
+    def mean_cost(self) -> list[float] | None:
+        """Return the answers' mean cost and the ends of its 95 % interval, by its normal limit."""
+        if not self.n:
+            return None
+        mean = self.cost / self.n
+        half = 1.96 * math.sqrt(max(0.0, self.squared_cost / self.n - mean**2) / self.n)
+        return [mean, mean - half, mean + half]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Evidence of a feature against a policy.
+
+    n: rows.   log10: of the highest that the evidence has been, 0 without any; there is an alarm once this is NEEDED.
+    at: after how many of its rows, None without an alarm.   since: after how many the change began, likely.
+    """
+
+    n: int = 0
+    log10: float = -math.inf
+    at: int | None = None
+    since: int | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether there is no alarm."""
+        return self.at is None
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What has been seen of a policy's answers.   stages: sums of each.   evidence: by feature."""
+
+    stages: tuple[StageSums, ...]
+    evidence: Mapping[str, Evidence]
+
+    @property
+    def holds(self) -> bool:
+        """Return whether no feature raises an alarm."""
+        return all(one.holds for one in self.evidence.values())
+
+    @classmethod
+    def merged(cls, watched: Iterable[Watched]) -> Watched:
+        """Return what several watches of one policy have seen, which began as so many.
+
+        Of evidence the highest counts: each watch has its part of the rate of false alarms.
+        """
+        all_of_them = list(watched)
+        stages = [sum(sums, StageSums()) for sums in zip(*(one.stages for one in all_of_them), strict=True)]
+        evidence = {}
+        for name in FEATURES:
+            own = [one.evidence[name] for one in all_of_them]
+            highest = max(own, key=lambda one: one.log10)
+            evidence[name] = Evidence(sum(one.n for one in own), highest.log10, highest.at, highest.since)
+        return cls(tuple(stages), evidence)
+
+
+class _Feature:
+    """The test of one feature.   share: of the rate of false alarms."""
+
+    def __init__(self, reference: Ints, share: float) -> None:
+        self._test, self._log_share = ShareDrift(reference), math.log(share)
+        self.evidence = Evidence()
+
+    def add(self, contexts: Ints, categories: Ints) -> None:
+        if not len(categories):
+            return
+        n = self._test.n
+        found = (self._test.add(contexts, categories) + self._log_share) / math.log(10)
+        at, since = self.evidence.at, self.evidence.since
+        if at is None and found.max() >= NEEDED:
+            at, since = n + int((found >= NEEDED).argmax()) + 1, self._test.since
+        self.evidence = Evidence(self._test.n, max(self.evidence.log10, float(found.max())), at, since)
+
+
+class Watch:
+    """Compares a policy's answers with its reference as they come, in as many pieces as they like."""
+
+    def __init__(self, policy: Policy, n_watches: int = 1) -> None:
+        """Begin without rows.   n_watches: that see other answers of the same service, this one included.
+
+        Raises PolicyError where the policy has no reference.
+        """
+        if policy.reference is None:
+            raise PolicyError(
+                "the policy has nothing that answers could be compared with: fit it at this threshold or budget, "
+                "with a validation split that has all labels"
+            )
+        counts = _reference_counts(policy.reference)
+        self._features = {name: _Feature(counts[name], share / n_watches) for name, share in FEATURES.items()}
+        self._sums = [StageSums() for _ in policy.stages]
+
+    def add(self, answered: Answered) -> None:
+        """Take answers, in their order, with their likeliest options; no label is needed."""
+        assert answered.likeliest is not None
+        none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
+        bins = equal_width_bins(answered.confidences, N_BINS)
+        self._features["confidence"].add(none, stages * N_BINS + bins)
+        self._features["answers"].add(none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
+        for stage in np.unique(stages):
+            here = stages == stage
+            self._sums[stage] += StageSums.of_answers(answered.confidences[here], answered.costs[here])
+
+    def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
+        """Take what has become known of answers, added or not.
+
+        stages: int (n,), which gave them.   confidences: float64 (n,).   correct: bool (n,).
+        """
+        stages, right = stages.astype(np.int64), correct.astype(np.int64)
+        self._features["calibration"].add(stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
+        self._features["accuracy"].add(stages, right)
+        for stage in np.unique(stages):
+            here = stages == stage
+            self._sums[stage] += StageSums.of_outcomes(confidences[here], correct[here])
+
+    def add_agreements(self, stages: Ints, agreed: Bools) -> None:
+        """Take whether the whole cascade gave the same answers as stages before the last.
+
+        stages: int (n,), which gave them.   agreed: bool (n,).
+        """
+        stages = stages.astype(np.int64)
+        self._features["agreement"].add(stages, agreed.astype(np.int64))
+        for stage in np.unique(stages):
+            self._sums[stage] += StageSums.of_agreements(agreed[stages == stage])
+
+    def watched(self) -> Watched:
+        """Return what has been seen so far."""
+        return Watched(tuple(self._sums), {name: feature.evidence for name, feature in self._features.items()})
+
+
+def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
+    """Return what was seen, as JSON has it. Evidence is in powers of ten; the policy has a reference.
+
+    What is measured on no row is null; intervals are of 95 %.
+    """
+    reference = policy.reference
+    assert reference is not None
+    whole = sum(watched.stages, StageSums())
+    costs = ((stage.cost or 0.0) * sum(stage.confidences) for stage in reference.stages)
+    return {
+        "policy_id": policy.id,
+        "holds": watched.holds,
+        "says": verdict(watched),
+        "false_alarm_rate": FALSE_ALARM_RATE,
+        "needed": NEEDED,
+        "n": whole.n,
+        "n_labelled": whole.outcomes.n,
+        "n_compared": whole.n_compared,
+        "cost_unit": policy.cost_unit,
+        "cost": whole.mean_cost,
+        "reference_cost": sum(costs) / reference.n,
+        "features": [
+            {
+                "name": name,
+                "holds": one.holds,
+                "n": one.n,
+                "evidence": one.log10 if one.n else None,
+                "after": one.at,
+                "since": one.since,
+            }
+            for name, one in watched.evidence.items()
+        ],
+        "stages": [
+            _stage_report(sums, of_reference, whole.n, reference.n)
+            for sums, of_reference in zip(watched.stages, reference.stages, strict=True)
+        ],
+    }
+
+
+def _stage_report(sums: StageSums, reference: StageReference, n: int, n_reference: int) -> dict[str, Any]:
+    answered, outcomes = sum(reference.confidences), sums.outcomes
+    return {
+        "name": reference.name,
+        "n": sums.n,
+        "answered": sums.n / n if n else None,
+        "reference_answered": answered / n_reference,
+        "confidence": sums.confidence / sums.n if sums.n else None,
+        "cost": sums.mean_cost,
+        "reference_cost": reference.cost,
+        "n_labelled": outcomes.n,
+        "accepted_accuracy": _interval(sums.accuracy),
+        "reference_accepted_accuracy": sum(reference.right) / answered if answered else None,
+        "calibration_error": outcomes.error if outcomes.n else None,
+        "calibration_error_by_chance": outcomes.error_by_chance if outcomes.n else None,
+        "reference_calibration_error": reference.calibration_error,
+        "z": None if outcomes.test is None else outcomes.test.z,
+        "z_p_value": None if outcomes.test is None else outcomes.test.p_value,
+        "n_compared": sums.n_compared,
+        "agreement": _interval(sums.agreement),
+        "reference_agreement": reference.agreed / answered if answered else None,
+    }
+
+
+def _interval(of: Share) -> list[float] | None:
+    """Return a share and the ends of its interval."""
+    return [of.value, of.low, of.high] if of.n else None
+
+
+def verdict(watched: Watched) -> str:
+    """Return in one line whether a policy holds, and if not, which feature raised an alarm first."""
+    if watched.holds:
+        return "holds"
+    against = {name: one for name, one in watched.evidence.items() if not one.holds}
+    # Of rows that a feature saw, these are the fewest; each counts its own.
+    name = min(against, key=lambda each: against[each].at or 0)
+    first = against[name]
+    others = f"; {', '.join(each for each in against if each != name)} too" if len(against) > 1 else ""
+    return (
+        f"no longer holds: {_SAYS[name]} otherwise than on validation ({name}), seen after {first.at:,} examples, "
+        f"from about example {(first.since or 0) + 1:,}; evidence 1e{first.log10:.1f}, {1 / FALSE_ALARM_RATE:g} needed"
+        f"{others}"
+    )

@@ -1,0 +1,130 @@
+"""A policy's answers, one for each example: as arrays, as a table, and as a notebook shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.arrays import array_chain
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.notebook import html_table, share_text
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.trace import Answered, replay
+
+
+def predictions_table(
+    example_ids: Sequence[str] | pa.Array,
+    predictions: Ints,
+    confidences: Floats,
+    stages: Ints,
+    costs: Floats,
+    labels: Ints | None,
+) -> pa.Table:
+    """Return the predictions as design says: one row per example, with its label where labels are known.
+
+    example_ids: str (N,).   predictions: int (N,).   confidences: float (N,).   stages: int (N,), which one
+    answered, 0 the cheapest.   costs: float (N,), of all calls made.   labels: int (N,) or None.
+    """
+    columns = {
+        "example_id": pa.array(example_ids, pa.string()),
+        "prediction": pa.array(predictions.astype(np.int32)),
+        "confidence": pa.array(confidences.astype(np.float32)),
+        "stage": pa.array(stages.astype(np.int8)),
+        "cost": pa.array(costs.astype(np.float32)),
+    }
+    if labels is not None:
+        columns["label"] = pa.array(labels.astype(np.int32), mask=labels == UNKNOWN_LABEL)
+    return pa.table(columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a policy answers, one entry for each example.
+
+    prediction: int32 (N,), the index of the option.   confidence: float64 (N,), calibrated.   stage: int8 (N,), which
+    one answered, 0 the cheapest.   cost: float64 (N,), of all calls made for the example, in cost_unit.
+    example_ids: str (N,); of arrays the position as text.   labels: int32 (N,), None where there are none.
+    models: the chain.
+    """
+
+    prediction: Ints
+    confidence: Floats
+    stage: Ints
+    cost: Floats
+    example_ids: tuple[str, ...]
+    labels: Ints | None
+    models: tuple[str, ...]
+    cost_unit: str
+
+    @classmethod
+    def of(cls, answers: Answered, chain: Chain, cost_unit: str) -> Predictions:
+        """Return a replay's answers on a chain."""
+        return cls(
+            prediction=answers.predictions,
+            confidence=answers.confidences,
+            stage=answers.stages,
+            cost=answers.costs,
+            example_ids=chain.example_ids,
+            labels=chain.labels if chain.labelled.any() else None,
+            models=chain.models,
+            cost_unit=cost_unit,
+        )
+
+    def __len__(self) -> int:
+        return len(self.prediction)
+
+    def of_rows(self, rows: Ints) -> Predictions:
+        """Return some of them, int (n,)."""
+        return replace(
+            self,
+            prediction=self.prediction[rows],
+            confidence=self.confidence[rows],
+            stage=self.stage[rows],
+            cost=self.cost[rows],
+            example_ids=tuple(self.example_ids[row] for row in rows),
+            labels=None if self.labels is None else self.labels[rows],
+        )
+
+    def to_arrow(self) -> pa.Table:
+        """Return them as a predictions file has them: example_id, prediction, confidence, stage, cost, label if known.
+
+        Confidences and costs are float32 there.
+        """
+        return predictions_table(self.example_ids, self.prediction, self.confidence, self.stage, self.cost, self.labels)
+
+    def to_pandas(self) -> Any:
+        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
+        return pandas_frame(self.to_arrow())
+
+    def _repr_html_(self) -> str:
+        answered = np.bincount(self.stage, minlength=len(self.models))
+        rows = [
+            [name, f"{n:,}", share_text(n / max(1, len(self)))] for name, n in zip(self.models, answered, strict=True)
+        ]
+        mean = float(self.cost.mean()) if len(self) else 0.0
+        return html_table(
+            f"{len(self):,} predictions, {mean:.4g} {self.cost_unit} each", ["answered by", "examples", "share"], rows
+        )
+
+
+def predict(policy: Policy, logits: Mapping[str, Any]) -> Predictions:
+    """Answer rows of logits that are all here; see Policy.predict."""
+    kinds = {name: kind or "raw" for name, kind in zip(policy.models, policy.logit_kinds, strict=True)}
+    costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.stages]))
+    chain = array_chain(logits, policy.models, None, costs=costs, kinds=kinds)
+    return Predictions.of(replay(policy, chain), chain, policy.cost_unit)
+
+
+def pandas_frame(table: pa.Table) -> Any:
+    """Return a table as a pandas DataFrame. Raises ConfigError with the install command where pandas is missing."""
+    try:
+        return table.to_pandas()
+    except ImportError as error:
+        raise ConfigError("a DataFrame needs pandas: pip install pandas") from error

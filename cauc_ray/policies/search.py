@@ -1,0 +1,283 @@
+"""The best sub-chain of a pool, with its threshold, found on validation among all of them.
+
+Sub-chains are visited depth first, so that those which begin alike share their fits and steps. Every one is measured as
+a fit of its models alone would be: by the steps that fits and replays take.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, unknown_name
+from cauc_ray.numbers.calibration import fit_pair
+from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.softmax import top_option
+from cauc_ray.numbers.sweep import Frontier, most_within, sweep
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
+from cauc_ray.policies.cauc_base import BasePolicy
+from cauc_ray.policies.cauc_rf import fold
+from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
+from cauc_ray.policies.fitting import fit_base, require_base_rule
+from cauc_ray.policies.threshold import ThresholdRule
+
+MOST_MODELS = 12
+N_RUNNERS_UP = 5
+
+
+_Answers: TypeAlias = tuple[Ints, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class SubChain:
+    """What a fitted chain of S of a pool's models answers on validation, whatever its threshold.
+
+    indices: of the models in the pool.   predictions: int32 (N, S).   confidences: float64 (N, S - 1).
+    reference: the threshold where nothing chooses one; None for the best on validation.
+    """
+
+    indices: tuple[int, ...]
+    predictions: Ints
+    confidences: Floats
+    reference: float | None
+
+    @classmethod
+    def of(cls, indices: tuple[int, ...], steps: tuple[_Answers, ...], reference: float | None) -> SubChain:
+        """Return what a chain answers by its steps, each step's answers and confidences."""
+        predictions = np.stack([answers for answers, _ in steps], axis=1)
+        confidences = np.stack([own for _, own in steps], axis=1)[:, :-1]
+        return cls(indices, predictions, confidences, reference)
+
+
+_SubChains: TypeAlias = Callable[[ChainLogits, ChainLogits, CalibratorKind], Iterator[SubChain]]
+
+
+def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
+    """Fit CAUC-RF to every sub-chain of a pool (paper, eq. 8-10): each beginning has a pair of its own, and its r."""
+    n_models = len(calibration.models)
+    calibrators = [calibrator_of(calibration, index, kind)[0] for index in range(n_models)]
+    scores = [
+        (calibrator.scores(calibration.logits[index]), calibrator.scores(validation.logits[index]))
+        for index, calibrator in enumerate(calibrators)
+    ]
+
+    def after(
+        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[_Answers, ...]
+    ) -> Iterator[SubChain]:
+        for index in range(indices[-1] + 1 if indices else 0, n_models):
+            r, r_validation = scores[index]
+            if state is not None:
+                alpha, beta = fit_pair(state[0], r, calibration.labels).temperatures
+                r, r_validation = fold(r, alpha, beta, state[0]), fold(r_validation, alpha, beta, state[1])
+            longer, answered = (*indices, index), (*steps, top_option(r_validation))
+            yield SubChain.of(longer, answered, reference=None)
+            yield from after(longer, (r, r_validation), answered)
+
+    return after((), None, ())
+
+
+def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
+    """Fit CAUC Base to every sub-chain of a pool (paper, algorithm 1): what is fused depends on the last model alone.
+
+    One fit for each last model serves all chains that end there: a stage that a chain lacks takes no step.
+    """
+    for last in range(len(calibration.models)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaucWarning)  # the fit of the chosen chain warns of what is in it
+            policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind)
+        yield from _ending(policy, validation, (), None, ())
+
+
+def _ending(
+    policy: BasePolicy,
+    validation: ChainLogits,
+    indices: tuple[int, ...],
+    state: Floats | None,
+    steps: tuple[_Answers, ...],
+) -> Iterator[SubChain]:
+    """Return all chains that begin with these indices and end with the policy's last stage."""
+    last = len(policy.stages) - 1
+    end = policy.step(last, validation.logits[last], state)
+    yield SubChain.of((*indices, last), (*steps, (end.predictions, end.confidences)), policy.threshold)
+    for index in range(indices[-1] + 1 if indices else 0, last):
+        step = policy.step(index, validation.logits[index], state)
+        answered = (*steps, (step.predictions, step.confidences))
+        yield from _ending(policy, validation, (*indices, index), step.state, answered)
+
+
+_METHODS: dict[str, _SubChains] = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
+
+
+def check_pool(models: Iterable[str]) -> None:
+    """Raise ConfigError where a pool is too large to search all its sub-chains."""
+    n = len(tuple(models))
+    if n > MOST_MODELS:
+        raise ConfigError(f"a search takes up to {MOST_MODELS} models, got {n}: leave some out of --models")
+
+
+def search_chains(
+    method: str,
+    calibration: ChainLogits,
+    validation: ChainLogits | None,
+    rule: ThresholdRule,
+    split: str,
+    *,
+    calibrator: CalibratorKind = "temperature",
+) -> ChainSearch:
+    """Find the sub-chain of a pool whose threshold, as the rule gives it, has the highest quality on validation.
+
+    calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
+    cost on calibration, those that cost the same as given.   split: validation's name.
+    Each of the 2^M - 1 sub-chains is measured as a fit of its models would. Among equals the cheaper is chosen, then
+    the shorter. Raises ConfigError for a pool that is too large or a rule that the method cannot follow, DataError
+    where labels are missing, BudgetError where no model is as cheap as the budget.
+    """
+    check_pool(calibration.models)
+    if method not in _METHODS:
+        raise ConfigError(unknown_name("method", method, _METHODS))
+    require_calibrator(calibrator, method, len(calibration.models))
+    if method == "base":
+        require_base_rule(rule)
+    if validation is None:
+        raise ConfigError("a search chooses the chain on a validation split; give one")
+    calibration.require_labels("calibration")
+    validation.require_labels("choosing a chain")
+    order = np.argsort(calibration.costs.means, kind="stable").tolist()
+    calibration, validation = calibration.of_models(order), validation.of_models(order)
+    _require_affordable(validation, rule)
+    halves = _halves(len(validation))
+    found = [_measure(one, validation, rule, halves) for one in _METHODS[method](calibration, validation, calibrator)]
+    return _report(found, validation, rule, split)
+
+
+def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
+    means = validation.costs.means
+    if rule.budget is not None and means.min() > most_within(rule.budget):
+        cheapest, unit = int(means.argmin()), validation.costs.unit
+        raise BudgetError(
+            f"budget {rule.budget:g} {unit} is below what the cheapest chain costs, {means[cheapest]:g} {unit} "
+            f"({validation.models[cheapest]!r} alone); raise the budget or add a cheaper model"
+        )
+
+
+def _halves(n: int, seed: int = 0) -> tuple[Bools, ...]:
+    """Return two halves of n examples, drawn at random, bool (n,) each; one example has no halves."""
+    if n < 2:
+        return ()
+    half = np.zeros(n, dtype=bool)
+    half[np.random.default_rng(seed).permutation(n)[: n // 2]] = True
+    return half, ~half
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """What a threshold has on some examples; the quality is -inf where none is within the budget."""
+
+    quality: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A chain measured on validation.
+
+    whole: at its threshold there.   halves: of each half, at the threshold chosen on it.   held_out: what that one has
+    on the other half.
+    """
+
+    indices: tuple[int, ...]
+    whole: _Point
+    halves: tuple[_Point, ...]
+    held_out: tuple[_Point, ...]
+
+
+def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Bools, ...]) -> _Found:
+    given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
+    of_chain = validation.costs.of_models(one.indices)
+
+    def swept(rows: Bools | slice) -> Frontier:
+        costs = of_chain if of_chain.per_call.ndim == 1 else Costs(of_chain.unit, of_chain.per_call[rows])
+        labels = validation.labels[rows]
+        return sweep(one.confidences[rows], one.predictions[rows], labels, costs, rule.objective)
+
+    whole, on_halves = swept(slice(None)), [swept(half) for half in halves]
+    thresholds = [_threshold(frontier, rule.budget, given) for frontier in on_halves]
+    return _Found(
+        indices=one.indices,
+        whole=_at(whole, _threshold(whole, rule.budget, given)),
+        halves=tuple(_at(frontier, own) for frontier, own in zip(on_halves, thresholds, strict=True)),
+        held_out=tuple(_at(frontier, own) for frontier, own in zip(on_halves[::-1], thresholds, strict=True)),
+    )
+
+
+def _threshold(frontier: Frontier, budget: float | None, given: float | None) -> float | None:
+    """Return the given threshold, or the best within the budget; None where none is."""
+    if given is not None:
+        return given
+    try:
+        return frontier.best(budget).threshold
+    except BudgetError:
+        return None
+
+
+def _at(frontier: Frontier, threshold: float | None) -> _Point:
+    if threshold is None:
+        return _Point(-np.inf, np.inf)
+    point = int(frontier.index(np.array(threshold)))
+    return _Point(float(frontier.quality[point]), float(frontier.cost[point]))
+
+
+def _rank(found: _Found, on: _Point) -> tuple[float, float, int, tuple[int, ...]]:
+    """Return what orders chains from the best on some examples to the worst."""
+    # Sums of the same costs in another order are equal but for rounding.
+    return -on.quality, float(f"{on.cost:.9e}"), len(found.indices), found.indices
+
+
+def _report(found: list[_Found], validation: ChainLogits, rule: ThresholdRule, split: str) -> ChainSearch:
+    def named(one: _Found) -> FoundChain:
+        affordable = np.isfinite(one.whole.quality)
+        return FoundChain(
+            models=tuple(validation.models[index] for index in one.indices),
+            quality=one.whole.quality if affordable else None,
+            cost=one.whole.cost if affordable else None,
+        )
+
+    def best_on_halves(among: list[_Found]) -> list[_Found]:
+        return [min(among, key=lambda one: _rank(one, one.halves[half])) for half in range(len(among[0].halves))]
+
+    def chosen(among: list[_Found]) -> ChosenChain:
+        """Choose among chains on all of validation, and on each half to measure the choice on the other."""
+        best = min(among, key=lambda one: _rank(one, one.whole))
+        held_out = [one.held_out[half] for half, one in enumerate(best_on_halves(among))]
+        measured = [(of.quality, of.cost) for of in held_out if np.isfinite(of.quality)]
+        quality, cost = np.mean(measured, axis=0).tolist() if measured else (None, None)
+        return ChosenChain(**dict(named(best)), holdout_quality=quality, holdout_cost=cost)
+
+    def of_size(size: int) -> list[_Found]:
+        return [one for one in found if len(one.indices) == size]
+
+    m = len(validation.models)
+    best, *others = sorted(found, key=lambda one: _rank(one, one.whole))
+    runners_up = [named(one) for one in others[:N_RUNNERS_UP]]
+    return ChainSearch(
+        pool=validation.models,
+        split=split,
+        objective=rule.objective,
+        budget=rule.budget,
+        n_chains=2**m - 1,
+        n_measured=len(found),
+        n_halves=len(best.halves),
+        n_same=best_on_halves(found).count(best),
+        chosen=chosen(found),
+        full=chosen(of_size(m)),
+        pair=chosen(of_size(2)) if m > 1 else None,
+        single=chosen(of_size(1)),
+        runners_up=tuple(one for one in runners_up if one.quality is not None),
+    )

@@ -1,0 +1,125 @@
+"""Which rows of a call a model cannot answer, and whether the rows or the replica is at fault.
+
+A call that fails is divided on the replica itself, until the rows that fail are isolated. What tells rows from replica
+is an answer: a replica that answers other rows, or a row that is known to be good, works, so that the rows that fail on
+it are at fault. A replica that fails on a row known to be good is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.errors import CaucError, ConfigError, ExecutionError, printable
+from cauc_ray.models.answers import Answers, Batch, batch_size
+from cauc_ray.numbers.types import Ints
+
+# Who is at fault when no row of a call was answered: the replica (it fails on a good row, too), the stage (a wrong key,
+# a server that is down), or nobody knows: no good row is known yet.
+Fault: TypeAlias = Literal["replica", "stage", "unknown"]
+Ask: TypeAlias = Callable[[Batch], Answers]
+
+
+@dataclass(frozen=True, slots=True)
+class StageAnswer:
+    """The result of a call.
+
+    answers: of the model, None where it answered no row.   compute_s: in the model.   error, fault: why there are no
+    answers, and who is at fault.   raised: rows on which the model raised while it answered others or a good row; they
+    are among the failures of answers.   replica: which one answered, "" if unknown.
+    """
+
+    answers: Answers | None
+    compute_s: float
+    error: str | None = None
+    fault: Fault | None = None
+    raised: frozenset[int] = field(default_factory=frozenset)
+    replica: str = ""
+
+
+def answer_apart(
+    ask: Ask, batch: Callable[[], Batch], good_row: Batch | None, stopped: Callable[[], bool]
+) -> StageAnswer:
+    """Have a model answer a batch; where it raises, find the rows that it raises on.
+
+    batch: makes the call's columns, each (n, ...), anew: the model may do with them what it likes.   good_row: a row
+    that this stage has answered before, each column (1, ...).   stopped: whether nobody waits for the answer any more.
+    """
+    try:
+        return StageAnswer(ask(batch()), 0.0)
+    except (ConfigError, ExecutionError) as error:
+        return StageAnswer(None, 0.0, reason_of(error), "stage")
+    except BaseException as error:  # a model may raise what it likes
+        reason = reason_of(error)
+    if good_row is not None and not _answers(ask, good_row):
+        return StageAnswer(None, 0.0, reason, "replica")
+    rows = batch()
+    found, raised = _divided(ask, rows, stopped)
+    if stopped() or not (found or good_row is not None):
+        return StageAnswer(None, 0.0, reason, "unknown")
+    return StageAnswer(_joined(batch_size(rows), found, raised), 0.0, raised=frozenset(raised))
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error as one printable line."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = "its message cannot be shown"
+    return printable(text if isinstance(error, CaucError) else f"{type(error).__name__}: {text}")
+
+
+def row_of(batch: Batch, row: int) -> Batch:
+    """Copy a row of a batch, each column (1, ...)."""
+    return {name: column[row : row + 1].copy() for name, column in batch.items()}
+
+
+def _answers(ask: Ask, good_row: Batch) -> bool:
+    try:
+        return not ask(row_of(good_row, 0)).failures
+    except BaseException:
+        return False
+
+
+def _divided(ask: Ask, batch: Batch, stopped: Callable[[], bool]) -> tuple[list[tuple[Ints, Answers]], dict[int, str]]:
+    """Return the answers to parts of a batch that has failed as a whole, and why its other rows have none."""
+    found: list[tuple[Ints, Answers]] = []
+    raised: dict[int, str] = {}
+    todo = _halves(np.arange(batch_size(batch)))
+    while todo and not stopped():
+        rows = todo.pop()
+        try:
+            found.append((rows, ask({name: column[rows] for name, column in batch.items()})))
+        except BaseException as error:
+            if len(rows) > 1:
+                todo += _halves(rows)
+            else:
+                raised[int(rows[0])] = reason_of(error)
+    return found, raised
+
+
+def _halves(rows: Ints) -> list[Ints]:
+    """Return halves of some rows; one row is asked a second time, since a model may have failed by chance."""
+    middle = len(rows) // 2
+    return [rows[middle:], rows[:middle]] if middle else [rows]
+
+
+def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
+    """Return the answers to parts of n rows as one, with those that raised as failures."""
+    width = max((answers.logits.shape[1] for _, answers in found), default=1)
+    logits = np.full((n, width), -np.inf, dtype=np.float32)
+    n_options = np.full(n, width)
+    costs = np.zeros(n) if any(answers.costs is not None for _, answers in found) else None
+    failures = dict(raised)
+    for rows, answers in found:
+        own = answers.logits.shape[1]
+        logits[rows, :own] = answers.logits
+        n_options[rows] = own if answers.n_options is None else answers.n_options
+        if costs is not None and answers.costs is not None:
+            costs[rows] = answers.costs
+        failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
+    ragged = any(answers.n_options is not None for _, answers in found) or len(set(n_options)) > 1
+    return Answers(logits, n_options if ragged else None, costs, failures)

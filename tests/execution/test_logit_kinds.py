@@ -1,0 +1,172 @@
+"""Live models' answers are read as a table's are: masks, declared kinds, probabilities that nobody declared."""
+
+import json
+
+import numpy as np
+import pytest
+from masked import MODELS, softmax, splits, write, write_masked
+from runs import by_example, numbered_input, read_all, run, split_input, two_model_policy, write_pool
+
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import ConfigError, DataError, PolicyError
+from cauc_ray.front.sharding import calibrate, evaluate_shards
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+@pytest.fixture(scope="module")
+def chains():
+    return splits()
+
+
+def some_of_each(logits):
+    """Return probabilities with masks for missing options and a 0 in every fifth row."""
+    p = softmax(logits)
+    p[np.arange(0, len(p), 5), np.where(p > 0, p, 2)[::5].argmin(axis=1)] = 0.0
+    return np.where(np.isneginf(logits), np.float32(-1e9), p)
+
+
+def pool(folder, *specs):
+    """Write a pool of saved stages m0 and m1 over the table in folder/LOGITS; specs: more of each one's model."""
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test", **spec},
+            "batch_size": 16,
+            "resources": {"num_cpus": 0.5},
+        }
+        for name, spec in zip(MODELS, specs or ({}, {}), strict=True)
+    ]
+    return write_pool(folder, stages)
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("method", [pytest.param("base", marks=pytest.mark.slow), "rf"])
+def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path, chains, method):
+    turns = iter(range(100))
+
+    def written(logits):
+        masked = np.where(np.isneginf(logits), np.float32(LOWEST), logits)
+        return masked if next(turns) % 2 else some_of_each(logits)
+
+    table = write(tmp_path / "LOGITS", chains, written)
+    kinds = {"m0": "probabilities"}
+    policy = cauc_ray.fit(table, models=MODELS, method=method, budget=3.0, logit_kind=kinds)
+    run(tmp_path, pool(tmp_path, {"logit_kind": "probabilities"}, {}), policy, split_input(tmp_path, chains["test"]))
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert live == by_example(cauc_ray.evaluate(table, policy).to_arrow())
+    assert len({row["stage"] for row in live.values()}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_a_live_run_with_masks_is_that_of_missing_options(tmp_path, chains):
+    plain = write_masked(tmp_path / "PLAIN", chains, -np.inf)
+    write_masked(tmp_path / "LOGITS", chains, -1e4)
+    policy = cauc_ray.fit(plain, models=MODELS, method="rf", threshold=0.7)
+    run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert live == by_example(cauc_ray.evaluate(plain, policy).to_arrow())
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(tmp_path, chains):
+    raw = write_masked(tmp_path / "RAW", chains, -np.inf)
+    write(tmp_path / "LOGITS", chains, some_of_each)
+    policy = cauc_ray.fit(raw, models=MODELS, threshold=0.7)
+    with pytest.raises(ConfigError, match="logit_kind: probabilities"):
+        run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, chains):
+    write(tmp_path / "LOGITS", chains, some_of_each)
+    with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
+        calibrate(tmp_path / "LOGITS", models=MODELS, shards=2)
+    given = {"models": MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
+    policy = calibrate(tmp_path / "LOGITS", **given, shards=2).policy
+    for own, expected in zip(policy.stages, cauc_ray.fit(tmp_path / "LOGITS", **given).stages, strict=True):
+        assert own.diagnostics.logits_fingerprint == expected.diagnostics.logits_fingerprint
+        assert own.temperature == pytest.approx(expected.temperature, rel=1e-9)
+        assert own.logit_kind == expected.logit_kind == "probabilities"
+    evaluation, _ = evaluate_shards(tmp_path / "LOGITS", policy, shards=2)
+    assert evaluation.to_arrow().equals(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
+    """user_models.softmaxed answers questions with probabilities, of which the last are 0."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = np.random.default_rng(0)
+    choices = [["x" * int(rng.integers(1, 9)) for _ in range(4)] for _ in range(120)]
+    longest = [int(np.argmax([len(choice) + 2 * rng.random() for choice in row])) for row in choices]
+    names = [f"q{row}" for row in range(120)]
+    questions = {"example_id": names, "question": ["?"] * 120, "choices": choices, "label": longest}
+    pq.write_table(pa.table(questions), tmp_path / "q.parquet")
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "python", "factory": f"user_models:{factory}", **declared},
+            "cost": {"gflops": cost},
+            "resources": {"num_cpus": 0.5},
+        }
+        for name, factory, declared, cost in (
+            ("m0", "softmaxed", {"logit_kind": "probabilities"}, 1.0),
+            ("m1", "longest", {}, 4.0),
+        )
+    ]
+    path = write_pool(tmp_path, stages)
+    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "LOGITS")
+    info = LogitTable(tmp_path / "LOGITS").info()
+    assert [(model.name, model.logit_kind) for model in info.models] == [("m0", "probabilities"), ("m1", "raw")]
+    policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
+    run(tmp_path, path, policy, tmp_path / "q.parquet")
+    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert len(live) == 120
+    replayed = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
+    assert {name: live[name] for name in replayed} == replayed
+
+
+def python_stage(name, factory="by_x", *, cost=None, **model):
+    stage = {"name": name, "model": {"kind": "python", "factory": f"user_models:{factory}", **model}}
+    return stage if cost is None else {**stage, "cost": cost}
+
+
+REFUSED = {
+    "another kind": ([python_stage("small"), python_stage("large", logit_kind="surrogate")], "surrogate.*raw"),
+    "another unit": ([python_stage("small", cost={"usd": 1.0}), python_stage("large")], "USD.*GFLOPs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tmp_path, command, case):
+    stages, says = REFUSED[case]
+    path, policy = write_pool(tmp_path, stages), two_model_policy()
+    for start in (
+        lambda: cauc_ray.run(path, policy, numbered_input(tmp_path), tmp_path / "out"),
+        lambda: cauc_ray.serve(path, policy, port=0).__enter__(),
+    ):
+        with pytest.raises(PolicyError, match=rf"'(small|large)'.*{says}"):
+            start()
+    (tmp_path / "policy.json").write_text(policy.to_json())
+    code, out, err = command("run", path, "--policy", "policy.json", "--input", numbered_input(tmp_path), "-o", "out")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_calls_that_tell_their_own_costs_must_do_so_in_the_policys_unit(tmp_path):
+    """Costs of saved calls are in their table's unit, which counts where the policy counts calls."""
+    data = splits(60)
+    table = write(tmp_path / "LOGITS", data, lambda logits: logits, logit_kind="raw")
+    content = json.loads((table / "pool.json").read_text())
+    policy = cauc_ray.fit(table, models=MODELS, threshold=0.7)
+    (table / "pool.json").write_text(json.dumps({**content, "cost_unit": "USD"}))
+    per_call = policy.model_copy(update={"costs": "per-call"})
+    with pytest.raises(PolicyError, match="USD"):
+        cauc_ray.run(pool(tmp_path), per_call, split_input(tmp_path, data["test"]), tmp_path / "out")

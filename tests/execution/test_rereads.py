@@ -1,0 +1,106 @@
+"""Inputs that are read again and are others by then: a run ends, and no answer is another row's."""
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from runs import by_example, numbered_input, python_pool, read_all, two_model_policy
+
+import cauc_ray
+from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.execution import runner
+from jobs.faults import processes
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_session"),
+    # Ray Data's own context sets an option that Ray Data has deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    # Ray gives the processes of Ray Data the lowest priority.
+    pytest.mark.timeout(900),
+]
+WAYS = {"batch_size": 256}
+# In the third block of a run's input: two are committed when a model gives up on it.
+LATE = "row-18000"
+
+
+def ended_run(tmp_path, inputs):
+    """Have a run end in its third block. Returns the pool that it can go on with."""
+    pool = python_pool(tmp_path, [("gives_up_on", {"example": LATE}), ("by_x", {"factor": 5.0})], **WAYS)
+    with pytest.raises(ExecutionError, match="is down"):
+        cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out")
+    assert any((tmp_path / "out" / "predictions").iterdir())
+    return python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})], **WAYS)
+
+
+def answered(out):
+    return set(by_example(read_all(out / "predictions")))
+
+
+@pytest.mark.slow
+def test_a_file_of_as_many_rows_in_another_order_is_not_resumed_with(tmp_path):
+    inputs = numbered_input(tmp_path, 20_000)
+    pool = ended_run(tmp_path, inputs)
+    before, rows = inputs.read_bytes(), pq.read_table(inputs)
+    pq.write_table(rows.take(np.arange(20_000)[::-1]), inputs)
+    with pytest.raises(DataError, match=r"input\.parquet.*not the rows of block \d+ .* start a new run"):
+        cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True)
+    assert not (tmp_path / "out" / "summary.json").exists()
+    inputs.write_bytes(before)
+    assert cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True)["n"] == 20_000
+    assert len(answered(tmp_path / "out")) == 20_000
+
+
+@pytest.mark.slow
+def test_another_ray_dataset_is_not_resumed_with(tmp_path):
+    import ray.data
+
+    rows = pq.read_table(numbered_input(tmp_path, 20_000))
+    pool = ended_run(tmp_path, ray.data.from_arrow(rows))
+    other = ray.data.from_arrow(rows.take(np.arange(20_000)[::-1]))
+    with pytest.raises(DataError, match=r"Ray dataset is not the one .* block \d+ holds other rows .* start a new run"):
+        cauc_ray.run(pool, two_model_policy(), other, tmp_path / "out", resume=True)
+    assert not (tmp_path / "out" / "summary.json").exists()
+    same = ray.data.from_arrow(rows)
+    assert cauc_ray.run(pool, two_model_policy(), same, tmp_path / "out", resume=True)["n"] == 20_000
+    assert len(answered(tmp_path / "out")) == 20_000
+
+
+def changing(flag, how):
+    """Return what gives a Ray Dataset of numbers its rows: others once there is a file at a path."""
+
+    def rows(batch):
+        numbers = batch["id"]
+        if flag.exists():
+            numbers = numbers[::-1] if how == "reordered" else numbers[numbers < 640]
+        return {"example_id": np.array([f"row-{n}" for n in numbers], dtype=object), "x": numbers % 7 - 3.0}
+
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("reordered", "held other rows"), pytest.param("shorter", "no longer there", marks=pytest.mark.slow)],
+)
+def test_a_dataset_that_gives_other_rows_to_its_second_reader_ends_the_run(tmp_path, monkeypatch, how, said):
+    """The reader is killed inside the input; the one that takes its place executes the dataset once more."""
+    import ray.data
+
+    monkeypatch.setattr(runner, "BLOCK_ROWS", 64)
+    pool = python_pool(tmp_path, [("slow_by_x", {"seconds": 0.1, "log": str(tmp_path / "log")}), ("by_x", {})])
+    flag = tmp_path / "flag"
+    dataset = ray.data.range(2560, override_num_blocks=4).map_batches(changing(flag, how), batch_size=None)
+    killed = []
+
+    def strike(progress):
+        readers = processes.actors("BlockReader")
+        if progress.n_finished >= 768 and readers and not killed:
+            flag.touch()
+            killed.extend(readers)
+            for reader in readers:
+                reader.kill()
+
+    with pytest.raises(DataError, match=f"input changed during the run: .*{said}.*start a new run"):
+        cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=strike)
+    assert killed
+    rows = by_example(read_all(tmp_path / "out" / "predictions"))  # what was committed before stays, each row once
+    assert len(rows) >= 768

@@ -1,0 +1,136 @@
+import os
+import stat
+import sys
+
+import pyarrow as pa
+import pytest
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.files.atomic import make_folder, require_writable, written_beside
+from cauc_ray.files.documents import read_json, write_json, write_text
+from cauc_ray.files.listing import content_digest, files_below, visible
+from cauc_ray.files.parquet import count_rows, has_parquet_files, parquet_files, read_parquet, write_parquet
+from cauc_ray.files.paths import path_inside, path_of
+
+EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3", "memory"], indirect=True)
+
+
+@EVERYWHERE
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(folder):
+    path = folder / "policy.json"
+    write_text(path, "old")
+    with pytest.raises(ValueError, match="Out of range"):
+        write_json(path, {"a": float("nan")})
+
+    def fail_halfway():
+        with written_beside(path) as beside:
+            beside.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert path.read_text() == "old"
+    assert [p.name for p in folder.iterdir()] == ["policy.json"]
+    write_json(path, {"a": "é"})
+    assert read_json(path) == {"a": "é"}
+
+
+@EVERYWHERE
+def test_a_folder_is_listed_without_hidden_files_and_its_digest_follows_names_and_bytes(folder):
+    make_folder(folder / "b" / "c")
+    make_folder(folder / ".hidden")
+    for name in ("b/c/2.parquet", "b/1.parquet", "b.txt", ".hidden/3.parquet", "b/.part"):
+        (folder / name).write_bytes(name.encode())
+    below = ["b.txt", "b/1.parquet", "b/c/2.parquet"]
+    assert sorted(path_inside(file, folder) for file in files_below(folder)) == below
+    assert [file.name for file in visible(folder)] == ["b", "b.txt"]
+    assert [path_inside(file, folder) for file in parquet_files(folder)] == below[1:]
+    assert has_parquet_files(folder)
+    before = content_digest(folder)
+    (folder / "b" / ".part").write_bytes(b"other")
+    assert content_digest(folder) == before
+    (folder / "b" / "1.parquet").write_bytes(b"other")
+    changed = content_digest(folder)
+    (folder / "b" / "1.parquet").unlink()
+    assert len({before, changed, content_digest(folder)}) == 3
+    assert content_digest(folder / "absent") is None
+    assert content_digest(folder / "b.txt") == content_digest(path_of(str(folder / "b.txt")))
+
+
+@EVERYWHERE
+def test_the_digest_of_the_same_files_is_the_same_everywhere(folder, tmp_path):
+    for each in (folder / "there", tmp_path / "here"):
+        make_folder(each / "a")
+        write_text(each / "a" / "x.json", "{}")
+    assert content_digest(folder / "there") == content_digest(tmp_path / "here")
+
+
+@EVERYWHERE
+def test_parquet_files_are_read_as_they_were_written(folder):
+    table = pa.table({"x": list(range(1000))})
+    write_parquet(folder / "a.parquet", table)
+    assert read_parquet(folder / "a.parquet") == table
+    assert (count_rows(folder / "a.parquet"), count_rows(folder / "b.parquet")) == (1000, 0)
+    (folder / "a.parquet").write_bytes((folder / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
+        read_parquet(folder / "a.parquet")
+
+
+@EVERYWHERE
+def test_what_is_not_there_is_named(folder):
+    for read in (read_json, read_parquet, parquet_files):
+        with pytest.raises(DataError, match=r"there is no file .*absent"):
+            read(folder / "absent.parquet")
+    write_text(folder / "x.json", "no JSON")
+    with pytest.raises(DataError, match=r"x\.json is not a readable JSON file"):
+        read_json(folder / "x.json")
+    make_folder(folder / "sub")
+    write_text(folder / "sub" / "x.txt", "")
+    with pytest.raises(DataError, match=r"there are no \.parquet files in .*sub"):
+        parquet_files(folder / "sub")
+    with pytest.raises(ConfigError, match="it is a folder"):
+        write_text(folder / "sub", "")
+
+
+def test_a_local_folder_that_is_absent_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="there is no folder"):
+        write_text(tmp_path / "absent" / "x.json", "")
+
+
+def test_a_filesystem_that_is_unknown_or_refuses_is_named_with_the_remedy(s3):
+    with pytest.raises(ConfigError, match=r"nowhere://bucket: no filesystem is known .*s3://"):
+        require_writable(path_of("nowhere://bucket/x.json"))
+    with pytest.raises(ConfigError, match="there is no bucket s3://no-such-bucket"):
+        write_text(path_of("s3://no-such-bucket/x.json"), "")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=r"hf:// needs a package .*: pip install fsspec huggingface_hub"):
+        path_of("hf://datasets/organisation/name").is_dir()
+
+
+def test_a_file_and_its_name_are_on_the_disk_when_it_is_written(tmp_path, monkeypatch):
+    """After a crash of the machine a name must not stand for content that the disk never had."""
+    folder = tmp_path / "new" / "deep"
+    events, sync, replace = [], os.fsync, os.replace
+
+    def noted_sync(opened):
+        found = os.fstat(opened)
+        events.append(("folder" if stat.S_ISDIR(found.st_mode) else "file", found.st_ino))
+        sync(opened)
+
+    def noted_replace(source, target, **options):
+        events.append(("rename", os.stat(source).st_ino))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    make_folder(folder)
+    assert [("folder", path.stat().st_ino) for path in (folder.parent, tmp_path)] == events
+    events.clear()
+    for write in (lambda: write_json(folder / "a.json", {}), lambda: write_parquet(folder / "b", pa.table({"x": [1]}))):
+        write()
+        ((_, file),) = [event for event in events if event[0] == "rename"]
+        assert events == [("file", file), ("rename", file), ("folder", folder.stat().st_ino)]
+        events.clear()

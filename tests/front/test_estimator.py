@@ -1,0 +1,154 @@
+"""CascadeClassifier behaves as scikit-learn's classifiers do, and pays only for rows that are deferred."""
+
+import numpy as np
+import pytest
+from sklearn.base import BaseEstimator, ClassifierMixin, clone
+from sklearn.datasets import load_digits
+from sklearn.ensemble import RandomForestClassifier
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, ShuffleSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import LinearSVC
+from sklearn.utils.estimator_checks import estimator_checks_generator
+
+import cauc_ray
+from cauc_ray import CascadeClassifier
+from cauc_ray.errors import BudgetError, ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Counting(ClassifierMixin, BaseEstimator):
+    """Nearest centroids, which count the rows that they answer and remember those that they were fitted on."""
+
+    def __init__(self, n_pixels=64):
+        self.n_pixels = n_pixels
+
+    def fit(self, X, y):
+        self.classes_ = np.unique(y)
+        self.centroids_ = np.stack([X[y == one, : self.n_pixels].mean(axis=0) for one in self.classes_])
+        self.seen_, self.answered_ = {row.tobytes() for row in X}, []
+        return self
+
+    def predict_proba(self, X):
+        assert not self.seen_ & {row.tobytes() for row in X}
+        self.answered_.append(len(X))
+        z = -((X[:, None, : self.n_pixels] - self.centroids_) ** 2).sum(axis=2)
+        odds = np.exp(z - z.max(axis=1, keepdims=True))
+        return odds / odds.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    X, y = load_digits(return_X_y=True)
+    X = X / 16
+    names = np.array(["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"])
+    return X[:1000], names[y[:1000]], X[1000:], names[y[1000:]]
+
+
+def members(small=None):
+    large = RandomForestClassifier(20, random_state=0)
+    return [("small", small or LogisticRegression(C=1e-3)), ("large", large)]
+
+
+CHECKED = CascadeClassifier(members(), costs=[1, 10], cv=3)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "check"),
+    [
+        pytest.param(estimator, check, id=getattr(check, "func", check).__name__)
+        for estimator, check in estimator_checks_generator(CHECKED)
+    ],
+)
+def test_it_passes_the_checks_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("cv", [0.5, 3, ShuffleSplit(2, random_state=0)], ids=str)
+def test_it_calibrates_on_rows_that_members_were_not_fitted_on(digits, cv):
+    X, y, X_test, y_test = digits
+    model = CascadeClassifier([("small", Counting(20)), ("large", Counting())], [1, 10], cv=cv).fit(X, y)
+    if cv == 0.5:
+        assert len(model.members_["small"].seen_) < len(X)  # and Counting asserts the rest
+    assert model.score(X_test, y_test) > 0.7
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+def test_only_deferred_rows_reach_the_next_member_and_are_paid_for(digits, method):
+    X, y, X_test, _ = digits
+    model = CascadeClassifier([("small", Counting(20)), ("large", Counting())], [1, 10], method=method, budget=6.0)
+    model.fit(X, y)
+    for member in model.members_.values():
+        member.answered_.clear()
+    found = model.predictions(X_test)
+    assert model.members_["small"].answered_ == [len(X_test)]
+    n_deferred = int((found.stage > 0).sum())
+    assert 0 < n_deferred < len(X_test)
+    assert model.members_["large"].answered_ == [n_deferred]
+    np.testing.assert_array_equal(found.cost, np.where(found.stage > 0, 11.0, 1.0))
+    assert model.cost_ <= 6.0
+
+
+def test_its_answers_are_those_of_its_policy(digits):
+    X, y, X_test, y_test = digits
+    model = CascadeClassifier(members(), {"large": 10, "small": 1}, method="rf", cv=0.5).fit(X, y)
+    evaluation = model.evaluate(X_test, y_test)
+    assert model.score(X_test, y_test) == evaluation.measures.accuracy.value
+    found = model.predictions(X_test)
+    assert found.to_arrow().equals(evaluation.to_arrow().drop_columns("label"))
+    assert found.cost.mean() == pytest.approx(evaluation.measures.cost)
+    probabilities = model.predict_proba(X_test)
+    np.testing.assert_allclose(probabilities.max(axis=1), found.confidence, rtol=1e-12)
+    np.testing.assert_array_equal(model.classes_[probabilities.argmax(axis=1)], model.predict(X_test))
+
+
+def test_fitted_members_stay_as_they_are(digits):
+    X, y, _, _ = digits
+    fitted = [(name, FrozenEstimator(clone(member).fit(X[:500], y[:500]))) for name, member in members()]
+    model = CascadeClassifier(fitted, [1, 10]).fit(X[500:], y[500:])
+    assert model.members_["large"].estimator is fitted[1][1].estimator
+    whole = {name: member.predict_proba(X[500:]) for name, member in fitted}
+    codes = np.searchsorted(model.classes_, y[500:])
+    policy = cauc_ray.fit(whole, codes, costs=[1, 10], validation=0.5, logit_kind="probabilities")
+    assert model.policy_.to_json() == policy.to_json()
+    # A class that the new rows lack is known all the same.
+    few = y[500:] != "nine"
+    assert "nine" in CascadeClassifier(fitted, [1, 10]).fit(X[500:][few], y[500:][few]).classes_
+
+
+def test_pipelines_searches_frames_and_members_of_other_kinds(digits):
+    pd = pytest.importorskip("pandas")
+    X, y, _, _ = digits
+    frame = pd.DataFrame(X, columns=[f"pixel{i}" for i in range(X.shape[1])])
+    model = CascadeClassifier(members(LinearSVC(C=1e-3)), [1, 10], cv=0.5)
+    search = GridSearchCV(make_pipeline(StandardScaler(), model), {
+        "cascadeclassifier__method": ["base", "rf"], "cascadeclassifier__large__max_depth": [2, 8],
+    }, cv=2)  # fmt: skip
+    search.fit(frame, y)
+    assert search.best_params_["cascadeclassifier__large__max_depth"] == 8
+    assert search.score(frame.iloc[:50], y[:50]) > 0.8
+    assert model.set_params(small=LogisticRegression(), small__C=2.0).get_params()["small__C"] == 2.0
+
+
+BAD = [
+    ({"costs": None}, ConfigError, "costs"),
+    ({"costs": [1]}, ConfigError, "1 costs for 2 models"),
+    ({"budget": 0.5}, BudgetError, "cheapest"),
+    ({"budget": 5.0, "threshold": 0.5}, ConfigError, "not both"),
+    ({"estimators": []}, ConfigError, "estimators"),
+    ({"estimators": [("cv", LogisticRegression())]}, ConfigError, "'cv' cannot name"),
+    ({"estimators": [("a", LogisticRegression()), ("a", LogisticRegression())]}, ConfigError, "each name once"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), BAD, ids=[str(change) for change, _, _ in BAD])
+def test_bad_parameters_are_refused(digits, change, error, says):
+    X, y, _, _ = digits
+    model = CascadeClassifier(members(), [1, 10], cv=0.5)
+    for name, value in change.items():
+        setattr(model, name, value)
+    with pytest.raises(error, match=says):
+        model.fit(X[:300], y[:300])

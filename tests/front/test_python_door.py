@@ -1,0 +1,214 @@
+"""Fits and evaluations from Python: arrays and tables give the same, and options are checked in one place."""
+
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import planted, write_table
+
+import cauc_ray
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import CaucError, ConfigError, DataError
+from cauc_ray.front.evaluated import evaluation_summary
+from cauc_ray.front.options import EvaluateOptions, FitOptions
+
+COSTS = {"small": 1.0, "large": 10.0}
+
+
+def arrays(seed, n, k=4, ragged=False, dtype=np.float32):
+    """Return logits by model, and labels."""
+    labels, (small, large) = planted(np.random.default_rng(seed), n, k, (1.0, 2.2), ragged=ragged, dtype=dtype)
+    return {"small": small, "large": large}, labels
+
+
+def probabilities(z):
+    odds = np.exp(z - z.max(axis=1, keepdims=True))
+    return odds / odds.sum(axis=1, keepdims=True)
+
+
+def write(folder, **splits):
+    """Write splits as a table whose ids are positions."""
+    for split, (logits, labels) in splits.items():
+        for model, z in logits.items():
+            ids = [str(row) for row in range(len(z))]
+            write_logits(folder, model, split, example_ids=ids, labels=labels, logits=z)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data():
+    return {split: arrays(place, 150) for place, split in enumerate(("calibration", "validation", "test"))}
+
+
+@given(
+    seed=st.integers(0, 999),
+    n=st.integers(40, 120),
+    k=st.integers(2, 5),
+    ragged=st.booleans(),
+    kind=st.sampled_from(["raw", "probabilities"]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    options=st.sampled_from(
+        [{}, {"method": "rf"}, {"method": "rf", "budget": 6.0}, {"threshold": 0.8}, {"safe": True}]
+    ),
+)
+def test_the_file_of_a_policy_is_the_same_through_both_doors(
+    tmp_path_factory, seed, n, k, ragged, kind, dtype, options
+):
+    folder, pairs = tmp_path_factory.mktemp("doors"), []
+    for own, rows in ((seed, n), (seed + 1000, n + 7)):
+        logits, labels = arrays(own, rows, k, ragged and kind == "raw", dtype)
+        pairs.append(({m: probabilities(z) if kind == "probabilities" else z for m, z in logits.items()}, labels))
+    write(folder, calibration=pairs[0], validation=pairs[1])
+    told = {**options, "costs": COSTS, "logit_kind": kind}
+    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **told)
+    from_table = cauc_ray.fit(folder, **told)
+    assert from_arrays.to_json() == from_table.to_json()
+    assert cauc_ray.fit(folder, models=["small", "large"], **{**told, "costs": [1, 10]}) == from_table
+
+
+@given(seed=st.integers(0, 999), share=st.sampled_from([0.2, 0.5, 0.75]))
+def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp_path_factory, seed, share):
+    logits, labels = arrays(seed, 120)
+    told = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
+    policy = cauc_ray.fit(logits, labels, **told)
+    folder = write(tmp_path_factory.mktemp("share"), calibration=(logits, labels))
+    assert cauc_ray.fit(folder, **told).to_json() == policy.to_json()
+    assert (policy.calibration.n, policy.validation.n) == (120 - round(share * 120), round(share * 120))
+    assert policy.calibration.examples_fingerprint != policy.validation.examples_fingerprint
+    assert cauc_ray.fit(logits, labels, **{**told, "seed": seed + 1}).validation != policy.validation
+
+
+def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
+    policy = cauc_ray.fit(*data["calibration"], costs=COSTS, validation=data["validation"], method="rf", budget=5.0)
+    logits, labels = data["test"]
+    folder = write(tmp_path, test=data["test"])
+    policy.save(tmp_path / "policy.json")
+    from_arrays = cauc_ray.evaluate(logits, policy, labels=labels)
+    from_table = cauc_ray.evaluate(folder, tmp_path / "policy.json")
+    own, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
+    of_place = {"source": None, "guards": None}  # which say where the logits are from
+    assert own | of_place == of_table | of_place
+    assert from_arrays.to_arrow().sort_by("example_id").equals(from_table.to_arrow())
+    assert from_arrays.to_pandas().label.tolist() == labels.tolist()
+    predicted = policy.predict(logits)
+    np.testing.assert_array_equal(predicted.prediction, from_arrays.predictions.prediction)
+    np.testing.assert_array_equal(predicted.confidence, from_arrays.predictions.confidence)
+    assert cauc_ray.check(logits, policy, labels=labels).holds == cauc_ray.check(folder, policy).holds
+    assert cauc_ray.evaluate(logits, policy).measures.accuracy is None
+
+
+def test_a_replaced_model_needs_no_table(data):
+    (logits, labels), (held_out, held_out_labels) = data["calibration"], data["validation"]
+    policy = cauc_ray.fit(logits, labels, costs=COSTS, cost_unit="USD", validation=data["validation"], method="rf")
+    other = {"other": logits["small"] * 2, "large": logits["large"]}
+    pair = ({"other": held_out["small"] * 2, "large": held_out["large"]}, held_out_labels)
+    replaced = cauc_ray.replace_model(policy, other, {"small": "other"}, labels, costs={"other": 2.0}, validation=pair)
+    refitted = cauc_ray.fit(
+        other, labels, costs={"other": 2.0, "large": 10.0}, cost_unit="USD", validation=pair, method="rf"
+    )
+    assert replaced.to_json() == refitted.to_json()
+
+
+def test_costs_decide_the_order_where_no_chain_is_given(data):
+    logits, labels = data["calibration"]
+    turned = dict(reversed(logits.items()))
+    for costs in (COSTS, [10.0, 1.0], np.array([10.0, 1.0])):
+        assert cauc_ray.fit(turned, labels, costs=costs).models == ("small", "large")
+    assert cauc_ray.fit(logits, labels, models=["large"], costs=COSTS).models == ("large",)
+
+
+BAD_OPTIONS = [
+    ({"budget": "much"}, "budget: "),
+    ({"method": "bass"}, "method: "),
+    ({"seed": -1}, "seed: "),
+    ({"validation": 1.5}, "validation: "),
+    ({"models": "small,large"}, "models: "),
+    ({"models": ["small", 3]}, "models: "),
+    ({"costs": [1.0]}, "1 costs for 2 models"),
+    ({"costs": {"small": 1.0}}, "unknown model 'large'"),
+    ({"costs": None}, "give costs"),
+    ({"budget": 3.0, "threshold": 0.5}, "not both"),
+    ({"calibration_split": "validation"}, "two splits"),
+    ({"search": True, "safe": True}, "leave one of both out"),
+    ({"logit_kind": "odds"}, "unknown logit kind 'odds'"),
+    ({"method": "rf"}, "validation"),
+    ({"validation": 0.001}, "empty"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+def test_bad_options_are_refused_in_one_line(data, options, says):
+    logits, labels = data["calibration"]
+    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+        cauc_ray.fit(logits, labels, **{"costs": COSTS, **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_arrays_and_tables_keep_apart(data, tmp_path):
+    write_table(tmp_path)
+    logits, labels = data["calibration"]
+    with pytest.raises(ConfigError, match="go with arrays"):
+        cauc_ray.fit(tmp_path, labels)
+    with pytest.raises(DataError, match="needs labels"):
+        cauc_ray.fit(logits, costs=COSTS)
+    with pytest.raises(DataError, match="labels"):
+        cauc_ray.fit(logits, ["cat"] * len(labels), costs=COSTS)
+    with pytest.raises(CaucError, match="label 9 is outside"):
+        cauc_ray.fit(logits, np.full(len(labels), 9), costs=COSTS)
+
+
+@pytest.mark.parametrize(("verb", "options"), [(cauc_ray.fit, FitOptions), (cauc_ray.evaluate, EvaluateOptions)])
+def test_keyword_arguments_are_those_of_the_definition(verb, options):
+    parameters = inspect.signature(verb).parameters
+    defaults = {name: field.default for name, field in options.model_fields.items()}
+    assert {name: parameters[name].default for name in defaults} == defaults
+    assert set(parameters) - set(defaults) <= {"logits", "labels", "policy"}
+    assert all(field.description for field in options.model_fields.values())
+
+
+def test_an_evaluation_is_drawn_and_shown(data, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    logits, labels = data["test"]
+    named = {"$mall": logits["small"], "<large>": logits["large"]}
+    policy = cauc_ray.fit(named, labels, costs=[1, 10], validation=0.5, budget=4.0)
+    evaluation = cauc_ray.evaluate(named, policy, labels=labels)
+    axes = evaluation.plot()
+    assert axes.get_xlabel() == "mean cost per example (cost units)"
+    figure = axes.figure
+    figure.savefig(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+    assert "&lt;large&gt;" in evaluation._repr_html_()
+    with pytest.raises(DataError, match="label"):
+        cauc_ray.evaluate(named, policy).plot()
+
+
+def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):
+    code, out, _ = command("fit", "--help")
+    assert code == 0
+    (example,) = [line.strip() for line in out.splitlines() if line.strip().startswith("cauc fit /")]
+    _, *arguments = shlex.split(example)
+    assert command(*arguments)[0] == 0
+    code, out, _ = command("evaluate", cauc_ray.sample_logits(), "--policy", "policy.json", "--json")
+    assert 0.9 < json.loads(out)["accuracy"] < 1
+    files = [file for file in cauc_ray.sample_logits().rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 120_000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_of_the_docs_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    text, names = (Path(__file__).parents[2] / "docs" / "python.md").read_text(), {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(block, "python.md", "exec"), names)
+    assert names["model"].policy_ == cauc_ray.Policy.load("digits.json")
+    assert names["evaluation"].measures.cost < 4.5

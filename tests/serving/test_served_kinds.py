@@ -1,0 +1,76 @@
+"""A service reads its models' answers as a table's are read, and refuses probabilities that nobody declared."""
+
+import json
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import yaml
+from masked import MODELS, softmax, splits, write
+
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, ray_session):
+    """Serve m0, whose probabilities, with masks, are declared, and m1, whose are not."""
+    folder, chains = tmp_path_factory.mktemp("served"), splits(120)
+    table = write(
+        folder / "LOGITS", chains, lambda z: np.where(np.isneginf(z), np.float32(-1e4), softmax(z)), logit_kind="raw"
+    )
+    kinds = {"m0": "probabilities", "m1": "probabilities"}
+    policy = cauc_ray.fit(table, models=MODELS, method="rf", threshold=0.8, logit_kind=kinds)
+    declared = {"m0": {"logit_kind": "probabilities"}, "m1": {}}
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test", **declared[name]},
+            "resources": {"num_cpus": 0.5},
+        }
+        for name in MODELS
+    ]
+    content = {"name": "kinds", "task": "multiple-choice", "stages": stages}
+    content["serving"] = {"router": {"resources": {"num_cpus": 0.5}}}
+    (folder / "pool.yaml").write_text(yaml.safe_dump(content))
+    # As if it had been fitted on raw logits of m1, which the pool declares.
+    raw = policy.model_dump(mode="json")
+    raw["logit_kind"], raw["stages"][1]["logit_kind"] = "mixed", "raw"
+    policy = type(policy).of(raw)
+    with cauc_ray.serve(folder / "pool.yaml", policy, port=0) as service:
+        yield service, policy, LogitTable(table, kinds).read_chain(MODELS, "test")
+
+
+def ask(service, ids, **parameters):
+    inputs = [{"name": "example_id", "shape": [len(ids)], "datatype": "BYTES", "data": list(ids)}]
+    outputs = [{"name": "prediction"}, {"name": "confidence"}]
+    body = json.dumps({"inputs": inputs, "outputs": outputs, "parameters": parameters}).encode()
+    try:
+        with urllib.request.urlopen(f"{service.url}/v2/models/kinds/infer", body, timeout=60) as answer:
+            content = json.loads(answer.read())
+            return 200, {output["name"]: np.array(output["data"]) for output in content["outputs"]}
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())["error"]
+
+
+@pytest.mark.slow
+def test_declared_probabilities_and_masks_are_answered_as_in_the_replay(served):
+    service, policy, chain = served
+    status, answers = ask(service, chain.example_ids, max_stage=0)
+    expected = policy.start(chain.logits[0])
+    assert status == 200
+    assert np.array_equal(answers["prediction"], expected.predictions)
+    assert np.array_equal(answers["confidence"].astype(np.float32), expected.confidences.astype(np.float32))
+
+
+@pytest.mark.slow
+def test_undeclared_probabilities_are_no_answer(served):
+    service, policy, chain = served
+    deferred = ~policy.start(chain.logits[0]).accepted
+    ids = np.array(chain.example_ids)[deferred]
+    status, says = ask(service, ids[:1])
+    assert status == 503
+    assert "'m1'" in says
+    assert "logit_kind: probabilities" in says
+    assert ask(service, ids[1:20])[0] == 503

