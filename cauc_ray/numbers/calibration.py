@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import reduce
 from math import isnan
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.likelihood import Likelihood, Rows
-from cauc_ray.numbers.parts import Parts, Sums
+from cauc_ray.numbers.likelihood import Facts, Likelihood, Rows, Sums
 from cauc_ray.numbers.types import Floats, Ints
+
+T = TypeVar("T")
 
 # Odds that are wrong by a factor of e are one standard deviation of the prior of a bias.
 PRIOR_VARIANCE = 1.0
@@ -140,7 +142,7 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
 
     Raises DataError as fit_temperature does.
     """
-    return solve_temperatures(Parts.of(Likelihood(sources, labels)))
+    return solve_temperatures(Parts.of(sources, labels))
 
 
 def fit_bias_corrected(logits: Floats, labels: Ints, variance: float = PRIOR_VARIANCE) -> TemperatureFit:
@@ -156,29 +158,105 @@ def fit_bias_corrected(logits: Floats, labels: Ints, variance: float = PRIOR_VAR
     >>> fit_bias_corrected(logits, np.array([0, 1, 1, 1])).biases[1] > 0
     True
     """
-    parts = Parts.of(Likelihood([logits], labels))
-    if parts.facts.lacking is not None:
-        raise DataError(f"row {parts.facts.lacking} lacks some of the {parts.facts.n_options} options; biases need all")
+    parts = Parts.of([logits], labels)
+    if parts.facts.lacking:
+        raise DataError(f"row {min(parts.facts.lacking)} lacks some of the {logits.shape[1]} options; biases need all")
     return solve_bias_corrected(parts, solve_temperatures(parts), variance)
+
+
+class Each(Protocol):
+    """Asks every part's likelihood the same, and returns the answers in the parts' order."""
+
+    def __call__(self, ask: Callable[[Likelihood], T], /) -> list[T]:
+        """Ask all parts."""
+        ...
+
+
+class Parts:
+    """The rows of a fit in one part or in several, here or elsewhere, of which only sums are asked.
+
+    each: asks every part's likelihood the same.   narrow: whether they compute in float32.   facts: of all rows.
+    lowest, highest: between which the weights are sought, (P,).
+    """
+
+    def __init__(self, each: Each, *, narrow: bool) -> None:
+        """Ask the parts what is known before any pass."""
+        self.each, self.narrow = each, narrow
+        self.facts = facts = reduce(Facts.__add__, each(Likelihood.facts))
+        self.n, spreads, counts = facts.n, facts.spreads / facts.n, facts.n_margins
+        margins = np.where(counts > 0, np.exp(facts.log_margins / np.maximum(counts, 1)), spreads)
+        # Constant logits have neither.
+        self.flat = spreads <= 0
+        self.lowest = _LOWEST * (1.0 / np.where(self.flat, 1.0, spreads))
+        self.highest = _HIGHEST / np.where(self.flat, 1.0, np.minimum(margins, spreads))
+
+    @classmethod
+    def of(cls, sources: Sequence[Rows], labels: Ints, *, narrow: bool | None = None) -> Parts:
+        """Return rows that are all here; arguments are those of Likelihood."""
+        likelihood = Likelihood(sources, labels, narrow=narrow)
+
+        def each(ask: Callable[[Likelihood], T], /) -> list[T]:
+            return [ask(likelihood)]
+
+        return cls(each, narrow=likelihood.dtype is np.float32)
+
+    @property
+    def n_options(self) -> int:
+        """Return K."""
+        return max(self.each(Likelihood.n_options))
+
+    @property
+    def perfect(self) -> float:
+        """Return the mean NLL below which every row gives its label more than half."""
+        return float(np.log(2.0)) / self.n
+
+    def sample(self, rows: int) -> Parts:
+        """Return every n-th row by rank, so that about so many are left, as one part."""
+        step = max(1, self.n // rows)
+        ranks, sources, labels = zip(*self.each(lambda part: part.sample(step)), strict=True)
+        order = np.argsort(np.concatenate(ranks))
+        arrays = [np.concatenate(of_parts)[order] for of_parts in zip(*sources, strict=True)]
+        return Parts.of(arrays, np.concatenate(labels)[order], narrow=self.narrow)
+
+    def nll(self, at: Floats) -> float:
+        """Return the mean NLL at these weights and biases, in nats."""
+        return sum(self.each(lambda part: part.nll(at))) / self.n
+
+    def means(self, at: Floats) -> Sums:
+        """Visit all rows once at these weights and biases, and return the means."""
+        return reduce(Sums.__add__, self.each(lambda part: part.sums(at))) / self.n
+
+    def squares(self, at: Floats, directions: Floats) -> tuple[float, Floats]:
+        """Return the mean NLL, and the mean squares of the rows' gradients along directions, (P, D)."""
+        totals = np.sum(self.each(lambda part: part.squares(at, directions)), axis=0) / self.n
+        return float(totals[0]), totals[1:]
+
+    def clipped(self, at: Floats) -> Floats:
+        """Return weights and biases with the weights between their bounds."""
+        p = len(self.lowest)
+        return np.concatenate([np.clip(at[:p], self.lowest, self.highest), at[p:]])
+
+    def inside(self, weights: Floats) -> bool:
+        """Say whether no weight is near a bound."""
+        return bool(((weights > 10 * self.lowest) & (weights < self.highest / 10)).all())
 
 
 def solve_temperatures(parts: Parts) -> TemperatureFit:
     """Fit the temperatures of the arrays that parts hold."""
-    box = _Box.of(parts)
-    start = 1.0 / box.n
+    p = len(parts.lowest)
+    start = np.full(p, 1.0 / p)
     # Constant logits say nothing, and nothing would move their weight.
-    initial = np.where(parts.spreads > 0, np.clip(start, box.lowest, box.highest), box.lowest)
+    initial = np.where(parts.flat, parts.lowest, parts.clipped(start))
     found = None
-    if parts.facts.best and parts.spreads[0] > 0:
-        found = _Minimum(box.highest, parts.sums(box.highest), separable=True)
-    elif parts.facts.n >= 8 * _SAMPLE_ROWS:
-        found = _by_sample(parts, initial, box)
+    if p == 1 and not parts.facts.n_missed and not parts.flat:
+        found = _Minimum(parts.highest, parts.means(parts.highest), separable=True)
+    elif parts.n >= 8 * _SAMPLE_ROWS:
+        found = _by_sample(parts, initial)
     if found is None:
-        found = _newton(parts.sums, initial, box, parts.perfect)
-    directions = found.sums.eliminated(box.n).inverse()
-    squares = np.diag(directions @ found.sums.scatter @ directions.T)
-    nll_before = parts.nll(np.full(box.n, start))
-    return _fit(found, box, squares / parts.facts.n, nll_before, found.sums.value)
+        found = _newton(parts.means, initial, parts, parts.perfect)
+    directions = _inverse(found.means, p)
+    squares = np.diag(directions @ found.means.scatter @ directions.T)
+    return _fit(found, parts, squares, parts.nll(start), found.means.value)
 
 
 def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = PRIOR_VARIANCE) -> TemperatureFit:
@@ -187,79 +265,52 @@ def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = 
     alone: what the temperature is without them. Where it is clamped as separable so is this one, and biases are 0:
     there is no error left that they could correct.
     """
-    k = parts.facts.n_options
+    k = parts.n_options
     if alone.status is FitStatus.SEPARABLE:
         return replace(alone, biases=(0.0,) * k)
-    box, strength = _Box.of(parts), 1.0 / (variance * parts.facts.n)
+    strength = 1.0 / (variance * parts.n)
 
-    def sums(at: Floats) -> Sums:
-        found, biases = parts.sums(at), at[1:]
+    def means(at: Floats) -> Sums:
+        found, biases = parts.means(at), at[1:]
         found.gradient[1:] += strength * biases
         found.curvature[1:, 1:] += strength * np.eye(k)
-        return Sums(found.value + strength * float(biases @ biases) / 2, found.gradient, found.curvature, found.scatter)
+        return replace(found, value=found.value + strength * float(biases @ biases) / 2)
 
-    initial = np.clip(alone.weights, box.lowest, box.highest)
-    found = _newton(sums, np.concatenate([initial, np.zeros(k)]), box, perfect=-np.inf)
-    nll_after, squares = parts.squares(found.at, found.sums.eliminated(1).inverse())
-    fit = _fit(found, box, squares / parts.facts.n, alone.nll_before, nll_after)
+    found = _newton(means, np.concatenate([parts.clipped(np.array(alone.weights)), np.zeros(k)]), parts, -np.inf)
+    nll_after, squares = parts.squares(found.at, _inverse(found.means, 1))
+    fit = _fit(found, parts, squares, alone.nll_before, nll_after)
     return replace(fit, biases=tuple(found.at[1:].tolist()))
 
 
-def _fit(found: _Minimum, box: _Box, variances: Floats, nll_before: float, nll_after: float) -> TemperatureFit:
-    """Return a minimum as a fit.   variances: of the weights, (P,)."""
-    weights = found.at[: box.n]
+def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_after: float) -> TemperatureFit:
+    """Return a minimum as a fit.   squares: n times the weights' variances, (P,)."""
+    p = len(parts.lowest)
+    weights = found.at[:p]
     statuses = tuple(
         FitStatus.UNINFORMATIVE
         if weight <= low
         else FitStatus.SEPARABLE
         if found.separable or weight >= high
         else FitStatus.CONVERGED
-        for weight, low, high in zip(weights, box.lowest, box.highest, strict=True)
+        for weight, low, high in zip(weights, parts.lowest, parts.highest, strict=True)
     )
     # White, Maximum likelihood estimation of misspecified models, Econometrica 1982: they are valid for a misspecified
     # softmax too.
-    errors = np.sqrt(np.maximum(variances, 0.0)) * box.n * (1.0 / box.n / weights) ** 2
+    errors = np.sqrt(np.maximum(squares / parts.n, 0.0)) * p * (1.0 / p / weights) ** 2
     errors = np.where([status is FitStatus.CONVERGED for status in statuses], errors, np.nan)
     return TemperatureFit(tuple(weights.tolist()), tuple(errors.tolist()), nll_before, nll_after, statuses)
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """Between which bounds the weights are sought, (P,) each; biases have none."""
-
-    lowest: Floats
-    highest: Floats
-
-    @classmethod
-    def of(cls, parts: Parts) -> _Box:
-        flat = parts.spreads <= 0
-        lowest = _LOWEST * (1.0 / np.where(flat, 1.0, parts.spreads))
-        return cls(lowest, _HIGHEST / np.where(flat, 1.0, parts.margins))
-
-    @property
-    def n(self) -> int:
-        """Return P."""
-        return len(self.lowest)
-
-    def clipped(self, at: Floats) -> Floats:
-        """Return weights and biases with the weights in the box."""
-        return np.concatenate([np.clip(at[: self.n], self.lowest, self.highest), at[self.n :]])
-
-    def inside(self, weights: Floats) -> bool:
-        """Say whether no weight is near a bound."""
-        return bool(((weights > 10 * self.lowest) & (weights < self.highest / 10)).all())
-
-
-@dataclass(frozen=True, slots=True)
 class _Minimum:
-    """Weights and biases (D,), sums there or within the last step of there, and whether the data are separable."""
+    """Weights and biases (D,), means there or within the last step of there, and whether the data are separable."""
 
     at: Floats
-    sums: Sums
+    means: Sums
     separable: bool = False
 
 
-def _by_sample(parts: Parts, initial: Floats, box: _Box) -> _Minimum | None:
+def _by_sample(parts: Parts, initial: Floats) -> _Minimum | None:
     """Minimise in two or three passes over all rows, with a sample of them to say where to go.
 
     After each pass the sample's NLL, bent by a quadratic so that value, slope and curvature agree with all
@@ -267,35 +318,34 @@ def _by_sample(parts: Parts, initial: Floats, box: _Box) -> _Minimum | None:
     square of the step, where Newton's step errs by the whole of it. Returns None where that leads nowhere.
     """
     sample = parts.sample(_SAMPLE_ROWS)
-    weights = _newton(sample.sums, initial, box, sample.perfect, last_step=1e-3).at
+    weights = _newton(sample.means, initial, parts, sample.perfect, last_step=1e-3).at
     last, last_size = np.inf, 0.1
     enough = _FLOAT32_ERROR if parts.narrow else _FLOAT64_ERROR
     for _ in range(_MAX_SAMPLE_STEPS):
         # The sample may be separable, or say nothing, where the whole is not, or the reverse.
-        if not box.inside(weights):
+        if not parts.inside(weights):
             return None
-        whole = parts.sums(weights)
+        whole = parts.means(weights)
         if whole.value > last + _NOISE * (1 + abs(last)):
             return None
-        bent = _newton(_bent(sample, whole, weights), weights, box, perfect=-np.inf)
+        bent = _newton(_bent(sample, whole, weights), weights, parts, perfect=-np.inf)
         size = float((np.abs(bent.at - weights) / weights).max())
         # The error that the last step left was this one's size; errors go with the squares of the steps.
         if size**3 / last_size**2 < enough:
-            at_end = Sums(bent.sums.value, whole.gradient, whole.curvature, whole.scatter)
-            return _Minimum(bent.at, at_end) if box.inside(bent.at) else None
+            return _Minimum(bent.at, replace(whole, value=bent.means.value)) if parts.inside(bent.at) else None
         weights, last, last_size = bent.at, whole.value, max(size, 1e-3)
     return None
 
 
 def _bent(sample: Parts, whole: Sums, at: Floats) -> Callable[[Floats], Sums]:
-    """Return the sample's sums, bent by a quadratic to those of all rows at the given weights."""
-    own = sample.sums(at)
+    """Return the sample's means, bent by a quadratic to those of all rows at the given weights."""
+    own = sample.means(at)
     slope, curvature = whole.gradient - own.gradient, whole.curvature - own.curvature
 
-    def sums(weights: Floats) -> Sums:
+    def means(weights: Floats) -> Sums:
         if weights is at:
             return whole
-        here, step = sample.sums(weights), weights - at
+        here, step = sample.means(weights), weights - at
         return Sums(
             value=here.value + whole.value - own.value + float(slope @ step + step @ curvature @ step / 2),
             gradient=here.gradient + slope + curvature @ step,
@@ -303,55 +353,53 @@ def _bent(sample: Parts, whole: Sums, at: Floats) -> Callable[[Floats], Sums]:
             scatter=here.scatter,
         )
 
-    return sums
+    return means
 
 
 def _newton(
-    sums_at: Callable[[Floats], Sums], at: Floats, box: _Box, perfect: float, last_step: float = _LAST_STEP
+    means_at: Callable[[Floats], Sums], at: Floats, parts: Parts, perfect: float, last_step: float = _LAST_STEP
 ) -> _Minimum:
-    """Minimise by Newton's method, with the weights in the box.   at: weights and biases to start from, (D,).
+    """Minimise by Newton's method, with the weights between parts' bounds.   at: where to start, (D,).
 
     A step that raises the value is halved: the problem is convex, so a short one lowers it. Below perfect every row
-    gives its label more than half; more weight in the same proportion is then always better, and the weights go to the
-    box.
+    gives its label more than half; more weight in the same proportion is then always better, and the weights go to
+    their bounds.
     """
-    sums = sums_at(at)
+    p, means = len(parts.lowest), means_at(at)
     for _ in range(_MAX_STEPS):
-        if sums.value < perfect:
+        if means.value < perfect:
             break
-        step = _step(at, sums, box)
+        step = _step(at, means, parts)
         # Relative for weights; biases are log odds.
-        size = float((np.abs(step) / np.concatenate([at[: box.n], np.ones(len(at) - box.n)])).max())
-        target = box.clipped(at + step)
+        size = float((np.abs(step) / np.append(at[:p], np.ones(len(at) - p))).max())
+        target = parts.clipped(at + step)
         if size < last_step:
-            return _Minimum(target, sums)
-        trial = sums_at(target)
-        while trial.value > sums.value + _NOISE * (1.0 + abs(sums.value)) and size > last_step:
+            return _Minimum(target, means)
+        trial = means_at(target)
+        while trial.value > means.value + _NOISE * (1.0 + abs(means.value)) and size > last_step:
             step, size = step / 2, size / 2
-            target = box.clipped(at + step)
-            trial = sums_at(target)
-        at, sums = target, trial
+            target = parts.clipped(at + step)
+            trial = means_at(target)
+        at, means = target, trial
     # Only a minimum at infinity keeps a safeguarded Newton iteration going for so long.
-    weights = at[: box.n] * (box.highest / at[: box.n]).min()
-    at = np.concatenate([weights, at[box.n :]])
-    return _Minimum(at, sums_at(at), separable=True)
+    at = np.append(at[:p] * (parts.highest / at[:p]).min(), at[p:])
+    return _Minimum(at, means_at(at), separable=True)
 
 
-def _step(at: Floats, sums: Sums, box: _Box) -> Floats:
-    """Return the step of weights and biases to the minimum of the quadratic model, with the weights in the box.
+def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
+    """Return the step of weights and biases to the minimum of the quadratic model, with the weights in their bounds.
 
-    A weight that the step would take below the box, the furthest first, is set to its lowest value, and the
-    others' step is found anew; one may grow to eight times its value, or to what matters at all if that is more.
+    A weight that the step would take below its bound, the furthest first, is set to it, and the others' step is found
+    anew; one may grow to eight times its value, or to what matters at all if that is more. Biases follow the weights.
     """
-    weights, lowest, highest = at[: box.n], box.lowest, box.highest
-    model = sums.eliminated(box.n)
-    held = ((weights <= lowest) & (model.gradient >= 0)) | ((weights >= highest) & (model.gradient <= 0))
+    lowest, highest, p = parts.lowest, parts.highest, len(parts.lowest)
+    weights, (slope, curvature, by_slopes, by_weights) = at[:p], _eliminated(means, p)
+    held = ((weights <= lowest) & (slope >= 0)) | ((weights >= highest) & (slope <= 0))
     step = np.zeros_like(weights)
     # In units of 1 / spread, in which the sources are alike. The ridge makes the step along a direction in
     # which nothing changes (two copies of one model) the shortest.
     unit = lowest / _LOWEST
-    curvature = model.curvature * np.outer(unit, unit)
-    slope = model.gradient * unit
+    slope, curvature = slope * unit, curvature * np.outer(unit, unit)
     while not held.all():
         free = ~held
         target = slope + curvature @ (step / unit)
@@ -366,4 +414,25 @@ def _step(at: Floats, sums: Sums, box: _Box) -> Floats:
         step[furthest] = lowest[furthest] - weights[furthest]
         held[furthest] = True
     step = np.minimum(step, np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
-    return np.concatenate([step, model.biases(np.clip(weights + step, lowest, highest) - weights)])
+    return np.append(step, by_slopes + by_weights @ (np.clip(weights + step, lowest, highest) - weights))
+
+
+def _inverse(means: Sums, p: int) -> Floats:
+    """Return the P weights' rows of the inverse of the curvature, (P, D)."""
+    _, curvature, _, by_weights = _eliminated(means, p)
+    own = np.linalg.pinv(curvature, hermitian=True)
+    return np.concatenate([own, own @ by_weights.T], axis=1)
+
+
+def _eliminated(means: Sums, p: int) -> tuple[Floats, Floats, Floats, Floats]:
+    """Return slope (P,) and curvature (P, P) of the quadratic model in the P weights alone, at the best biases of each.
+
+    The best step of the biases is the third value, (K,), plus the fourth, (K, P), times the step of the weights.
+    """
+    slope, curvature = means.gradient[:p], means.curvature[:p, :p]
+    if len(means.gradient) == p:
+        return slope, curvature, np.empty(0), np.empty((0, p))
+    cross, within = means.curvature[p:, :p], means.curvature[p:, p:]
+    solved = -np.linalg.solve(within, np.column_stack([cross, means.gradient[p:]]))
+    by_weights, by_slopes = solved[:, :p], solved[:, p]
+    return slope + cross.T @ by_slopes, curvature + cross.T @ by_weights, by_slopes, by_weights

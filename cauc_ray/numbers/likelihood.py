@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 # A label's score, less the largest that its row could have, below which exp comes near the end of float32.
 _LOWEST_SCORE = -60.0
@@ -52,35 +52,39 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What is known of rows before any pass; those of parts add up.
+class Facts(Summed):
+    """What is known of n rows before any pass.
 
-    n: how many.   spreads: (P,), summed over the rows, the distance of a row's largest logit from its mean.
-    log_margins, n_margins: (P,), summed over the rows, the logarithm of that distance from the next smaller logit, and
-    how many rows have one.
-    best: whether there is one array and every label is its row's largest logit, so that more weight is always better.
-    n_options: K.   lacking: the rank of the first row that lacks some of them, None where none does.
+    n_missed: rows whose label is not their largest logit in some array.
+    spreads: (P,), the distances of a row's largest logit from its mean.   log_margins, n_margins: (P,), the logarithms
+    of that distance from the next smaller logit, and how many rows have one.
+    lacking: of each part that has some, the rank of its first row that lacks an option.
     """
 
     n: int
+    n_missed: int
     spreads: Floats
     log_margins: Floats
     n_margins: Floats
-    best: bool
-    n_options: int
-    lacking: int | None
+    lacking: tuple[int, ...]
 
-    def __add__(self, other: Facts) -> Facts:
-        """Return the facts of both's rows."""
-        return Facts(
-            n=self.n + other.n,
-            spreads=self.spreads + other.spreads,
-            log_margins=self.log_margins + other.log_margins,
-            n_margins=self.n_margins + other.n_margins,
-            best=self.best and other.best,
-            n_options=max(self.n_options, other.n_options),
-            lacking=min((rank for rank in (self.lacking, other.lacking) if rank is not None), default=None),
-        )
+
+@dataclass(frozen=True, slots=True)
+class Sums(Summed):
+    """Sums over the rows at some weights and biases, D numbers in all.
+
+    value: the NLL in nats.   gradient: (D,).   curvature: (D, D).   scatter: (P, P), the outer product of the rows'
+    gradients in the weights.
+    """
+
+    value: float
+    gradient: Floats
+    curvature: Floats
+    scatter: Floats
+
+    def __truediv__(self, n: int) -> Sums:
+        """Return the means."""
+        return Sums(self.value / n, self.gradient / n, self.curvature / n, self.scatter / n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class Likelihood:
         self._tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
         self._label_gaps = np.empty((len(self.sources), n))
         self._padded = False
-        self._lacking: int | None = None
+        self._lacking: list[int] = []
         self._spreads, self._log_margins, self._n_margins = np.zeros((3, len(self.sources)))
         for rows in self._slices(self.dtype):
             for place, source in enumerate(self.sources):
@@ -165,8 +169,7 @@ class Likelihood:
         n_options: int | Ints = logits.shape[1]
         if np.isneginf(total).any():
             self._padded = True
-            lacking = int(self.ranks[rows][np.isneginf(total)].min())
-            self._lacking = lacking if self._lacking is None else min(lacking, self._lacking)
+            self._lacking.append(int(self.ranks[rows][np.isneginf(total)].min()))
             there = np.isfinite(logits)
             total, n_options = np.where(there, logits, 0).sum(axis=1), there.sum(axis=1)
         self._tops[place][rows, 0] = top
@@ -177,16 +180,19 @@ class Likelihood:
         self._log_margins[place] += float(np.log(margins, dtype=np.float64).sum())
         self._n_margins[place] += len(margins)
 
+    def n_options(self) -> int:
+        """Return K."""
+        return self.sources[0].shape[1]
+
     def facts(self) -> Facts:
         """Return what is known of the rows before any pass."""
         return Facts(
             n=len(self.labels),
+            n_missed=int(self._label_gaps.any(axis=0).sum()),
             spreads=self._spreads,
             log_margins=self._log_margins,
             n_margins=self._n_margins,
-            best=len(self.sources) == 1 and not self._label_gaps.any(),
-            n_options=self.sources[0].shape[1],
-            lacking=self._lacking,
+            lacking=(min(self._lacking),) if self._lacking else (),
         )
 
     def sample(self, step: int) -> tuple[Ints, list[Floats], Ints]:
@@ -198,14 +204,13 @@ class Likelihood:
         """Return the NLL at these weights and biases, in nats, summed over the rows."""
         return sum(block.nll for block in self._blocks(at))
 
-    def totals(self, at: Floats) -> Floats:
-        """Visit all rows once at these weights and biases. Returns the sums as unpacked() takes them."""
+    def sums(self, at: Floats) -> Sums:
+        """Visit all rows once at these weights and biases."""
         p, d = len(self.sources), len(at)
-        totals = np.zeros(1 + d + d * d + p * p)
-        gradient, curvature, scatter = unpacked(totals, p, d)
+        value, gradient, curvature, scatter = 0.0, np.zeros(d), np.zeros((d, d)), np.zeros((p, p))
         for block in self._blocks(at):
             means = block.means()
-            totals[0] += block.nll
+            value += block.nll
             for i in range(p):
                 weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
                 for j in range(i, p):
@@ -225,7 +230,7 @@ class Likelihood:
                 curvature[p:, p:] -= probabilities.T @ probabilities
                 curvature[p:, p:][np.diag_indices(d - p)] += of_options
         curvature[p:, :p] = curvature[:p, p:].T
-        return totals
+        return Sums(value, gradient, curvature, scatter)
 
     def squares(self, at: Floats, directions: Floats) -> Floats:
         """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
@@ -295,9 +300,3 @@ class Likelihood:
         for gap in gaps:
             gap[missing] = 0.0
         return missing
-
-
-def unpacked(totals: Floats, p: int, d: int) -> tuple[Floats, Floats, Floats]:
-    """Return gradient (D,), curvature (D, D) and scatter (P, P) of sums that follow an NLL, as views."""
-    gradient, curvature, scatter = np.split(totals[1:], [d, d + d * d])
-    return gradient, curvature.reshape(d, d), scatter.reshape(p, p)

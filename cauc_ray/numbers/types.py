@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -10,3 +11,12 @@ import numpy.typing as npt
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What is summed over rows, field by field: that of the parts of a table adds up to that of the whole."""
+
+    def __add__(self, other: Self) -> Self:
+        """Return that of both's rows."""
+        return type(self)(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

@@ -10,11 +10,16 @@ from typing import TypeVar
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError, unknown_name
-from cauc_ray.numbers.calibration import MOST_OPTIONS, TemperatureFit, solve_bias_corrected, solve_temperatures
+from cauc_ray.numbers.calibration import (
+    MOST_OPTIONS,
+    Parts,
+    TemperatureFit,
+    solve_bias_corrected,
+    solve_temperatures,
+)
 from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind, Isotonic, fit_isotonic
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import Likelihood, Rows
-from cauc_ray.numbers.parts import Parts
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc_rf import RFStage
 
@@ -79,11 +84,11 @@ def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float
 
 
 def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFit) -> TemperatureFit:
-    lacking, n_options, model = parts.facts.lacking, parts.facts.n_options, chain.models[stage]
-    if lacking is not None:
+    lacking, n_options, model = parts.facts.lacking, parts.n_options, chain.models[stage]
+    if lacking:
         raise DataError(
-            f"{chain.source}: example {chain.example_ids[lacking]!r} lacks some of the {n_options} options of model "
-            f"{model!r}; offsets need a fixed set, take --calibrator temperature"
+            f"{chain.source}: example {chain.example_ids[min(lacking)]!r} lacks some of the {n_options} options of "
+            f"model {model!r}; offsets need a fixed set, take --calibrator temperature"
         )
     if n_options > MOST_OPTIONS:
         raise DataError(

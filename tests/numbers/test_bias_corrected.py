@@ -10,13 +10,13 @@ from synthetic import planted
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.calibration import (
     FitStatus,
+    Parts,
     fit_bias_corrected,
     fit_temperature,
     solve_bias_corrected,
     solve_temperatures,
 )
 from cauc_ray.numbers.likelihood import Likelihood
-from cauc_ray.numbers.parts import Parts
 
 shapes = st.tuples(st.integers(20, 300), st.integers(2, 12))
 seeds = st.integers(0, 2**32 - 1)
