@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -13,12 +13,10 @@ from cauc_ray.data.logits import FAILED
 from cauc_ray.execution.sharded import DEADLINE_S
 from cauc_ray.front import tables
 from cauc_ray.front.config import FilePath
-from cauc_ray.front.options import FitOptions
+from cauc_ray.front.options import FitOptions, Names
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.models.resources import Resources
-from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.logits import LogitKind
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
 POLICY = "policy.json"
@@ -29,7 +27,6 @@ class ShardedJob(JobConfig):
 
     shards: actors that hold them, as many as the cluster has room for where this is left out.   resources: what each
     occupies, and the labels of the nodes that it may stand on.   deadline_s: for one answer of all shards.
-    logit_kind: what they are, of all models or by model, where the table's pool.json does not declare it.
     """
 
     BY_CONTENT = True
@@ -37,7 +34,15 @@ class ShardedJob(JobConfig):
     shards: int | None = Field(default=None, ge=1)
     resources: Resources = Resources()
     deadline_s: float = Field(default=DEADLINE_S, gt=0)
-    logit_kind: LogitKind | dict[str, LogitKind] | None = None
+
+    def sharding(self, run: JobRun) -> dict[str, Any]:
+        """Return what calibrate() and evaluate_shards() are told of it."""
+
+        def report(n_passes: int) -> None:
+            run.progress.report(n_passes, None, "passes over all shards")
+
+        own = {name: getattr(self, name) for name in ("shards", "resources", "deadline_s")}
+        return {**own, "address": run.address, "on_pass": report}
 
 
 def chain_files(logits: Path, models: Sequence[str], splits: Sequence[str]) -> set[Path]:
@@ -46,45 +51,20 @@ def chain_files(logits: Path, models: Sequence[str], splits: Sequence[str]) -> s
     return {logits / "pool.json"} | {part / f"split={split}" for part in parts for split in splits}
 
 
-class CalibrateJob(ShardedJob):
-    """What `cauc fit` is told; the policy is policy.json of the output.
-
-    models: the chain, cheapest first.   costs: of a call of each; the table's where left out.   budget, threshold: at
-    most one of them.   objective: what a chosen threshold maximises.   certify: a risk, such as "risk<=0.05@0.95".
-    strict: whether a guard that fires ends the job.   safe: whether fusions and the chain are guarded (docs/guards.md).
-    calibrator: of every model.
-    """
+class CalibrateJob(ShardedJob, FitOptions):
+    """What `cauc fit` is told, but search and a validation share; the policy is policy.json of the output."""
 
     logits: FilePath
-    models: tuple[str, ...] = Field(min_length=1)
-    method: Literal["base", "rf"] = "base"
-    costs: tuple[float, ...] | None = None
-    calibration_split: str = "calibration"
-    validation_split: str = "validation"
-    budget: float | None = None
-    threshold: float | None = None
-    objective: Literal["accuracy", "macro-f1"] = "accuracy"
-    certify: str | None = None
-    strict: bool = False
-    safe: bool = False
-    calibrator: CalibratorKind = "temperature"
+    models: Names = Field(min_length=1, description="the chain, cheapest first")
 
     def inputs(self) -> set[Path]:
         """Return the chain's part of the table."""
-        return chain_files(self.logits, self.models, (self.calibration_split, self.validation_split))
+        return chain_files(self.logits, self.models, self.splits)
 
 
 def work(config: CalibrateJob, run: JobRun) -> JobResult:
     """Fit the policy."""
-    found = calibrate(
-        config.logits,
-        shards=config.shards,
-        resources=config.resources,
-        deadline_s=config.deadline_s,
-        address=run.address,
-        on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
-        **FitOptions.chosen(dict(config)),
-    )
+    found = calibrate(config.logits, **config.sharding(run), **FitOptions.chosen(dict(config)))
     found.policy.save(run.folder / POLICY)
     results = {
         "policy": str(run.folder / POLICY),

@@ -14,6 +14,7 @@ from cauc_ray.front import online, show
 from cauc_ray.front.config import FilePath
 from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.offline import save_table
+from cauc_ray.front.options import EvaluateOptions
 from cauc_ray.front.sharding import evaluate_shards
 from cauc_ray.policies.policy import Policy
 from jobs.calibrate import ShardedJob, chain_files
@@ -36,12 +37,11 @@ class LiveEvaluation(JobConfig):
         return {self.policy, self.input, *pool_files(self.pool)}
 
 
-class SavedEvaluation(ShardedJob):
+class SavedEvaluation(ShardedJob, EvaluateOptions):
     """A replay on a split of a logit table, as `cauc evaluate` has it; its answers are predictions.parquet."""
 
     logits: FilePath
     policy: FilePath
-    split: str = "test"
 
     def inputs(self) -> set[Path]:
         """Return the policy and its chain's part of the table."""
@@ -59,17 +59,8 @@ def work(config: LiveEvaluation | SavedEvaluation, run: JobRun) -> JobResult:
 
 def _replayed(config: SavedEvaluation, run: JobRun) -> JobResult:
     """Replay the policy by shards."""
-    evaluation, shards = evaluate_shards(
-        config.logits,
-        Policy.load(config.policy),
-        split=config.split,
-        logit_kind=config.logit_kind,
-        shards=config.shards,
-        resources=config.resources,
-        deadline_s=config.deadline_s,
-        address=run.address,
-        on_pass=lambda n_passes: run.progress.report(n_passes, None, "passes over all shards"),
-    )
+    options = {**config.sharding(run), **EvaluateOptions.chosen(dict(config))}
+    evaluation, shards = evaluate_shards(config.logits, config.policy, **options)
     save_table(evaluation.to_arrow(), run.folder / "predictions.parquet")
     summary = evaluation_summary(evaluation)
     results = {**summary, "n_shards": len(shards.nodes), "nodes": shards.nodes, "peak_bytes": shards.peak_bytes}

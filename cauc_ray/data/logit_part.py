@@ -40,6 +40,13 @@ class LogitPart:
     n_options: Ints
     sums: SumsToOne
 
+    @property
+    def values(self) -> Floats:
+        """Return the rows' options end to end, float32 (sum of n_options,)."""
+        if self.logits.size == self.n_options.sum():
+            return self.logits.ravel()
+        return self.logits[np.arange(self.logits.shape[1]) < self.n_options[:, None]]
+
 
 def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
     """Read one file. Raises DataError, naming file, model and example, for what LogitTable.read_model refuses in it.

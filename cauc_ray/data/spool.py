@@ -36,44 +36,33 @@ class WantedRows:
 class SpooledLogits:
     """Logits float32 (n, K) in a file of the process's own, which vanishes with it; -inf beyond a row's options.
 
-    It holds 12 bytes a row in memory, 20 where rows stand in another order, and what it is asked for.
+    It holds 20 bytes a row in memory, and what it is asked for.
+    n_options: int32 (n,).   width: K, the most options of a row until it is set to another model's or shard's.
+    has_gaps: whether some row has an option that its model leaves impossible.   sums: as LogitPart has them.
     """
 
     def __init__(self, wanted: WantedRows) -> None:
         """Read the wanted rows. Raises DataError as LogitTable.read_model does, or where rows are gone."""
         self._file = tempfile.TemporaryFile(prefix="cauc-")  # noqa: SIM115
-        self.n_options = np.empty(len(wanted.places), dtype=np.int32)
-        # Whether some row has an option that its model leaves impossible.
-        self.has_gaps = False
-        self.sums = SumsToOne()
-        order = np.argsort(wanted.places)
-        try:
-            self._write(wanted, order)
-        except BaseException:
-            self.close()
-            raise
-        self.width = int(self.n_options.max())
-        # Rows stand in the file in the order of their places; where that is not the order of the shard, say where.
-        ordered = bool((np.diff(order) > 0).all())
-        self._starts = np.concatenate([[0], np.cumsum(self.n_options[order], dtype=np.int64)])
-        self._rows = None if ordered else np.argsort(order)
-
-    def _write(self, wanted: WantedRows, order: Ints) -> None:
-        n = 0
+        self.has_gaps, self.sums = False, SumsToOne()
+        order, lengths = np.argsort(wanted.places), [np.empty(0, dtype=np.int32)]
         for part in _parts(wanted, wanted.places[order]):
-            here = part.n_options
-            real = part.logits if len(here) * part.logits.shape[1] == here.sum() else _real(part)
+            values = part.values
             self.sums += part.sums
-            self.has_gaps |= bool(np.isneginf(real).any())
-            self._file.write(np.ascontiguousarray(real, dtype=np.float32).data)
-            self.n_options[order[n : n + len(here)]] = here
-            n += len(here)
-        if n < len(wanted.places):
-            raise DataError(f"model {wanted.model!r}: {len(wanted.places) - n} rows are not in its files any more")
+            self.has_gaps |= bool(np.isneginf(values).any())
+            self._file.write(np.ascontiguousarray(values, dtype=np.float32).data)
+            lengths.append(part.n_options.astype(np.int32))
         self._file.flush()
+        in_file = np.concatenate(lengths)
+        if len(in_file) < len(order):
+            raise DataError(f"model {wanted.model!r}: {len(order) - len(in_file)} rows are not in its files any more")
+        # Rows stand in the file in the order of their places: where each is, and where its options begin.
+        self._places = np.argsort(order)
+        self._starts = np.append(0, np.cumsum(in_file, dtype=np.int64))
+        self.n_options = in_file[self._places]
+        self.width = int(in_file.max())
 
-    def close(self) -> None:
-        """Give the file back."""
+    def __del__(self) -> None:
         self._file.close()
 
     @property
@@ -88,32 +77,21 @@ class SpooledLogits:
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
         """Return some rows."""
-        if self._rows is None and isinstance(rows, slice):
-            start, stop, _ = rows.indices(len(self.n_options))
-            values = self._read(start, stop)
-        else:
-            places = np.arange(len(self.n_options))[rows] if self._rows is None else self._rows[rows]
-            values = np.concatenate([self._read(a, b) for a, b in _runs(places)])
-        return laid_out(values, self.n_options[rows], self.width)
+        places = self._places[rows]
+        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        values = [self._read(run) for run in runs]
+        return laid_out(values[0] if len(runs) == 1 else np.concatenate(values), self.n_options[rows], self.width)
 
-    def _read(self, start: int, stop: int) -> Floats:
-        """Return the options of rows that stand side by side, end to end."""
-        first, last = int(self._starts[start]), int(self._starts[stop])
+    def _read(self, run: Ints) -> Floats:
+        """Return the options of rows that stand side by side, or of none, end to end."""
+        if not len(run):
+            return np.empty(0, np.float32)
+        first, last = int(self._starts[run[0]]), int(self._starts[run[-1] + 1])
         self._file.seek(4 * first)
         values = np.fromfile(self._file, np.float32, last - first)
         if len(values) < last - first:
             raise OSError("the file of spooled logits ends too early")
         return values
-
-
-def _real(part: LogitPart) -> Floats:
-    return part.logits[np.arange(part.logits.shape[1]) < part.n_options[:, None]]
-
-
-def _runs(places: Ints) -> list[tuple[int, int]]:
-    """Return the ranges that places follow, in their order."""
-    ends = np.flatnonzero(np.diff(places) != 1) + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, ends) if len(run)]
 
 
 def _parts(wanted: WantedRows, places: Ints) -> Iterator[LogitPart]:

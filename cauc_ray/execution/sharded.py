@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,15 +16,16 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.data.logits import ChainHeads
+from cauc_ray.data.spool import SpooledLogits, WantedRows
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, placement, told
 from cauc_ray.execution.session import room_for
-from cauc_ray.execution.shards import ShardActor, cut_rows, facts_of, node_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import suits_float32
 from cauc_ray.numbers.logits import SumsToOne
+from cauc_ray.numbers.types import Bools, Ints
 
 # A shard whose actor dies again and again is what they die of, or the cluster is.
 MOST_DEATHS = 8
@@ -40,11 +43,13 @@ class Sharding:
 
     n_shards: into how many actors, None for as many as the cluster has room for.   resources: what each occupies and
     where it may stand.   deadline_s: for one answer of all shards, reading included.
+    on_pass: called with how often all shards have answered.
     """
 
     n_shards: int | None
     resources: Resources
     deadline_s: float = DEADLINE_S
+    on_pass: Callable[[int], None] = lambda n_passes: None
 
 
 @dataclass(slots=True)
@@ -62,26 +67,107 @@ class ShardsWatched:
     peak_bytes: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardRows:
+    """Rows of a shard, in the order in which the first model's files have them.
+
+    ranks: int64 (n,), positions among all rows in order of example_id.   labels: int32 (n,).   wanted: of each model.
+    """
+
+    ranks: Ints
+    labels: Ints
+    wanted: tuple[WantedRows, ...]
+
+
+def cut_rows(chain: ChainHeads, n_shards: int) -> list[ShardRows]:
+    """Cut a chain's rows into shards of about equal size, none empty, along the first model's files."""
+    order, known = np.argsort(chain.heads[0].places), chain.known
+    models = list(zip(known["models"], chain.heads, known["logit_kind"], strict=True))
+    return [
+        ShardRows(
+            ranks,
+            known["labels"][ranks],
+            tuple(WantedRows(model, head.files, head.places[ranks], kind) for model, head, kind in models),
+        )
+        for ranks in np.array_split(order, min(n_shards, len(order)))
+    ]
+
+
+class ShardActor:
+    """Holds shards of some chains, each read when it is first asked for. Rows come with every call.
+
+    It may come to hold other shards' rows next to its own, when these lose their actors.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], ChainPart] = {}
+
+    def ask(
+        self, key: tuple[int, int], rows: ShardRows, question: Callable[[ChainPart], Any], width: int = 0
+    ) -> tuple[Any, int]:
+        """Answer a question about the rows of a chain and a shard, by number.
+
+        width: of the logits, the most options of all shards, 0 while it is not known. Returns the answer, and the most
+        memory that this process has had, in bytes. Raises DataError where the rows are unfit.
+        """
+        if key not in self._parts:
+            spools = tuple(SpooledLogits(wanted) for wanted in rows.wanted)
+            # Copies, so that no block of the object store is held between calls.
+            self._parts[key] = ChainPart(spools, rows.labels.copy(), rows.ranks.copy())
+        part = self._parts[key]
+        for logits in _spools(part):
+            logits.width = max(width, logits.width)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return question(part), peak if sys.platform == "darwin" else 1024 * peak
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFacts:
+    """What is known of a shard's rows once they are read.
+
+    width: most options that a row has.   sums: how near each model's rows are to probabilities.   refused: the row of
+    lowest rank that cannot be used, and why; none where all can.
+    """
+
+    width: int
+    sums: tuple[SumsToOne, ...]
+    refused: list[tuple[int, str]]
+
+
+def facts_of(models: Sequence[str], part: ChainPart) -> ShardFacts:
+    """Return what is known of a shard's rows.   models: names."""
+    spools = _spools(part)
+    return ShardFacts(spools[0].width, tuple(own.sums for own in spools), _refused(models, part, spools))
+
+
+def _spools(part: ChainPart) -> list[SpooledLogits]:
+    return [logits for logits in part.logits if isinstance(logits, SpooledLogits)]
+
+
+def _refused(models: Sequence[str], part: ChainPart, spools: Sequence[SpooledLogits]) -> list[tuple[int, str]]:
+    """Return a row with other options in one model than in the first, or without one that all leave possible."""
+    first = spools[0].n_options
+    for name, own in zip(models[1:], spools[1:], strict=True):
+        differ = np.flatnonzero(own.n_options != first)
+        if len(differ):
+            row = int(differ[part.ranks[differ].argmin()])
+            counts = f"{first[row]} options for model {models[0]!r} and {own.n_options[row]} for model {name!r}"
+            return [(int(part.ranks[row]), f"has {counts}")]
+    lowest: list[int] = []
+    for block in part.blocks() if any(spool.has_gaps for spool in spools) else ():
+        shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits])
+        lowest = sorted([*lowest, *part.ranks[block][~shared.any(axis=1)].tolist()])[:1]
+    return [(rank, "has no option that all models leave possible") for rank in lowest]
+
+
 class Shards:
     """Actors that hold the shards of some chains: one each, until one dies."""
 
-    def __init__(self, sharding: Sharding, chains: Sequence[ChainHeads], on_pass: Callable[[int], None]) -> None:
-        """Cut the chains.   on_pass: called with how often all shards have answered.
-
-        Raises ExecutionError where they do not fit on the cluster.
-        """
-        self.watched = ShardsWatched()
-        self._sharding, self._on_pass = sharding, on_pass
+    def __init__(self, sharding: Sharding, chains: Sequence[ChainHeads]) -> None:
+        """Cut the chains. Raises ExecutionError where they do not fit on the cluster."""
+        self.watched, self._sharding = ShardsWatched(), sharding
         n = _n_shards(chains, sharding)
-        self._rows = [
-            [
-                ray.put(rows)
-                for rows in cut_rows(
-                    chain.heads, chain.known["labels"], chain.known["models"], chain.known["logit_kind"], n
-                )
-            ]
-            for chain in chains
-        ]
+        self._rows = [[ray.put(rows) for rows in cut_rows(chain, n)] for chain in chains]
         self._holders: list[Any] = [None] * n
         self._deaths = [0] * n
 
@@ -91,39 +177,29 @@ class Shards:
         self._hold({None}, START_DEADLINE_S)
         self.watched.start_s = time.perf_counter() - started
 
-    def open(self, number: int, known: dict[str, Any]) -> int:
-        """Have all read their rows of a chain, and return the most options that one of them has.
+    def open(self, number: int, heads: ChainHeads) -> ShardedChain:
+        """Have all read their rows of a chain, and return it with them.
 
-        known: of the chain. Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer
-        in time.
+        Raises DataError for rows that cannot be used, ExecutionError where a shard has no answer in time.
         """
-        started = time.perf_counter()
-        facts = self._ask(number, partial(facts_of, known["models"]), 0)
-        refused = [own.refused for own in facts if own.refused is not None]
+        started, known = time.perf_counter(), heads.known
+        facts = self.ask(number, partial(facts_of, known["models"]))
+        refused = [row for own in facts for row in own.refused]
         if refused:
             rank, why = min(refused)  # the example that one process would name
             raise DataError(f"{known['source']}: example {known['example_ids'][rank]!r} {why}")
         for place, model in enumerate(known["models"]):
             sums = sum((own.sums[place] for own in facts), SumsToOne())
             require_no_probabilities(f"{known['source']}: model {model!r}", sums)
-        self.watched.nodes = self._ask(number, node_of, 0)
+        self.watched.nodes = self.ask(number, lambda part: ray.get_runtime_context().get_node_id())
         self.watched.open_s += time.perf_counter() - started
-        return max(own.width for own in facts)
+        return ShardedChain(**known, shards=self, number=number, width=max(own.width for own in facts))
 
-    def ask(self, number: int, question: Callable[[ChainPart], T], width: int) -> list[T]:
-        """Ask all shards about their rows of a chain. Raises as open does, and as the question does."""
-        answers = self._ask(number, question, width)
-        self.watched.n_passes += 1
-        self._on_pass(self.watched.n_passes)
-        return answers
+    def ask(self, number: int, question: Callable[[ChainPart], T], width: int = 0) -> list[T]:
+        """Ask all shards about their rows of a chain, and other holders in place of those that die.
 
-    def stop(self) -> None:
-        """End the actors."""
-        for holder in set(self._holders) - {None}:
-            ray.kill(holder)
-
-    def _ask(self, number: int, question: Callable[[ChainPart], T], width: int) -> list[T]:
-        """Ask the holders of all shards, and others in place of those that die."""
+        Raises ExecutionError where one has no answer in time, CaucError as the question does.
+        """
         deadline_s, rows = self._sharding.deadline_s, self._rows[number]
         ends = time.monotonic() + deadline_s
         answers: dict[int, tuple[T, int]] = {}
@@ -141,9 +217,15 @@ class Shards:
                     dead.add(self._holders[shard])
             if dead:
                 self._hold(dead, REPLACE_DEADLINE_S)
-        ordered = [answers[shard] for shard in range(len(rows))]
-        self.watched.peak_bytes = [peak for _, peak in ordered]
-        return [answer for answer, _ in ordered]
+        self.watched.peak_bytes = [answers[shard][1] for shard in range(len(rows))]
+        self.watched.n_passes += 1
+        self._sharding.on_pass(self.watched.n_passes)
+        return [answers[shard][0] for shard in range(len(rows))]
+
+    def stop(self) -> None:
+        """End the actors."""
+        for holder in set(self._holders) - {None}:
+            ray.kill(holder)
 
     def _hold(self, dead: set[Any], deadline_s: float) -> None:
         """Give the shards of dead actors, at first of none, to new ones, and where these do not fit to those alive."""
@@ -173,6 +255,18 @@ class Shards:
             self._holders[shard] = min(live, key=self._holders.count)
 
 
+def _n_shards(chains: Sequence[ChainHeads], sharding: Sharding) -> int:
+    """Return how many shards there are, none empty. Raises ExecutionError where they do not fit."""
+    needs, most = sharding.resources, min(map(len, chains))
+    n = max(1, min(sharding.n_shards or room_for(needs, most), most))
+    room = room_for(needs, n)
+    if room < n:
+        raise ExecutionError(
+            f"{n} shards of {needs} do not fit on the cluster, {room} do; ask for fewer or for less, or add nodes"
+        )
+    return n
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardedChain(Chain):
     """A chain in shards.
@@ -188,7 +282,8 @@ class ShardedChain(Chain):
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards. Raises ExecutionError where one has no answer in time, CaucError as the question does."""
-        question = ask if self.places is None else partial(_ask_of_models, self.places, ask)
+        places = self.places
+        question = ask if places is None else lambda part: ask(part.of_models(places))
         return self.shards.ask(self.number, question, self.width)
 
     def of_models(self, places: Sequence[int]) -> ShardedChain:
@@ -202,46 +297,15 @@ class ShardedChain(Chain):
         return suits_float32((len(self), self.width), np.dtype(np.float32))
 
 
-def _ask_of_models(places: tuple[int, ...], ask: Callable[[ChainPart], T], part: ChainPart) -> T:
-    return ask(part.of_models(places))
-
-
 @contextmanager
-def sharded(
-    chains: Sequence[ChainHeads],
-    sharding: Sharding,
-    *,
-    on_pass: Callable[[int], None] = lambda n_passes: None,
-) -> Iterator[tuple[Shards, list[ShardedChain]]]:
+def sharded(chains: Sequence[ChainHeads], sharding: Sharding) -> Iterator[tuple[Shards, list[ShardedChain]]]:
     """Have actors of the current Ray session read chains' shards, and keep them for the length of the block.
 
-    on_pass: called with how often all shards have answered.
     Raises ExecutionError where the shards do not fit on the cluster, DataError for rows that cannot be used.
     """
-    shards = Shards(sharding, chains, on_pass)
+    shards = Shards(sharding, chains)
     try:
         shards.start()
-        widths = [shards.open(number, heads.known) for number, heads in enumerate(chains)]
-        yield (
-            shards,
-            [
-                ShardedChain(**heads.known, shards=shards, number=number, width=width)
-                for number, (heads, width) in enumerate(zip(chains, widths, strict=True))
-            ],
-        )
+        yield shards, [shards.open(number, heads) for number, heads in enumerate(chains)]
     finally:
         shards.stop()
-
-
-def _n_shards(chains: Sequence[ChainHeads], sharding: Sharding) -> int:
-    """Return how many shards there are, none empty. Raises ExecutionError where they do not fit."""
-    needs = sharding.resources
-    most = min(len(heads) for heads in chains)
-    n = room_for(needs, most) if sharding.n_shards is None else min(sharding.n_shards, most)
-    room = room_for(needs, n)
-    if not n or room < n:
-        raise ExecutionError(
-            f"{max(1, n)} shards of {needs} do not fit on the cluster, {room} do; "
-            "ask for fewer or for less, or add nodes"
-        )
-    return n

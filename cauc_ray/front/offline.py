@@ -22,6 +22,7 @@ from cauc_ray.front.fingerprints import fingerprints_of
 from cauc_ray.front.options import EvaluateOptions, FitOptions
 from cauc_ray.front.sources import FittingSource, Logits, read_policy_chain
 from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
@@ -30,7 +31,7 @@ from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import fit_policy, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.refitting import refit
-from cauc_ray.policies.safe import fit_safe
+from cauc_ray.policies.safe import fit_safe, require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains
 
 MOST_POINTS = 100_000
@@ -107,27 +108,34 @@ def fit(
     share = validation if validation is None or isinstance(validation, float | int) else None
     options = FitOptions.of({**locals(), "validation": share})
     pair = None if share is not None else validation
-    policy = _fit(FittingSource(logits, labels, pair, options), options)
-    if strict:
-        require_quiet(policy.guards)
+    source = FittingSource(logits, labels, pair, options)
+    require_fit(options, len(source.models))
+    if search:
+        check_pool(source.models)
+    found, splits = None, source.read(source.models, source.costs)
+    if options.search:
+        found = search_chains(method, *splits, options.rule, validation_split, calibrator=calibrator)
+        # Read again: an example that only other models failed on counts here.
+        splits = source.read(found.chosen.models, source.costs)
+    policy = fit_chains(options, *splits).model_copy(update={"search": found})
     warn_of(policy.guards)
     return policy
 
 
-def _fit(source: FittingSource, options: FitOptions) -> Policy:
-    models, names, rule = source.models, options.splits, options.rule
-    require_calibrator(options.calibrator, options.method, len(models))
-    if options.search:
-        check_pool(models)
-    splits = source.read(models, source.costs)
-    if not options.search:
-        fitted = fit_safe if options.safe else fit_policy
-        return fitted(options.method, *splits, rule, names, calibrator=options.calibrator)
-    found = search_chains(options.method, *splits, rule, names[1], calibrator=options.calibrator)
-    # Read again: an example that only other models failed on counts here.
-    splits = source.read(found.chosen.models, source.costs)
-    policy = fit_policy(options.method, *splits, rule, names, calibrator=options.calibrator)
-    return policy.model_copy(update={"search": found})
+def require_fit(options: FitOptions, n_models: int) -> None:
+    """Raise ConfigError, before any reading, where so many models cannot be fitted by options."""
+    require_calibrator(options.calibrator, options.method, n_models)
+    if options.safe:
+        require_safe_rule(options.rule)
+
+
+def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None = None) -> Policy:
+    """Fit a policy on chains, here or in shards, without a search. Raises as fit() does."""
+    fitted, rule = fit_safe if options.safe else fit_policy, options.rule
+    policy = fitted(options.method, calibration, validation, rule, options.splits, calibrator=options.calibrator)
+    if options.strict:
+        require_quiet(policy.guards)
+    return policy
 
 
 def replace_model(

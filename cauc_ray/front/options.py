@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.sweep import Objective
@@ -44,6 +44,14 @@ class Options(BaseModel):
             if len(fault["loc"]) > 1:  # within a sequence, or one of several types
                 got = given[str(name)]
             raise ConfigError(f"{name}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {got!r}") from error
+
+    @classmethod
+    def of_all(cls, given: Mapping[str, Any]) -> Self:
+        """Take options that are all the verb's own. Raises ConfigError as of() does, and for other names."""
+        unknown = next((name for name in given if name not in cls.model_fields), None)
+        if unknown is not None:
+            raise ConfigError(unknown_name("option", unknown, cls.model_fields))
+        return cls.of(given)
 
     @classmethod
     def chosen(cls, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from cauc_ray.data.logits import ChainHeads, LogitKinds, LogitTable
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.front.options import FitOptions
+from cauc_ray.front.options import EvaluateOptions, FitOptions
 from cauc_ray.numbers.arrays import array_chain, rows_of
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
@@ -202,12 +202,20 @@ def read_policy_chain(
         _require_no_arrays(labels, None)
         source = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
     per_call = policy.costs == "per-call" and isinstance(source, LogitTable)
-    chain = source.read_chain(
-        policy.models,
-        split,
-        costs=None if per_call else [stage.cost for stage in policy.stages],
-        per_call_costs=per_call,
-    )
+    chain = source.read_chain(policy.models, split, costs=_costs_of(policy, per_call), per_call_costs=per_call)
     if isinstance(source, LogitTable):
         return chain
     return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
+
+
+def read_policy_heads(logits: str | Path, policy: Policy, options: EvaluateOptions) -> ChainHeads:
+    """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
+    table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
+    per_call = policy.costs == "per-call"
+    return table.read_chain_heads(
+        policy.models, options.split, costs=_costs_of(policy, per_call), per_call_costs=per_call
+    )
+
+
+def _costs_of(policy: Policy, per_call: bool) -> list[float] | None:
+    return None if per_call else [stage.cost for stage in policy.stages]

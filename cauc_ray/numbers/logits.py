@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.types import Bools, Floats, Summed
 
 LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate"]
 LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)
@@ -111,26 +111,27 @@ def hold_probabilities(values: Floats) -> Bools:
 
 
 @dataclass(frozen=True, slots=True)
-class SumsToOne:
+class SumsToOne(Summed):
     """How many rows look like probabilities, which under another kind would be taken for logits.
 
     n: rows of two options or more.   n_near, n_exact: of those, whose sums are one in half precision, and in float32.
-    between: whether some row has a largest value below 1; a few rows of zeros and a one may be logits.   negative:
-    whether some value is below 0, as no probability is.
+    n_between: of those, whose largest value is below 1; a few rows of zeros and a one may be logits.   n_negative: rows
+    with a value below 0, as no probability is; where there are some, nothing else is counted.
     """
 
     n: int = 0
     n_near: int = 0
     n_exact: int = 0
-    between: bool = False
-    negative: bool = False
+    n_between: int = 0
+    n_negative: int = 0
 
     @classmethod
     def of(cls, logits: Floats) -> SumsToOne:
         """Look at rows, float (n, K), -inf where one has no such option."""
         for some in (logits[:_FIRST_ROWS], logits):
-            if ((some < 0) & (some > -np.inf)).any():
-                return cls(negative=True)
+            n_negative = int(((some < 0) & (some > -np.inf)).any(axis=1).sum())
+            if n_negative:
+                return cls(n_negative=n_negative)
         real = np.isfinite(logits)
         rows = real.sum(axis=1) > 1
         values = np.where(real[rows], logits[rows], 0.0)
@@ -139,25 +140,15 @@ class SumsToOne:
             n=len(values),
             n_near=int((away <= _LOOSE).sum()),
             n_exact=int((away <= _TIGHT).sum()),
-            between=bool((values.max(axis=1, initial=0.0) < 1).any()),
-        )
-
-    def __add__(self, other: SumsToOne) -> SumsToOne:
-        """Return that of both their rows."""
-        return SumsToOne(
-            self.n + other.n,
-            self.n_near + other.n_near,
-            self.n_exact + other.n_exact,
-            self.between or other.between,
-            self.negative or other.negative,
+            n_between=int((values.max(axis=1, initial=0.0) < 1).sum()),
         )
 
     @property
     def possible(self) -> bool:
         """Return whether the rows may be probabilities: at least half sum to one, as some may have been cut."""
-        return not self.negative and 2 * self.n_near >= self.n
+        return not self.n_negative and 2 * self.n_near >= self.n
 
     @property
     def certain(self) -> bool:
         """Return whether the rows are probabilities."""
-        return self.possible and (self.n >= _ENOUGH_ROWS or (self.between and self.n_exact == self.n))
+        return self.possible and (self.n >= _ENOUGH_ROWS or (self.n_between > 0 and self.n_exact == self.n))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 
@@ -12,43 +12,47 @@ from cauc_ray.numbers.calibrators import Calibrator
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.metrics import calibration_gaps
 from cauc_ray.numbers.softmax import top_option
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.types import Bools, Floats, Summed
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSums:
+class Moments:
+    """Of n numbers the mean, and the sum of squared distances from it."""
+
+    n: int
+    mean: float
+    square: float
+
+    def __add__(self, other: Moments) -> Moments:
+        """Return those of both's numbers; means merge as Chan, Golub and LeVeque have it (1983)."""
+        n, apart = self.n + other.n, other.mean - self.mean
+        return Moments(
+            n,
+            self.mean + apart * other.n / n,
+            self.square + other.square + apart * apart * self.n * other.n / n,
+        )
+
+    @property
+    def std(self) -> float:
+        """Return the standard deviation."""
+        return float(np.sqrt(self.square / self.n))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSums(Summed):
     """Sums over n rows of what a stage answers.
 
     n_right: answers that are the label.   gaps_before, gaps_after: calibration_gaps at T = 1 and calibrated.
-    n_options, mean, square: how many real options there are, the mean of their calibrated logits, and the sum of
-    squared distances from it.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.
+    logits: calibrated, of all real options.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.
     """
 
     n: int
     n_right: int
     gaps_before: Floats
     gaps_after: Floats
-    n_options: int
-    mean: float
-    square: float
-    n_gain: int = 0
-    n_loss: int = 0
-
-    def __add__(self, other: AnswerSums) -> AnswerSums:
-        """Return the sums of both's rows; means merge as Chan, Golub and LeVeque have it (1983)."""
-        n_options = self.n_options + other.n_options
-        apart = other.mean - self.mean
-        return AnswerSums(
-            n=self.n + other.n,
-            n_right=self.n_right + other.n_right,
-            gaps_before=self.gaps_before + other.gaps_before,
-            gaps_after=self.gaps_after + other.gaps_after,
-            n_options=n_options,
-            mean=self.mean + apart * other.n_options / n_options,
-            square=self.square + other.square + apart * apart * self.n_options * other.n_options / n_options,
-            n_gain=self.n_gain + other.n_gain,
-            n_loss=self.n_loss + other.n_loss,
-        )
+    logits: Moments
+    n_gain: int
+    n_loss: int
 
     @property
     def accuracy(self) -> float:
@@ -61,11 +65,6 @@ class AnswerSums:
         return float(np.abs(self.gaps_before).sum() / self.n), float(np.abs(self.gaps_after).sum() / self.n)
 
     @property
-    def std(self) -> float:
-        """Return the deviation of the calibrated logits over all real options."""
-        return float(np.sqrt(self.square / self.n_options))
-
-    @property
     def complementarity_rate(self) -> float:
         """Return (N_gain - N_loss) / N where the stage is more confident than the last (paper, eq. 6)."""
         return (self.n_gain - self.n_loss) / self.n
@@ -73,58 +72,42 @@ class AnswerSums:
 
 def sum_answers(chain: Chain, calibrators: Mapping[int, Calibrator]) -> dict[int, AnswerSums]:
     """Return the sums of some stages, by stage.   calibrators: theirs; with the last stage's, gains and losses."""
-    if not calibrators:
-        return {}
-    parts = chain.each(partial(_sum_part, dict(calibrators)))
-    return {stage: reduce(AnswerSums.__add__, (part[stage] for part in parts)) for stage in calibrators}
+    return _added(chain.each(partial(_sum_part, dict(calibrators))))
+
+
+def _added(sums: Iterable[dict[int, AnswerSums]]) -> dict[int, AnswerSums]:
+    return reduce(lambda one, other: {stage: own + other[stage] for stage, own in one.items()}, sums)
 
 
 def _sum_part(calibrators: dict[int, Calibrator], part: ChainPart) -> dict[int, AnswerSums]:
-    sums: dict[int, AnswerSums] = {}
-    for rows in part.blocks():
-        for stage, own in _sum_block(calibrators, part, rows).items():
-            sums[stage] = sums[stage] + own if stage in sums else own
-    return sums
-
-
-@dataclass(frozen=True, slots=True)
-class _Answered:
-    """A stage's answers to a block: which are right, and how confident it is."""
-
-    correct: Bools
-    confidences: Floats
+    return _added(_sum_block(calibrators, part, rows) for rows in part.blocks())
 
 
 def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice) -> dict[int, AnswerSums]:
-    last, large = len(part.logits) - 1, None
-    sums = {}
+    labels, large, sums = part.labels[rows], None, {}
     # The last stage first: the others' complementarity is with it.
     for stage in sorted(calibrators, reverse=True):
         logits = part.logits[stage][rows]
         scores = calibrators[stage].scores(logits)
         predictions, confidences = calibrators[stage].answers(scores)
         raw_predictions, raw_confidences = top_option(logits)
-        own = _Answered(predictions == part.labels[rows], confidences)
-        if stage == last:
+        own = predictions == labels, confidences
+        if stage == len(part.logits) - 1:
             large = own
-        n_gain, n_loss = _gains_and_losses(own, large) if large is not None else (0, 0)
         real = scores[np.isfinite(scores)]
         mean = float(real.mean())
         sums[stage] = AnswerSums(
-            n=len(predictions),
-            n_right=int(own.correct.sum()),
-            gaps_before=calibration_gaps(raw_confidences, raw_predictions == part.labels[rows]),
-            gaps_after=calibration_gaps(confidences, own.correct),
-            n_options=len(real),
-            mean=mean,
-            square=float(((real - mean) ** 2).sum()),
-            n_gain=n_gain,
-            n_loss=n_loss,
+            len(labels),
+            int(own[0].sum()),
+            calibration_gaps(raw_confidences, raw_predictions == labels),
+            calibration_gaps(confidences, own[0]),
+            Moments(len(real), mean, float(((real - mean) ** 2).sum())),
+            *_gains_and_losses(own, large or own),
         )
     return sums
 
 
-def _gains_and_losses(small: _Answered, large: _Answered) -> tuple[int, int]:
-    bolder = small.confidences > large.confidences
-    gains = int((bolder & small.correct & ~large.correct).sum())
-    return gains, int((bolder & ~small.correct & large.correct).sum())
+def _gains_and_losses(small: tuple[Bools, Floats], large: tuple[Bools, Floats]) -> tuple[int, int]:
+    """Return how often a more confident answer is right, and wrong, where the other is not."""
+    bolder = small[1] > large[1]
+    return int((bolder & small[0] & ~large[0]).sum()), int((bolder & ~small[0] & large[0]).sum())

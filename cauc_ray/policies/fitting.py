@@ -55,8 +55,8 @@ def fit_base(
         stages.append(
             BaseStage(
                 **_of_model(calibration, place, calibrated, fit, own),
-                mean=own.mean,
-                std=own.std,
+                mean=own.logits.mean,
+                std=own.logits.std,
                 complementarity_rate=rate,
                 fused=rate is None or rate > 0,
                 n_gain=None if last else own.n_gain,

@@ -18,7 +18,7 @@ import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, DataError
-from cauc_ray.execution.shards import ShardActor, ShardRows, cut_rows, facts_of
+from cauc_ray.execution.sharded import ShardActor, ShardRows, cut_rows, facts_of
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.numbers.chain import Chain
@@ -97,8 +97,7 @@ class LocalShards(Chain):
     @classmethod
     def of(cls, heads, n_shards, n_actors):
         """Cut a chain into shards, and share these among at most so many actors."""
-        known = heads.known
-        rows = cut_rows(heads.heads, known["labels"], known["models"], known["logit_kind"], n_shards)
+        known, rows = heads.known, cut_rows(heads, n_shards)
         pool = [ShardActor() for _ in range(n_actors)]
         actors = tuple(pool[shard % n_actors] for shard in range(len(rows)))
         facts = [
@@ -144,16 +143,8 @@ def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examp
         )
         assert_same(content_of(found), content_of(expected))
         assert Evaluation.of(expected, cut[2]).to_arrow().equals(Evaluation.of(expected, whole[2]).to_arrow())
-        for part in cut:
-            part.each(close)
 
     check()
-
-
-def close(part):
-    """Give the files of a shard's logits back, which vanish with an actor's process."""
-    for logits in part.logits:
-        logits.close()
 
 
 @pytest.fixture(scope="module")
