@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.intervals import NormalTest, share
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
 # Bins of a calibration error (Guo et al. 2017).
 N_BINS = 15
@@ -75,27 +75,13 @@ def calibration_error(
     >>> calibration_error(np.array([0.8, 0.8, 0.8, 0.8]), np.array([True, True, True, False]))  # |0.75 - 0.8|
     0.05...
     """
-    n = len(confidences)
     if bins == "equal-width":
-        gaps = calibration_gaps(confidences, correct, n_bins)
-    else:
-        order = np.argsort(confidences, kind="stable")
-        index = np.empty(n, dtype=np.intp)
-        index[order] = np.arange(n) * n_bins // n
-        excess = np.asarray(correct, np.float64) - confidences
-        gaps = np.bincount(index, weights=excess, minlength=n_bins).astype(float)
+        return CalibrationSums.of(confidences, correct, np.arange(1, n_bins) / n_bins).error
+    n = len(confidences)
+    index = np.empty(n, dtype=np.intp)
+    index[np.argsort(confidences, kind="stable")] = np.arange(n) * n_bins // n
+    gaps = np.bincount(index, weights=np.asarray(correct, np.float64) - confidences, minlength=n_bins)
     return float(np.abs(gaps).sum() / n)
-
-
-def calibration_gaps(confidences: Floats, correct: Bools, n_bins: int = N_BINS) -> Floats:
-    """Return how many more rows of each equal-width bin are right than their confidences predict, float64 (n_bins,).
-
-    Summed over the rows of a bin: gaps of several sets of rows add up to those of all, of which calibration_error is
-    the sum of magnitudes over the number of rows. Arguments are those of calibration_error.
-    """
-    excess = np.asarray(correct, np.float64) - confidences
-    gaps: Floats = np.bincount(equal_width_bins(confidences, n_bins), weights=excess, minlength=n_bins).astype(float)
-    return gaps
 
 
 def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
@@ -106,8 +92,8 @@ def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationSums:
-    """Sums over n rows from which their calibration error and its test follow; those of several sets add up.
+class CalibrationSums(Summed):
+    """Sums over n rows from which their calibration error and its test follow.
 
     gaps: float64 (B,), right answers less confidences by bin.   variances: float64 (B,), the variances of these where
     confidences are calibrated.   excess, excess_variance: of Spiegelhalter's statistic.
@@ -132,10 +118,6 @@ class CalibrationSums:
             excess=float((gaps * slope).sum()),
             excess_variance=float((slope**2 * variances).sum()),
         )
-
-    def __add__(self, other: CalibrationSums) -> CalibrationSums:
-        """Return the sums over both sets of rows, whose bins are the same."""
-        return CalibrationSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property
     def error(self) -> float:

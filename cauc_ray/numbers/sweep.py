@@ -256,54 +256,43 @@ class Events:
 def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
     """Return macro-F1 at every operating point, float64 (P,).
 
-    A move changes the F1 of two classes: that of the answer it takes back and that of the new one. Sorted by
-    class, cumulative counts give each class's F1 after each of its changes; the differences, summed in order
-    of confidence, give the sum over classes.
+    A move changes the F1 of two classes: that of the answer it takes back and that of the new one. Sorted by class,
+    cumulative counts give each class's F1 at first and after each of its changes; the differences, summed in order of
+    confidence, give the sum over classes.
     """
-    k = int(max(predictions.max(), labels.max())) + 1
-    first = predictions[:, 0]
-    n_labels = np.bincount(labels, minlength=k)
-    n_answers = np.bincount(first, minlength=k)
-    n_hits = np.bincount(labels[first == labels], minlength=k)
-
+    k, first = int(max(predictions.max(), labels.max())) + 1, predictions[:, 0]
     rows, before, after = events.rows_and_stages()
     old, new = predictions[rows, before], predictions[rows, after]
     moved = np.flatnonzero(old != new)
-    truth = labels[rows[moved]]
-    classes = np.stack([old[moved], new[moved]], axis=1).ravel()
-    sign = np.tile(np.array([-1, 1]), len(moved))
-    hit = np.where(classes == np.repeat(truth, 2), sign, 0)
-    time = np.repeat(moved, 2)
+    # What each class has at first, at time 0, then what each move takes and gives.
+    classes = np.append(np.arange(k), np.stack([old[moved], new[moved]], axis=1))
+    answers = np.append(np.bincount(first, minlength=k), np.tile([-1, 1], len(moved)))
+    right = classes[k:] == np.repeat(labels[rows[moved]], 2)
+    hits = np.append(np.bincount(labels[first == labels], minlength=k), np.where(right, answers[k:], 0))
+    time = np.append(np.zeros(k, dtype=np.int64), np.repeat(moved + 1, 2))
 
     order = np.argsort(classes, kind="stable")
-    classes, sign, hit, time = classes[order], sign[order], hit[order], time[order]
-    starts = np.r_[True, classes[1:] != classes[:-1]] if len(classes) else np.zeros(0, dtype=bool)
-    answers = n_answers[classes] + _grouped_cumsum(sign, starts)
-    hits = n_hits[classes] + _grouped_cumsum(hit, starts)
-    either = n_labels[classes] + answers
-    f1 = np.divide(2.0 * hits, either, out=np.zeros(len(classes)), where=either > 0)
-    counted = (either > 0).astype(np.int64)
-
-    either_first = n_labels + n_answers
-    f1_first = np.divide(2.0 * n_hits, either_first, out=np.zeros(k), where=either_first > 0)
-    counted_first = (either_first > 0).astype(np.int64)
-    f1_before = np.where(starts, f1_first[classes], np.roll(f1, 1))
-    counted_before = np.where(starts, counted_first[classes], np.roll(counted, 1))
-
-    n_events = len(events.values)
-    f1_sum = np.cumsum(np.bincount(time, weights=f1 - f1_before, minlength=n_events))
-    n_counted = np.cumsum(np.bincount(time, weights=counted - counted_before, minlength=n_events))
-    f1_path = f1_first.sum() + np.append(0.0, f1_sum[events.ends])
-    counted_path = counted_first.sum() + np.append(0.0, n_counted[events.ends])
+    starts = np.flatnonzero(order < k)
+    either = np.bincount(labels, minlength=k)[classes[order]] + _grouped_cumsum(answers[order], starts)
+    f1 = np.divide(2.0 * _grouped_cumsum(hits[order], starts), either, out=np.zeros(len(order)), where=either > 0)
+    f1_sum, n_counted = (
+        np.cumsum(np.bincount(time[order], _changes(of, starts), len(events.values) + 1)) for of in (f1, either > 0)
+    )
+    points = np.append(0, events.ends + 1)
     # Rounded, so that points of equal macro-F1 stay equal after thousands of additions.
-    macro: Floats = np.round(f1_path / counted_path, 12)
+    macro: Floats = np.round(f1_sum[points] / n_counted[points], 12)
     return macro
 
 
 def _grouped_cumsum(values: Ints, starts: Ints) -> Ints:
-    """Return the cumulative sums that begin anew wherever starts is true."""
-    if not len(values):
-        return values
+    """Return the cumulative sums that begin anew at each of starts, the first of which is 0."""
     total = np.cumsum(values)
     before = total[starts] - values[starts]
-    return total - np.repeat(before, np.diff(np.r_[np.flatnonzero(starts), len(values)]))
+    return total - np.repeat(before, np.diff(np.append(starts, len(values))))
+
+
+def _changes(values: Floats | Bools, starts: Ints) -> Floats:
+    """Return by how much each value differs from the one before it, and those at starts from 0."""
+    changes = np.diff(values.astype(np.float64), prepend=0.0)
+    changes[starts] = values[starts]
+    return changes

@@ -10,7 +10,7 @@ import numpy as np
 
 from cauc_ray.numbers.calibrators import Calibrator
 from cauc_ray.numbers.chain import Chain, ChainPart
-from cauc_ray.numbers.metrics import calibration_gaps
+from cauc_ray.numbers.metrics import CalibrationSums
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Bools, Floats, Summed
 
@@ -42,14 +42,14 @@ class Moments:
 class AnswerSums(Summed):
     """Sums over n rows of what a stage answers.
 
-    n_right: answers that are the label.   gaps_before, gaps_after: calibration_gaps at T = 1 and calibrated.
+    n_right: answers that are the label.   before, after: of confidences at T = 1 and calibrated.
     logits: calibrated, of all real options.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.
     """
 
     n: int
     n_right: int
-    gaps_before: Floats
-    gaps_after: Floats
+    before: CalibrationSums
+    after: CalibrationSums
     logits: Moments
     n_gain: int
     n_loss: int
@@ -58,11 +58,6 @@ class AnswerSums(Summed):
     def accuracy(self) -> float:
         """Return the share of right answers."""
         return self.n_right / self.n
-
-    @property
-    def calibration_errors(self) -> tuple[float, float]:
-        """Return the calibration error over 15 equal-width bins before and after."""
-        return float(np.abs(self.gaps_before).sum() / self.n), float(np.abs(self.gaps_after).sum() / self.n)
 
     @property
     def complementarity_rate(self) -> float:
@@ -99,8 +94,8 @@ def _sum_block(calibrators: dict[int, Calibrator], part: ChainPart, rows: slice)
         sums[stage] = AnswerSums(
             len(labels),
             int(own[0].sum()),
-            calibration_gaps(raw_confidences, raw_predictions == labels),
-            calibration_gaps(confidences, own[0]),
+            CalibrationSums.of(raw_confidences, raw_predictions == labels),
+            CalibrationSums.of(confidences, own[0]),
             Moments(len(real), mean, float(((real - mean) ** 2).sum())),
             *_gains_and_losses(own, large or own),
         )

@@ -134,7 +134,6 @@ def _of_model(
     calibration: Chain, place: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
 ) -> dict[str, Any]:
     """Return what every policy knows of a model."""
-    before, after = sums.calibration_errors
     return {
         "name": calibration.models[place],
         "cost": float(calibration.costs.means[place]),
@@ -144,8 +143,8 @@ def _of_model(
         "isotonic": calibrator.isotonic,
         "diagnostics": TemperatureDiagnostics(
             **fit.diagnostics(),
-            calibration_error_before=before,
-            calibration_error_after=after,
+            calibration_error_before=sums.before.error,
+            calibration_error_after=sums.after.error,
             accuracy=sums.accuracy,
             logits_fingerprint=calibration.logits_fingerprint(place),
         ),
