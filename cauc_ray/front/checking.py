@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.data.logits import LogitKinds
-from cauc_ray.errors import ConfigError
 from cauc_ray.front.offline import policy_of
+from cauc_ray.front.options import CheckOptions
 from cauc_ray.front.sources import Logits, read_policy_chain
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
@@ -45,6 +45,7 @@ def check(
     policy: str | Path | Policy,
     *,
     labels: Any = None,
+    example_ids: Any = None,
     split: str = "test",
     seed: int = 0,
     logit_kind: LogitKinds = None,
@@ -52,20 +53,18 @@ def check(
     """Watch a policy, or the one of a file, answer a split of a logit table, or arrays, and say whether it still holds.
 
     seed: of the order in which examples come; the order in which a table stores them means nothing.
-    labels, logit_kind: as for evaluate.
+    labels, example_ids, logit_kind: as for evaluate.
     Of examples without a label all is watched that needs none. All models have answered all of them, so that each early
     answer is compared with the whole cascade's.
     Raises PolicyError where the policy has no reference or its file cannot be read, DataError where the table does not
     serve, ConfigError for a seed below 0.
     """
-    if seed < 0:
-        raise ConfigError(f"seed {seed} is below 0")
-    policy = policy_of(policy)
+    options, policy = CheckOptions.of(locals()), policy_of(policy)
     watch = Watch(policy)
-    chain = read_policy_chain(logits, policy, split, logit_kind, labels)
+    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
     policy.check_chain(chain)
     trace = trace_policy(policy, chain, likeliest=True)
-    order = np.random.default_rng(seed).permutation(len(chain))
+    order = np.random.default_rng(options.seed).permutation(len(chain))
     answered = trace.at(policy.threshold, chain).of_rows(order)
     watch.add(answered)
     known = chain.labelled[order]

@@ -9,10 +9,12 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
 from cauc_ray import __version__
 from cauc_ray.errors import CaucError
+from cauc_ray.front.flags import add_options, names, pairs
 from cauc_ray.front.samples import sample_logits
 from cauc_ray.front.supervising import supervise
 from cauc_ray.front.warned import warnings_on_stderr
@@ -73,7 +75,19 @@ def _say(kind: str, message: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line.
+
+    options: of front.options, the definition of further flags; loaded where they are parsed, as it needs numpy.
+    """
+
+    options: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments as argparse does."""
+        name, self.options = self.options, None
+        if name is not None:
+            add_options(self, getattr(import_module("cauc_ray.front.options"), name))
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
@@ -100,10 +114,10 @@ def _parser() -> _Parser:
         help="a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)",
     )
     collect.add_argument("--split", help="only this one (default: calibration, validation and test)")
-    collect.add_argument("--models", type=_names, metavar="A,B", help="only these of the pool (default: all)")
+    collect.add_argument("--models", type=names, metavar="A,B", help="only these of the pool (default: all)")
     collect.add_argument(
         "--columns",
-        type=_pairs,
+        type=pairs,
         default={},
         metavar="image=jpeg,…",
         help="the dataset's own names for example_id, label, image, question, choices (a+b+c for several), context",
@@ -120,84 +134,28 @@ def _parser() -> _Parser:
         f"  cauc fit {shlex.quote(str(sample_logits()))} --method rf --budget 4 -o policy.json"
     )
     fit.add_argument("logits", metavar="LOGITS")
-    _add_chain(fit, named=False)
-    fit.add_argument("--method", choices=["base", "rf"], default="base", help="CAUC Base (default) or CAUC-RF")
-    fit.add_argument(
-        "--calibrator",
-        choices=["temperature", "offsets", "isotonic"],
-        default="temperature",
-        help="of each model: its temperature (default), with an offset for each option, or with a map of confidences",
-    )
-    how = fit.add_mutually_exclusive_group()
-    how.add_argument("--budget", type=float, metavar="B", help="mean cost per example to choose the threshold for")
-    how.add_argument("--threshold", type=float, metavar="T", help="a threshold to use as it is")
-    how.add_argument(
-        "--certify", metavar="risk<=R@C", help="of the thresholds that keep early answers' risk, as risk<=0.05@0.95"
-    )
-    fit.add_argument("--objective", choices=["accuracy", "macro-f1"], default="accuracy", help="what a budget buys")
-    fit.add_argument(
-        "--search", action="store_true", help="fit the best sub-chain of --models, at most 12, in any order"
-    )
-    fit.add_argument(
-        "--safe", action="store_true", help="fuse where supported only, never behind a single model on validation"
-    )
-    fit.add_argument("--strict", action="store_true", help="take every guard that fires for an error")
+    fit.options = "FitOptions"
     fit.add_argument("-o", "--output", metavar="FILE", required=True, help="the policy file to write")
 
     evaluate = _verb(verbs, "evaluate", "replay a policy on saved logits")
     evaluate.add_argument("logits", metavar="LOGITS")
     evaluate.add_argument("--policy", metavar="FILE", required=True)
-    _add_logit_kind(evaluate)
-    evaluate.add_argument("--split", default="test", help="the split to replay (default: test)")
+    evaluate.options = "EvaluateOptions"
     evaluate.add_argument("--predictions", metavar="FILE", help="write the answers to this Parquet file")
 
     check = _verb(verbs, "check", "say whether a policy still holds on saved logits; exit 3 where it does not")
     check.add_argument("logits", metavar="LOGITS")
     check.add_argument("--policy", metavar="FILE", required=True, help="fitted with labelled validation")
-    _add_logit_kind(check)
-    check.add_argument("--split", default="test", help="the split to check (default: test)")
-    check.add_argument("--seed", type=int, default=0, help="of the order in which examples come (default: 0)")
+    check.options = "CheckOptions"
 
     sweep = _verb(verbs, "sweep", "trace accuracy over cost for several methods")
     sweep.add_argument("logits", metavar="LOGITS")
-    _add_chain(sweep)
-    sweep.add_argument(
-        "--methods", type=_names, default=["base", "rf", "margin"], metavar="A,B", help="default: base,rf,margin"
-    )
-    sweep.add_argument("--points", type=int, metavar="N", help="this many budgets (default: every operating point)")
-    sweep.add_argument(
-        "--embedding",
-        metavar="ENCODER",
-        help="what routers look at: an encoder, or a model, whose call they pay (default: the first model's outputs)",
-    )
-    sweep.add_argument("--split", default="test", help="where final figures are measured (default: test)")
+    sweep.options = "SweepOptions"
     sweep.add_argument("-o", "--output", metavar="FILE", required=True, help="the Parquet file to write")
 
     compare = _verb(verbs, "compare", "fit every method of the paper on one chain, and measure them side by side")
     compare.add_argument("logits", metavar="LOGITS")
-    _add_chain(compare)
-    compare.add_argument(
-        "--methods", type=_names, default=["all"], metavar="A,B", help="by name, single for each model (default: all)"
-    )
-    compare.add_argument(
-        "--embedding",
-        metavar="ENCODER",
-        help="what routers look at: an encoder, or a model, whose call they pay (default: the first model's outputs)",
-    )
-    compare.add_argument("--budget", type=float, metavar="B", help="cost to match (default: of base on validation)")
-    compare.add_argument(
-        "--texts", metavar="FILE", help="Parquet of the queries' texts, for methods that train on them"
-    )
-    compare.add_argument("--text-column", default="question", metavar="NAME", help="of --texts (default: question)")
-    compare.add_argument(
-        "--checkpoints",
-        type=_pairs,
-        default={},
-        metavar="METHOD=MODEL,…",
-        help="what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased",
-    )
-    compare.add_argument("--split", default="test", help="where final figures are measured (default: test)")
-    compare.add_argument("--seed", type=int, default=0, help="of everything drawn by lot (default: 0)")
+    compare.options = "CompareOptions"
     compare.add_argument(
         "-o", "--output", metavar="DIR", help="a new folder for rows.parquet, curves.parquet and comparison.json"
     )
@@ -277,47 +235,3 @@ def _verb(verbs: argparse._SubParsersAction[_Parser], name: str, says: str) -> _
     verb.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     verb.add_argument("--debug", action="store_true", help="show tracebacks")
     return verb
-
-
-def _add_chain(verb: _Parser, *, named: bool = True) -> None:
-    said = "the chain, cheapest first" if named else "the chain, cheapest first (default: all models)"
-    verb.add_argument("--models", type=_names, required=named, metavar="A,B,C", help=said)
-    verb.add_argument("--costs", type=_numbers, metavar="X,Y,Z", help="of a call of each model (default: the table's)")
-    verb.add_argument("--calibration-split", default="calibration", metavar="SPLIT")
-    verb.add_argument("--validation-split", default="validation", metavar="SPLIT")
-    _add_logit_kind(verb)
-
-
-def _add_logit_kind(verb: _Parser) -> None:
-    verb.add_argument(
-        "--logit-kind",
-        type=_kinds,
-        metavar="KIND|A=KIND,…",
-        help="what the table holds: raw, log-probabilities, probabilities, surrogate (default: as pool.json declares)",
-    )
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names separated by commas")
-    return names
-
-
-def _pairs(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    names = [name.strip() for name, _, _ in pairs]
-    if not all(name.strip() and own.strip() for name, _, own in pairs) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=VALUE separated by commas, each name once")
-    return {name.strip(): own.strip() for name, _, own in pairs}
-
-
-def _kinds(text: str) -> str | dict[str, str]:
-    return _pairs(text) if "=" in text else text
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers separated by commas") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.data.logits import LogitKinds, LogitTable
+from cauc_ray.data.logits import LogitKinds
 from cauc_ray.data.queries import Texts
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.execution.ledger import new_folder
@@ -23,6 +22,8 @@ from cauc_ray.front.calibrating import calibration_of
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.fingerprints import fingerprints_of
 from cauc_ray.front.measuring import CONVENTIONS, Bench
+from cauc_ray.front.options import CompareOptions, Cut
+from cauc_ray.front.sources import Logits, Source
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
@@ -30,7 +31,6 @@ from cauc_ray.policies.methods import METHODS
 
 # Every model of the chain, alone: rows that are named single:<model>.
 SINGLE = "single"
-MOST_SEEDS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,23 @@ class Comparison:
 
 
 def compare(
-    logits: str | Path,
+    logits: Logits,
+    labels: Any = None,
     *,
-    models: Sequence[str],
+    example_ids: Any = None,
+    models: Sequence[str] | None = None,
     methods: Sequence[str] = ("all",),
     embedding: str | None = None,
     texts: str | Path | None = None,
     text_column: str = "question",
     checkpoints: Mapping[str, str] = MappingProxyType({}),
-    costs: Sequence[float] | None = None,
+    costs: Mapping[str, float] | Sequence[float] | None = None,
+    cost_unit: str | None = None,
     calibration_split: str = "calibration",
     validation_split: str = "validation",
+    validation: Cut = None,
     split: str = "test",
+    test: Cut = None,
     budget: float | None = None,
     seed: int = 0,
     logit_kind: LogitKinds = None,
@@ -80,31 +85,35 @@ def compare(
 ) -> Comparison:
     """Fit methods on one chain, and measure them on a split that none of them has seen.
 
-    methods: names of METHODS and "single", or "all".   embedding: an encoder of the table, whose embeddings routers
-    look at; one that is named like a model of the table is that model, whose call they pay on every example; without
-    one they look at the first model's outputs, and pay for its call.   texts, text_column: a Parquet file of the
-    queries' texts, and checkpoints, by a method's name the hub id or folder of the model that it trains on them: for
-    the methods that train on texts.   budget: mean cost per example to match; without one what Base costs on validation
-    at its own threshold.   seed: of all random draws.   logit_kind: as for fit.
-    on_method: told each method's name, its place and their number before it is fitted.
+    >>> import cauc_ray
+    >>> found = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
+    >>> found.row("oracle")["accuracy"] >= found.row("rf")["accuracy"]
+    True
+
+    logits, labels, example_ids, models, costs, cost_unit, logit_kind: as for fit.
+    validation, test: in place of splits of a table, shares of the calibration examples, cut off at random; or for
+    arrays also (logits, labels) or (logits, labels, example_ids).
+    methods: names of METHODS and "single", or "all".
+    embedding: an encoder of the table, whose embeddings routers look at; one that is named like a model of the table
+    is that model, whose call they pay on every example; without one they look at the first model's outputs, and pay
+    for its call.   texts, text_column: a Parquet file of the queries' texts, and checkpoints, by a method's name the
+    hub id or folder of the model that it trains on them: for the methods that train on texts.
+    budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
+    seed: of all random draws.   on_method: called with each method's name, its index and their number before its fit.
     Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
     Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
     """
-    chosen, not_run = _chosen(methods, models, set(checkpoints) if texts is not None else set())
-    if budget is not None and not math.isfinite(budget):
-        raise ConfigError(f"a budget must be a finite number, got {budget}")
-    if not 0 <= seed < MOST_SEEDS:
-        raise ConfigError(f"a seed must be a number from 0 to {MOST_SEEDS - 1}, got {seed}")
+    options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
+    source = Source(logits, options, labels, example_ids)
+    chosen, not_run = _chosen(options.methods, source.models, set(checkpoints) if texts is not None else set())
     for name in checkpoints:
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
-    table = LogitTable(logits, logit_kind)
-    reader = ExampleReader(table, models, costs, embedding, Texts(texts, text_column) if texts is not None else None)
-    calibration, validation = reader.read_fitting_splits(calibration_split, validation_split)
-    fitting = Fitting(calibration, validation, seed)
-    test = reader.read_final(split, "a comparison", fitting)
-    bench = Bench(fitting, test, budget, checkpoints)
+    reader = ExampleReader(source, embedding, Texts(texts, text_column) if texts is not None else None)
+    calibrating, choosing, final = reader.read("a comparison")
+    fitting = Fitting(calibrating, choosing, seed)
+    bench = Bench(fitting, final, budget, checkpoints)
     measured = []
     for place, entry in enumerate(chosen):
         on_method(entry.method.name, place, len(chosen))
@@ -112,17 +121,17 @@ def compare(
     largest = max(float(curve.cost.max()) for _, curve, _ in measured)
     rows = [row | bench.areas(curve, largest) for row, curve, _ in measured]
     about = {
-        "source": str(table.path),
-        "models": list(models),
+        "source": str(source.path),
+        "models": list(source.models),
         "splits": {"calibration": calibration_split, "validation": validation_split, "final": split},
-        "n": len(test),
-        "cost_unit": test.chain.costs.unit,
+        "n": len(final),
+        "cost_unit": final.chain.costs.unit,
         "budget": bench.budget,
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
         "embedding": embedding,
         "seed": seed,
-        "fingerprints": fingerprints_of(calibration.chain, validation.chain, test.chain),
-        "calibration": calibration_of(fitting, test),
+        "fingerprints": fingerprints_of(calibrating.chain, choosing.chain, final.chain),
+        "calibration": calibration_of(fitting, final),
         "conventions": {**CONVENTIONS, **CALIBRATION_CONVENTIONS},
     }
     curves = [_curve_table(row["method"], curve, points) for row, curve, points in measured]

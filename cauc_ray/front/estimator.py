@@ -123,10 +123,11 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         tags.input_tags.allow_nan = all(of.allow_nan for of in of_members)
         return tags
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: Any, y: Any, **fit_params: Any) -> Self:
         """Fit the members, and the policy on rows that they were not fitted on.
 
-        X: (N, features) or what else the members take.   y: (N,) labels.
+        X: (N, features) or what else the members take.   y: (N,) labels.   fit_params: for every member's fit, such as
+        sample_weight (N,); the policy counts every row once.
         Raises ValueError as scikit-learn does, ConfigError for parameters and costs, BudgetError for the budget.
         """
         names = self._names()
@@ -142,12 +143,12 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         answers: dict[str, list[Floats]] = {name: [] for name in names}
         kinds: dict[str, LogitKind] = {}
         for train, held_out in folds:
-            self.members_ = self._fitted(_rows_of(X, train), y[train])
+            self.members_ = self._fitted(X, y, fit_params, train)
             for name, member in self.members_.items():
                 values, kinds[name] = self._scores(name, member, _rows_of(X, held_out))
                 answers[name].append(values)
         if len(folds) > 1:
-            self.members_ = self._fitted(X, y)
+            self.members_ = self._fitted(X, y, fit_params)
         held_out = np.concatenate([rows for _, rows in folds])
         order = np.argsort(held_out, kind="stable")
         self.policy_ = offline.fit(
@@ -209,6 +210,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         names = [name for name, _ in self._pairs()]
         if not names or len(set(names)) < len(self.estimators):
             raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {self.estimators!r}")
+        other = next((member for _, member in self._pairs() if not hasattr(member, "fit")), None)
+        if other is not None:
+            raise ConfigError(f"estimators: {other!r} is not a classifier; leave the pair out")
         own = self.get_params(deep=False)
         clashes = [name for name in names if "__" in name or name in own]
         if clashes:
@@ -224,16 +228,22 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         check_classification_targets(y)
         X, y = indexable(X, y)
         check_consistent_length(X, y)
-        frozen = [member.classes_ for _, member in self._pairs() if isinstance(member, FrozenEstimator)]
-        self.classes_ = np.unique(np.concatenate([y, *frozen]))
+        frozen = [member for _, member in self._pairs() if isinstance(member, FrozenEstimator)]
+        for member in frozen:
+            check_is_fitted(member)
+        self.classes_ = np.unique(np.concatenate([y, *(member.classes_ for member in frozen)]))
         if len(self.classes_) < 2:
             raise ValueError(
                 f"a classifier needs samples of at least 2 classes, the data hold {len(self.classes_)} class"
             )
         return X, y
 
-    def _fitted(self, X: Any, y: Any) -> dict[str, Any]:
-        return {name: clone(member).fit(X, y) for name, member in self._pairs()}
+    def _fitted(self, X: Any, y: Any, params: Mapping[str, Any], rows: Ints | None = None) -> dict[str, Any]:
+        """Return the members, fitted on some rows, None for all."""
+        if rows is not None:
+            n, X, y = len(y), _rows_of(X, rows), y[rows]
+            params = {key: _rows_of(of, rows) if _n_rows(of) == n else of for key, of in params.items()}
+        return {name: clone(member).fit(X, y, **params) for name, member in self._pairs()}
 
     def _opened(self, X: Any) -> Any:
         check_is_fitted(self, "policy_")
@@ -245,13 +255,15 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         codes: Ints = np.searchsorted(self.classes_, y)
         unknown = self.classes_[np.minimum(codes, len(self.classes_) - 1)] != y
         if unknown.any():
-            raise DataError(f"label {y[unknown][0]!r} is not among the classes {', '.join(map(str, self.classes_))}")
+            raise DataError(
+                f"label {y[unknown][:1].tolist()[0]!r} is not among the classes {', '.join(map(str, self.classes_))}"
+            )
         return codes
 
     def _answer(self, X: Any) -> tuple[Answered, Floats]:
         """Return what the policy answers, and the scores of it, float64 (N, K)."""
         X, policy = self._opened(X), self.policy_
-        n = X.shape[0] if hasattr(X, "shape") else len(X)
+        n = _n_rows(X)
         predictions, stages = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int8)
         confidences, scores = np.empty(n), np.empty((n, len(self.classes_)))
 
@@ -286,6 +298,12 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         values = np.repeat(unseen[:, None], len(self.classes_), axis=1).astype(np.float32)
         values[:, self._codes(member.classes_)] = own
         return values, kind
+
+
+def _n_rows(X: Any) -> int:
+    """Return how many rows there are, none of what is not an array or a list."""
+    shape = getattr(X, "shape", (len(X) if isinstance(X, list | tuple) else 0,))
+    return int(shape[0]) if shape else 0
 
 
 def _rows_of(X: Any, rows: Ints) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.logits import LogitKinds, LogitTable
+from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.atomic import require_writable
 from cauc_ray.files.parquet import write_parquet
@@ -19,8 +19,8 @@ from cauc_ray.files.paths import path_of
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.fingerprints import fingerprints_of
-from cauc_ray.front.options import EvaluateOptions, FitOptions
-from cauc_ray.front.sources import FittingSource, Logits, read_policy_chain
+from cauc_ray.front.options import ChainOptions, Cut, EvaluateOptions, FitOptions, SweepOptions
+from cauc_ray.front.sources import Logits, Source, positions_of_rows, read_policy_chain
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Objective
@@ -34,20 +34,19 @@ from cauc_ray.policies.refitting import refit
 from cauc_ray.policies.safe import fit_safe, require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains
 
-MOST_POINTS = 100_000
-
 
 def fit(
     logits: Logits,
     labels: Any = None,
     *,
+    example_ids: Any = None,
     models: Sequence[str] | None = None,
     method: str = "base",
     costs: Mapping[str, float] | Sequence[float] | None = None,
     cost_unit: str | None = None,
     calibration_split: str = "calibration",
     validation_split: str = "validation",
-    validation: float | tuple[Mapping[str, Any], Any] | None = None,
+    validation: Cut = None,
     seed: int = 0,
     budget: float | None = None,
     threshold: float | None = None,
@@ -66,13 +65,15 @@ def fit(
     >>> policy.models, policy.cost_unit
     (('small', 'large'), 'k multiply-adds')
 
-    An array's row i is an example whose id is "i", the position as text, in calibration and in validation; its numbers
-    are rounded to float32. A table of the same ids, labels and logits gives the same policy file, byte for byte.
+    An array's numbers are rounded to float32. A table of the same ids, labels and logits gives the same policy file,
+    byte for byte.
 
     Args:
         logits: a table's path or URI; or by model arrays (N, K) with a column for each option: numpy arrays, lists,
             pandas or polars frames.
         labels: int (N,), the index of the right option; only for arrays, whose policy is fitted on them.
+        example_ids: (N,), of arrays, each once; without them row i is "i", the position as text. Nothing depends on
+            the order of rows, but of shares that are cut off where ids are positions.
         models: the chain, cheapest first; without them all models by rising cost.
         method: "base" or "rf".
         costs: of a call of each model, by name or in the order of models; without them the table's.
@@ -80,7 +81,7 @@ def fit(
         calibration_split: what the policy is fitted on.
         validation_split: what its threshold is chosen on.
         validation: without the latter, a share of the calibration examples, cut off at random; the policy records how
-            many and a digest of which. For arrays also a pair (logits, labels).
+            many and a digest of which. For arrays also (logits, labels) or (logits, labels, example_ids).
         seed: of that cut.
         budget: mean cost per example that the threshold is chosen for.
         threshold: one to use as it is.
@@ -105,10 +106,8 @@ def fit(
         CaucError: DataError for the logits, ConfigError for the arguments, BudgetError for the budget, RiskError where
             no threshold is certified, GuardError where a guard fires that must not.
     """
-    share = validation if validation is None or isinstance(validation, float | int) else None
-    options = FitOptions.of({**locals(), "validation": share})
-    pair = None if share is not None else validation
-    source = FittingSource(logits, labels, pair, options)
+    options = FitOptions.of(locals())
+    source = Source(logits, options, labels, example_ids)
     require_fit(options, len(source.models))
     if search:
         check_pool(source.models)
@@ -144,15 +143,17 @@ def replace_model(
     replacements: Mapping[str, str],
     labels: Any = None,
     *,
+    example_ids: Any = None,
     costs: Mapping[str, float] | None = None,
-    validation: float | tuple[Mapping[str, Any], Any] | None = None,
+    validation: Cut = None,
     seed: int = 0,
     logit_kind: LogitKinds = None,
 ) -> Policy:
     """Put other models in the place of some of a policy's, and fit it again by its own rule.
 
     policy: or its file.   logits: a table, or arrays, with the remaining and the new models on the examples that the
-    policy was fitted on; labels, validation, seed as fit() had them.   replacements: new model by the one that it
+    policy was fitted on; labels, example_ids, validation, seed as fit() had
+    them.   replacements: new model by the one that it
     replaces.   costs: of the new models, by name; without them the table's. Those of the remaining models stay.
     logit_kind: as for fit; without it that of the policy's models is the policy's.
     Numbers that do not depend on a replaced model stay equal to the bit: the other models' calibrators; for Base,
@@ -165,21 +166,18 @@ def replace_model(
         if name not in policy.models:
             raise ConfigError(unknown_name("model", name, policy.models))
     models = [replacements.get(name, name) for name in policy.models]
-    split = policy.validation.split if policy.validation else "validation"
-    share = validation if validation is None or isinstance(validation, float | int) else None
-    options = FitOptions.of(
+    options = ChainOptions.of(
         {
             "costs": None if costs is None else dict(costs),
             "cost_unit": policy.cost_unit if isinstance(logits, Mapping) else None,
             "calibration_split": policy.calibration.split,
-            "validation_split": split,
-            "validation": share,
+            "validation_split": policy.validation.split if policy.validation else "validation",
+            "validation": validation,
             "seed": seed,
             "logit_kind": logit_kind,
         }
     )
-    pair = None if share is not None else validation
-    source = FittingSource(logits, labels, pair, options, policy.kinds_by_model)
+    source = Source(logits, options, labels, example_ids, policy.kinds_by_model)
     if policy.costs == "per-call":
         splits = source.read(models, None, per_call_costs=True)
     else:
@@ -195,6 +193,7 @@ def evaluate(
     policy: str | Path | Policy,
     *,
     labels: Any = None,
+    example_ids: Any = None,
     split: str = "test",
     logit_kind: LogitKinds = None,
 ) -> Evaluation:
@@ -206,16 +205,15 @@ def evaluate(
     >>> measures.accuracy.value > 0.9, measures.cost < 5.0
     (True, True)
 
-    logits: as for fit.   policy: or its file.   labels: int (N,), of arrays; None where there are none, and no
-    accuracy then.   split: of a table.   logit_kind: as for fit; what is not declared is of the kind that the policy
-    was fitted on.
+    logits, example_ids: as for fit.   policy: or its file.   labels: int (N,), of arrays; None where there are none,
+    and no accuracy then.   split: of a table.   logit_kind: as for fit; what is not declared is of the kind that the
+    policy was fitted on.
     Warns, with CaucWarning, where examples cost other than the policy expects. Raises DataError where the logits do
     not serve, PolicyError where the file does not.
     """
     options, policy = EvaluateOptions.of(locals()), policy_of(policy)
-    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels)
-    # The ids of arrays are their positions.
-    order = np.argsort(np.array(chain.example_ids).astype(int)) if isinstance(logits, Mapping) else None
+    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
+    order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
     evaluation = Evaluation.of(policy, chain, order)
     warn_of(evaluation.guards)
     return evaluation
@@ -227,40 +225,49 @@ def policy_of(policy: str | Path | Policy) -> Policy:
 
 
 def sweep(
-    logits: str | Path,
+    logits: Logits,
+    labels: Any = None,
     *,
-    models: Sequence[str],
+    example_ids: Any = None,
+    models: Sequence[str] | None = None,
     methods: Sequence[str] = ("base", "rf", "margin"),
-    costs: Sequence[float] | None = None,
+    costs: Mapping[str, float] | Sequence[float] | None = None,
+    cost_unit: str | None = None,
     calibration_split: str = "calibration",
     validation_split: str = "validation",
+    validation: Cut = None,
     split: str = "test",
+    test: Cut = None,
+    seed: int = 0,
     points: int | None = None,
     embedding: str | None = None,
     logit_kind: LogitKinds = None,
 ) -> pa.Table:
     """Trace each method's accuracy over cost: thresholds from validation, final figures on another split.
 
-    points: how many budgets, evenly spaced over the validation costs, to choose a threshold for; None takes
-    every distinct operating point of the validation split.   embedding: an encoder of the table, for routers.
-    logit_kind: as for fit.
+    >>> import cauc_ray
+    >>> table = cauc_ray.sweep(cauc_ray.sample_logits(), methods=["rf"], points=5)
+    >>> table.num_rows, max(table["accuracy"].to_pylist()) > 0.9
+    (5, True)
+
+    Arguments are those of compare, but for points: how many budgets, evenly spaced over the validation costs, to
+    choose a threshold for; None takes every distinct operating point of the validation split.
     Returns one row per method and point, by rising threshold: method, budget (null without points), threshold,
     validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
     examples that never reach the last model). Raises CaucError as fit does.
     """
-    if points is not None and not 2 <= points <= MOST_POINTS:
-        raise ConfigError(f"a sweep can have 2 to {MOST_POINTS:,} points, got {points}")
-    if not methods or len(set(methods)) < len(methods):
-        raise ConfigError(f"a sweep needs methods, each once, got {', '.join(methods) or 'none'}")
-    for name in methods:
+    options = SweepOptions.of(locals())
+    if not options.methods or len(set(options.methods)) < len(options.methods):
+        raise ConfigError(f"a sweep needs methods, each once, got {', '.join(options.methods) or 'none'}")
+    for name in options.methods:
         if method_named(name).needs_texts:
             raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
-    reader = ExampleReader(LogitTable(logits, logit_kind), models, costs, embedding)
-    fitting = Fitting(*reader.read_fitting_splits(calibration_split, validation_split))
-    final = reader.read_final(split, "measuring a sweep", fitting)
+    source = Source(logits, options, labels, example_ids)
+    calibrating, choosing, final = ExampleReader(source, embedding).read("measuring a sweep")
+    fitting = Fitting(calibrating, choosing, seed)
     of_last = float(final.chain.costs.means[-1])
     parts = []
-    for name in methods:
+    for name in options.methods:
         fitted = method_named(name).load()(fitting)
         of_fit = fitted.points
         budgets: Floats | None = None
@@ -289,8 +296,8 @@ def sweep(
                 }
             )
         )
-    fingerprints = fingerprints_of(fitting.calibration.chain, fitting.validation.chain, final.chain)
-    about = {"cost_unit": final.chain.costs.unit, "models": ",".join(models), "split": split}
+    fingerprints = fingerprints_of(calibrating.chain, choosing.chain, final.chain)
+    about = {"cost_unit": final.chain.costs.unit, "models": ",".join(source.models), "split": split}
     return pa.concat_tables(parts).replace_schema_metadata(about | {"fingerprints": json.dumps(fingerprints)})
 
 

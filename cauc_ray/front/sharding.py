@@ -18,7 +18,7 @@ from cauc_ray.execution.sharded import DEADLINE_S, ShardedChain, Sharding, Shard
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.offline import fit_chains, policy_of, require_fit
 from cauc_ray.front.options import EvaluateOptions, FitOptions
-from cauc_ray.front.sources import FittingSource, read_policy_heads
+from cauc_ray.front.sources import Source, read_policy_heads
 from cauc_ray.models.resources import Resources
 from cauc_ray.policies.checks import warn_of
 from cauc_ray.policies.policy import Policy
@@ -72,7 +72,7 @@ def calibrate(
     asked = FitOptions.of_all(options)
     if asked.search or asked.validation is not None:
         raise ConfigError("a search, and validation as a share, need all logits in one process; take fit()")
-    source = FittingSource(logits, None, None, asked)
+    source = Source(logits, asked)
     require_fit(asked, len(source.models))
     started = time.perf_counter()
     heads = source.read_heads()

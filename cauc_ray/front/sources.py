@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
@@ -13,11 +14,13 @@ import numpy as np
 from cauc_ray.data.logits import ChainHeads, LogitKinds, LogitTable
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.front.options import EvaluateOptions, FitOptions
+from cauc_ray.files.paths import RemotePath
+from cauc_ray.front.options import ChainOptions, EvaluateOptions
 from cauc_ray.numbers.arrays import array_chain, rows_of
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind
+from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
 
 # A table by its path or URI, or arrays by model.
@@ -29,15 +32,18 @@ class LogitArrays:
 
     def __init__(
         self,
-        splits: Mapping[str, tuple[Mapping[str, Any], Any]],
+        splits: Mapping[str, Sequence[Any]],
         logit_kind: LogitKinds = None,
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
     ) -> None:
-        """Take arrays with their labels, or None, by split; arguments are else those of LogitTable."""
+        """Take arrays with their labels, or None, and if there are any their ids, by split; else as LogitTable."""
         self.path = "the arrays"
         self._splits = splits
         self.models = list(next(iter(splits.values()))[0])
+        unnamed = next((model for model in self.models if not isinstance(model, str)), None)
+        if unnamed is not None or not self.models:
+            raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {unnamed or 'none'!r}")
         given = dict.fromkeys(self.models, logit_kind) if isinstance(logit_kind, str) else dict(logit_kind or {})
         for model, kind in given.items():
             if model not in self.models:
@@ -67,15 +73,28 @@ class LogitArrays:
         """Return a chain on a split, in the order of example ids, as a table has it. Raises as LogitTable."""
         if costs is None:
             raise ConfigError("arrays do not say what a call of each model costs; give costs={model: cost}")
-        arrays, labels = self._splits[split]
-        source = f"{self.path}, split {split!r}"
-        priced = Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64))
-        chain = array_chain(arrays, models, labels, costs=priced, kinds=self._kinds, source=source)
+        if split not in self._splits:
+            raise ConfigError(
+                f"the arrays have no split {split!r}: give validation and test each as a share of the arrays, "
+                "or as a pair (logits, labels)"
+            )
+        arrays, labels, *ids = self._splits[split]
+        if not isinstance(arrays, Mapping):
+            raise ConfigError(f"{split}: a pair is (logits by model, labels), got {type(arrays).__name__} first")
+        chain = array_chain(
+            arrays,
+            models,
+            labels,
+            costs=Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64)),
+            kinds=self._kinds,
+            example_ids=ids[0] if ids else None,
+            source=f"{self.path}, split {split!r}",
+        )
         return rows_of(chain, np.argsort(chain.example_ids))
 
 
-class FittingSource:
-    """What a policy is fitted on: calibration and validation examples of any of a source's models.
+class Source:
+    """A table or arrays, on the splits that options name or cut.
 
     models: the chain that options ask for.   costs: of calls, where options give them.   declared: those, else what
     the table declares.
@@ -84,24 +103,22 @@ class FittingSource:
     def __init__(
         self,
         logits: Logits,
-        labels: Any,
-        validation: Any,
-        options: FitOptions,
+        options: ChainOptions,
+        labels: Any = None,
+        example_ids: Any = None,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
     ) -> None:
-        """Open a table or take arrays.
-
-        validation: of arrays, a pair (logits, labels).   undeclared: as LogitTable has it.
-        """
+        """Open a table, or take arrays with their labels and ids.   undeclared: as LogitTable has it."""
         self._options = options
         self._source: LogitTable | LogitArrays
+        arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
         if isinstance(logits, Mapping):
-            splits = dict(zip(options.splits, [(logits, labels), validation], strict=True))
-            given = {split: pair for split, pair in splits.items() if pair is not None}
-            self._source = LogitArrays(given, options.logit_kind, undeclared=undeclared)
+            own = {options.calibration_split: (logits, labels, example_ids)}
+            self._source = LogitArrays({**own, **arrays}, options.logit_kind, undeclared=undeclared)
         else:
-            _require_no_arrays(labels, validation)
+            _require_table(logits, labels, example_ids, *arrays)
             self._source = LogitTable(logits, options.logit_kind, undeclared=undeclared)
+        self.path = self._source.path
         self.costs = self._given_costs()
         self.declared = self.costs if self.costs is not None else self._source.declared_costs()
         self.models = options.models or tuple(
@@ -109,12 +126,26 @@ class FittingSource:
             sorted(self._source.models, key=lambda model: self.declared.get(model, 0.0))
         )
 
+    @property
+    def table(self) -> LogitTable | None:
+        """Return the table, None for arrays."""
+        return self._source if isinstance(self._source, LogitTable) else None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the names of the splits that are read, calibration first."""
+        return tuple(self._options.cuts)
+
+    def origin(self, split: str) -> str:
+        """Return the split that a split's examples are of: its own, or calibration where it is a share of that."""
+        return self._options.calibration_split if isinstance(self._options.cuts[split], float) else split
+
     def _given_costs(self) -> dict[str, float] | None:
         """Return what calls cost by model, None where options do not give it."""
         models, costs = self._options.models, self._options.costs
         if not isinstance(costs, tuple):
             return costs
-        if models is None and isinstance(self._source, LogitTable):
+        if models is None and self.table is not None:
             raise ConfigError("costs in a list are in the order of models; name the models, or give {model: cost}")
         models = models or tuple(self._source.models)
         if len(costs) != len(models):
@@ -132,16 +163,30 @@ class FittingSource:
 
         models: of the source.   costs: of their calls, None for the source's.   per_call_costs: as LogitTable has it.
         """
-        priced = _in_order(costs, models)
-        calibration, validation = (
-            self._read(models, split, priced, per_call_costs)
-            if place == 0 or split in self._source.splits(models[0])
-            else None
-            for place, split in enumerate(self._options.splits)
-        )
-        assert calibration is not None
-        share = self._options.validation
-        return (calibration, validation) if share is None else _cut(calibration, share, self._options.seed)
+        chains = self.read_all(models, costs, per_call_costs=per_call_costs)
+        calibration, validation = self._options.splits
+        return chains[calibration], chains.get(validation)
+
+    def read_all(
+        self,
+        models: Sequence[str],
+        costs: Mapping[str, float] | None,
+        *,
+        per_call_costs: bool | None = None,
+    ) -> dict[str, ChainLogits]:
+        """Read all splits by name, validation only where there is one. Arguments are those of read."""
+        priced, cuts = _in_order(costs, models), self._options.cuts
+        shares = {split: cut for split, cut in cuts.items() if isinstance(cut, float)}
+        calibration, validation = self._options.splits
+        chains = {
+            split: self._read(models, split, priced, per_call_costs)
+            for split in cuts
+            if split not in shares and (split != validation or split in self._source.splits(models[0]))
+        }
+        if shares:
+            whole = {calibration: 1 - sum(shares.values())}
+            chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
+        return chains
 
     def read_heads(self) -> list[ChainHeads]:
         """Read what a table has of calibration, and of validation where there is one, but the logits."""
@@ -172,50 +217,64 @@ def _in_order(costs: Mapping[str, float] | None, models: Sequence[str]) -> list[
     return [costs[model] for model in models]
 
 
-def _require_no_arrays(labels: Any, validation: Any) -> None:
-    if labels is not None or validation is not None:
-        raise ConfigError("a logit table has its own labels and splits; labels and a validation pair go with arrays")
+def _require_table(logits: Any, *given: Any) -> None:
+    """Raise ConfigError unless logits are the path of a table, and nothing is given that goes with arrays."""
+    if not isinstance(logits, str | PathLike | RemotePath):
+        raise ConfigError(
+            "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
+            f"{type(logits).__name__}"
+        )
+    if any(each is not None for each in given):
+        raise ConfigError("a logit table has its own labels, ids and splits; those given go with arrays")
 
 
-def _cut(chain: ChainLogits, share: float, seed: int) -> tuple[ChainLogits, ChainLogits]:
-    """Cut a share of the examples off at random, for validation."""
+def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:
+    """Cut the examples at random into parts of some shares, whatever their order."""
     # By length, then as text: the ids of arrays are then in the order of their rows.
     order = np.array(sorted(range(len(chain)), key=lambda row: (len(chain.example_ids[row]), chain.example_ids[row])))
-    parts = split_shares(len(chain), {"calibration": 1 - share, "validation": share}, seed)
-    if not all(len(rows) for rows in parts.values()):
-        raise ConfigError(f"validation: a share of {share:g} of {len(chain)} examples leaves one of two parts empty")
-    calibration, validation = (rows_of(chain, np.sort(order[rows])) for rows in parts.values())
-    return calibration, validation
+    parts = split_shares(len(chain), shares, seed)
+    empty = next((split for split, rows in parts.items() if not len(rows)), None)
+    if empty is not None:
+        raise ConfigError(f"{empty}: a share of {shares[empty]:g} of {len(chain)} examples leaves it empty")
+    return {split: rows_of(chain, np.sort(order[rows])) for split, rows in parts.items()}
 
 
 def read_policy_chain(
-    logits: Logits, policy: Policy, split: str, logit_kind: LogitKinds = None, labels: Any = None
+    logits: Logits,
+    policy: Policy,
+    split: str,
+    logit_kind: LogitKinds = None,
+    labels: Any = None,
+    example_ids: Any = None,
 ) -> ChainLogits:
     """Read a policy's models on a split of a table, or from arrays, with costs counted as the policy counts them.
 
-    labels: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's means there.
+    labels, example_ids: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's
+    means there. Examples are in the order of their ids.
     """
-    source: LogitTable | LogitArrays
     if isinstance(logits, Mapping):
-        source = LogitArrays({split: (logits, labels)}, logit_kind, undeclared=policy.kinds_by_model)
-    else:
-        _require_no_arrays(labels, None)
-        source = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
-    per_call = policy.costs == "per-call" and isinstance(source, LogitTable)
-    chain = source.read_chain(policy.models, split, costs=_costs_of(policy, per_call), per_call_costs=per_call)
-    if isinstance(source, LogitTable):
-        return chain
-    return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
+        arrays = LogitArrays({split: (logits, labels, example_ids)}, logit_kind, undeclared=policy.kinds_by_model)
+        chain = arrays.read_chain(policy.models, split, costs=[stage.cost for stage in policy.stages])
+        return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
+    _require_table(logits, labels, example_ids)
+    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
+    return table.read_chain(policy.models, split, **_costs_of(policy))
 
 
 def read_policy_heads(logits: str | Path, policy: Policy, options: EvaluateOptions) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
-    per_call = policy.costs == "per-call"
-    return table.read_chain_heads(
-        policy.models, options.split, costs=_costs_of(policy, per_call), per_call_costs=per_call
-    )
+    return table.read_chain_heads(policy.models, options.split, **_costs_of(policy))
 
 
-def _costs_of(policy: Policy, per_call: bool) -> list[float] | None:
-    return None if per_call else [stage.cost for stage in policy.stages]
+def _costs_of(policy: Policy) -> dict[str, Any]:
+    """Return how a table's reader counts costs as the policy counts them."""
+    if policy.costs == "per-call":
+        return {"costs": None, "per_call_costs": True}
+    return {"costs": [stage.cost for stage in policy.stages], "per_call_costs": False}
+
+
+def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
+    """Return where the rows of arrays are in a chain of them, int (N,).   example_ids: as the arrays were given."""
+    position = {example: index for index, example in enumerate(chain.example_ids)}
+    return np.array([position[str(row)] for row in (range(len(chain)) if example_ids is None else example_ids)])

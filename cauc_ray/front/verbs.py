@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cauc_ray.front import live, offline, show, tables
 from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.inspection import inspect_path
-from cauc_ray.front.options import EvaluateOptions, FitOptions
+from cauc_ray.front.options import CheckOptions, CompareOptions, EvaluateOptions, FitOptions, SweepOptions
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
@@ -79,9 +79,7 @@ def check(options: Namespace) -> dict[str, Any]:
 
     policy = Policy.load(options.policy)
     with live.busy("checking"):
-        found = checking.check(
-            options.logits, policy, split=options.split, seed=options.seed, logit_kind=options.logit_kind
-        ).as_json()
+        found = checking.check(options.logits, policy, **CheckOptions.chosen(vars(options))).as_json()
     if not options.json:
         show.watched(found)
     return found
@@ -91,18 +89,7 @@ def sweep(options: Namespace) -> dict[str, Any]:
     """Trace accuracy over cost and write the table."""
     offline.require_output_file(options.output, options.logits)
     with live.busy("sweeping"):
-        table = offline.sweep(
-            options.logits,
-            models=options.models,
-            methods=options.methods,
-            costs=options.costs,
-            calibration_split=options.calibration_split,
-            validation_split=options.validation_split,
-            split=options.split,
-            points=options.points,
-            embedding=options.embedding,
-            logit_kind=options.logit_kind,
-        )
+        table = offline.sweep(options.logits, **SweepOptions.chosen(vars(options)))
         offline.save_table(table, options.output)
     rows = offline.sweep_highlights(table)
     unit = table.schema.metadata[b"cost_unit"].decode()
@@ -121,23 +108,7 @@ def compare(options: Namespace) -> dict[str, Any]:
         offline.require_apart(options.output, options.logits)
         require_new(Path(options.output))
     with live.methods_progress() as on_method:
-        comparison = comparing.compare(
-            options.logits,
-            models=options.models,
-            methods=options.methods,
-            embedding=options.embedding,
-            texts=options.texts,
-            text_column=options.text_column,
-            checkpoints=options.checkpoints,
-            costs=options.costs,
-            calibration_split=options.calibration_split,
-            validation_split=options.validation_split,
-            split=options.split,
-            budget=options.budget,
-            seed=options.seed,
-            logit_kind=options.logit_kind,
-            on_method=on_method,
-        )
+        comparison = comparing.compare(options.logits, on_method=on_method, **CompareOptions.chosen(vars(options)))
     if options.output is not None:
         comparing.save_comparison(comparison, options.output)
     result = comparison.as_json()

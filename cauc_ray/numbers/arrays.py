@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,13 +81,14 @@ def array_chain(
     *,
     costs: Costs,
     kinds: Mapping[str, LogitKind],
+    example_ids: Any = None,
     source: str = "the arrays",
 ) -> ChainLogits:
     """Return a chain of arrays, checked and rounded to float32 as a logit table's rows are.
 
     arrays: by model, (N, K): numpy arrays, lists, frames with a column for each option, or N vectors of any lengths;
-    row i of each is example i, whose id is "i".   models: the chain, cheapest first.   labels: int (N,), None for none.
-    kinds: of each model's rows.
+    row i of each is example i.   models: the chain, cheapest first.   labels: int (N,), None for none.
+    kinds: of each model's rows.   example_ids: (N,), each once, taken as text; without them row i is "i".
     Raises ConfigError for a model that has no array, DataError as check_rows does and where shapes disagree.
     """
     missing = next((model for model in models if model not in arrays), None)
@@ -95,7 +97,7 @@ def array_chain(
     rows = {model: _rows(f"{source}: model {model!r}", arrays[model]) for model in models}
     first, (expected, n_options) = models[0], rows[models[0]]
     n, k = expected.shape
-    ids = tuple(map(str, range(n)))
+    ids = _ids(source, example_ids, n)
     named = {model: columns for model in models if (columns := _columns(arrays[model]))}
     own_labels = _labels(source, labels, n)
     known = own_labels != UNKNOWN_LABEL
@@ -124,8 +126,12 @@ def array_chain(
 
 def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
     """Return rows as float32 (N, K), -inf beyond a row's options, and how many each has, int (N,)."""
+    if isinstance(values, np.ma.MaskedArray):
+        raise DataError(f"{where}: masked arrays are not read; fill in -inf where a row has no such option")
     if hasattr(values, "to_numpy"):
         values = values.to_numpy()
+    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
+        values = list(values)  # a column of vectors
     try:
         with np.errstate(over="ignore"):  # what is out of float32's reach is refused, or a mask
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
@@ -134,8 +140,11 @@ def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
                 for row, own in zip(padded, values, strict=True):
                     row[: len(own)] = own
                 return padded, lengths
-            logits = np.asarray(values, dtype=np.float32)
-    except (TypeError, ValueError) as error:
+            given = np.asarray(values)
+            if given.dtype.kind not in "biufOV":  # V: bfloat16
+                raise TypeError(f"they are {given.dtype}")
+            logits = given.astype(np.float32, copy=False)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
         raise DataError(f"{where}: its logits are not numbers (N, K): {error}") from error
     if logits.ndim != 2 or not len(logits):
         raise DataError(f"{where}: logits are an array (N, K) of at least one row, got shape {logits.shape}")
@@ -153,13 +162,24 @@ def _labels(source: str, labels: Any, n: int) -> Ints:
     given = np.asarray(labels.to_numpy() if hasattr(labels, "to_numpy") else labels)
     if given.shape != (n,):
         raise DataError(f"{source}: labels of shape {given.shape} for {n} examples")
-    try:
-        whole = given.astype(np.int32)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{source}: labels are indexes of options, integers: {error}") from error
-    if given.dtype.kind not in "iub" and (whole != given).any():
-        raise DataError(f"{source}: labels are indexes of options, integers; got {given[whole != given][0]!r}")
+    with np.errstate(invalid="ignore"):
+        try:
+            whole = given.astype(np.int32)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"{source}: labels are indexes of options, integers: {error}") from error
+    if (whole != given).any():  # also where int32 has no such number
+        raise DataError(f"{source}: labels are indexes of options, integers; got {given[whole != given][0]}")
     return whole
+
+
+def _ids(source: str, given: Any, n: int) -> tuple[str, ...]:
+    ids = tuple(map(str, range(n) if given is None else given))
+    if len(ids) != n:
+        raise DataError(f"{source}: {len(ids)} example ids for {n} examples")
+    if len(set(ids)) < n:
+        double = next(example for example, count in Counter(ids).items() if count > 1)
+        raise DataError(f"{source}: example {double!r} is a duplicate")
+    return ids
 
 
 def rows_of(chain: ChainLogits, rows: Ints, source: str | None = None) -> ChainLogits:

@@ -141,16 +141,17 @@ class Policy(PolicyFile):
         }
         return self.model_copy(update=changes)
 
-    def predict(self, logits: Mapping[str, Any]) -> Predictions:
+    def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:
         """Answer examples whose logits are all here, as a run and a service answer them.
 
         logits: by model, (N, K): numpy arrays, lists or frames with a column for each option; of the kind that the
-        policy was fitted on. Row i of each is example i. Costs are the models' own.
+        policy was fitted on. Row i of each is example i. Costs are the models' own.   example_ids: (N,), each once;
+        without them positions as text.
         Raises ConfigError where a model is missing, DataError naming the example for logits that do not serve.
         """
         from cauc_ray.policies.predictions import predict
 
-        return predict(self, logits)
+        return predict(self, logits, example_ids)
 
     def _repr_html_(self) -> str:
         return policy_html(self)

@@ -114,11 +114,11 @@ class Predictions:
         )
 
 
-def predict(policy: Policy, logits: Mapping[str, Any]) -> Predictions:
+def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) -> Predictions:
     """Answer rows of logits that are all here; see Policy.predict."""
     kinds = {name: kind or "raw" for name, kind in zip(policy.models, policy.logit_kinds, strict=True)}
     costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.stages]))
-    chain = array_chain(logits, policy.models, None, costs=costs, kinds=kinds)
+    chain = array_chain(logits, policy.models, None, costs=costs, kinds=kinds, example_ids=example_ids)
     return Predictions.of(replay(policy, chain), chain, policy.cost_unit)
 
 

@@ -233,7 +233,7 @@ BAD = {
     "unknown verb": ["fti"],
     "unknown flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--bugdet", "3"],
     "shortened flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--thresh", "0.5"],
-    "no models": ["sweep", "LOGITS", "-o", "x.parquet"],
+    "one model twice": ["sweep", "LOGITS", "--models", "m0,m0", "-o", "x.parquet"],
     "empty name": ["fit", "LOGITS", "--models", "m0,,m1", "-o", "x.json"],
     "costs in words": ["fit", "LOGITS", *CHAIN, "--costs", "a,b,c", "-o", "x.json"],
     "too few costs": ["fit", "LOGITS", *CHAIN, "--costs", "1,2", "-o", "x.json"],

@@ -143,9 +143,9 @@ def test_setup_times_are_ratios_to_base_beside_the_papers(table):
     [
         ({"methods": ["rf", "nope"]}, ConfigError, "unknown method 'nope'"),
         ({"methods": ["rf"], "budget": 0.1}, BudgetError, "below the cheapest"),
-        ({"methods": ["rf"], "budget": float("inf")}, ConfigError, "must be a finite number"),
-        ({"methods": ["rf"], "seed": -1}, ConfigError, "a seed must be"),
-        ({"methods": ["rf"], "seed": 2**64}, ConfigError, "a seed must be"),
+        ({"methods": ["rf"], "budget": float("inf")}, ConfigError, "budget: .* finite number"),
+        ({"methods": ["rf"], "seed": -1}, ConfigError, "seed: "),
+        ({"methods": ["rf"], "seed": 2**64}, ConfigError, "seed: "),
         ({"methods": ["rf"], "split": "validation"}, ConfigError, "measure them on another"),
         ({"methods": ["rf"], "embedding": "enc"}, ConfigError, "encoder 'enc'"),
         ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),

@@ -5,9 +5,11 @@ import pytest
 from sklearn.base import BaseEstimator, ClassifierMixin, clone
 from sklearn.datasets import load_digits
 from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, ShuffleSplit
+from sklearn.naive_bayes import GaussianNB
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import LinearSVC
@@ -133,12 +135,29 @@ def test_pipelines_searches_frames_and_members_of_other_kinds(digits):
     assert model.set_params(small=LogisticRegression(), small__C=2.0).get_params()["small__C"] == 2.0
 
 
+@pytest.mark.parametrize("cv", [0.5, 3])
+def test_what_members_are_fitted_with_follows_their_rows(digits, cv):
+    X, y, X_test, _ = digits
+    weights = (np.arange(len(X)) % 3 > 0).astype(float)
+    lone = [("small", LogisticRegression(C=1e-3, max_iter=300)), ("large", GaussianNB())]
+    model = CascadeClassifier(lone, [1, 10], cv=cv).fit(X, y, sample_weight=weights)
+    plain = CascadeClassifier(lone, [1, 10], cv=cv).fit(X, y)
+    assert (model.predict_proba(X_test) != plain.predict_proba(X_test)).any()
+    if cv == 3:  # then fitted on all rows
+        own = GaussianNB().fit(X, y, sample_weight=weights)
+        np.testing.assert_array_equal(model.members_["large"].theta_, own.theta_)
+    search = GridSearchCV(CascadeClassifier(lone, [1, 10], cv=2), {"method": ["base", "rf"]}, cv=2)
+    assert search.fit(X, y, sample_weight=np.ones(len(X))).best_score_ > 0.7
+
+
 BAD = [
     ({"costs": None}, ConfigError, "costs"),
     ({"costs": [1]}, ConfigError, "1 costs for 2 models"),
     ({"budget": 0.5}, BudgetError, "cheapest"),
     ({"budget": 5.0, "threshold": 0.5}, ConfigError, "not both"),
     ({"estimators": []}, ConfigError, "estimators"),
+    ({"estimators": [("a", LogisticRegression()), ("b", "drop")]}, ConfigError, "not a classifier"),
+    ({"estimators": [("a", FrozenEstimator(LogisticRegression()))]}, NotFittedError, "not fitted"),
     ({"estimators": [("cv", LogisticRegression())]}, ConfigError, "'cv' cannot name"),
     ({"estimators": [("a", LogisticRegression()), ("a", LogisticRegression())]}, ConfigError, "each name once"),
 ]

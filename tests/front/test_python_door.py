@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ import cauc_ray
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.front.evaluated import evaluation_summary
-from cauc_ray.front.options import EvaluateOptions, FitOptions
+from cauc_ray.front.options import CompareOptions, EvaluateOptions, FitOptions, SweepOptions
 
 COSTS = {"small": 1.0, "large": 10.0}
 
@@ -38,6 +39,12 @@ def write(folder, **splits):
         for model, z in logits.items():
             ids = [str(row) for row in range(len(z))]
             write_logits(folder, model, split, example_ids=ids, labels=labels, logits=z)
+    return folder
+
+
+def write_table_costs(folder):
+    models = [{"name": name, "cost": cost} for name, cost in COSTS.items()]
+    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "models": models}))
     return folder
 
 
@@ -103,6 +110,60 @@ def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
     assert cauc_ray.evaluate(logits, policy).measures.accuracy is None
 
 
+SETUP = ("setup_s", "setup_ratio", "paper_setup_ratio", "source")  # clocks, and where logits are from
+
+
+def figures(comparison):
+    return [{key: value for key, value in row.items() if key not in SETUP} for row in comparison.rows]
+
+
+def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chain(data, tmp_path):
+    folder = write(tmp_path, **data)
+    logits, labels = data["calibration"]
+    pairs = {"validation": data["validation"], "test": data["test"]}
+    for from_arrays, from_table in (
+        (cauc_ray.sweep(logits, labels, costs=COSTS, **pairs), cauc_ray.sweep(folder, costs=COSTS)),
+        (
+            cauc_ray.sweep(logits, labels, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
+            cauc_ray.sweep(folder, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
+        ),
+    ):
+        assert from_arrays.equals(from_table, check_metadata=True)
+    told = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
+    compared = cauc_ray.compare(logits, labels, **told, **pairs)
+    assert figures(compared) == figures(cauc_ray.compare(folder, **told))
+    assert compared.about["models"] == ["small", "large"]
+    shares = {**told, "validation": 0.25, "test": 0.5, "seed": 1}
+    cut = cauc_ray.compare(logits, labels, **shares)
+    assert figures(cut) == figures(cauc_ray.compare(folder, **shares))
+    assert cut.about["n"] == 75
+    fingerprints = [of["examples"] for of in cut.about["fingerprints"].values() if isinstance(of, dict)]
+    assert len(set(fingerprints)) == 3
+
+
+@given(seed=st.integers(0, 999), options=st.sampled_from([{"validation": 0.4, "method": "rf"}, {"validation": 0.3}]))
+def test_with_ids_nothing_depends_on_the_order_of_rows(seed, options):
+    logits, labels = arrays(seed, 90)
+    ids = [f"image {row}" for row in range(90)]
+    order = np.random.default_rng(seed).permutation(90)
+    turned = {model: z[order] for model, z in logits.items()}
+    told = {**options, "costs": COSTS}
+    policy = cauc_ray.fit(logits, labels, example_ids=ids, **told)
+    turned_ids = np.array(ids)[order]
+    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **told).to_json() == policy.to_json()
+    evaluated = cauc_ray.evaluate(turned, policy, labels=labels[order], example_ids=turned_ids)
+    assert evaluated.predictions.example_ids == tuple(turned_ids)
+    assert evaluated.to_arrow().column("label").to_pylist() == labels[order].tolist()
+    predicted = policy.predict(turned, example_ids=turned_ids)
+    assert (
+        predicted.to_arrow()
+        .drop("label" if predicted.labels is not None else [])
+        .equals(evaluated.to_arrow().drop("label"))
+    )
+    checked = cauc_ray.check(turned, policy, labels=labels[order], example_ids=turned_ids)
+    assert checked.as_json() == cauc_ray.check(logits, policy, labels=labels, example_ids=ids).as_json()
+
+
 def test_a_replaced_model_needs_no_table(data):
     (logits, labels), (held_out, held_out_labels) = data["calibration"], data["validation"]
     policy = cauc_ray.fit(logits, labels, costs=COSTS, cost_unit="USD", validation=data["validation"], method="rf")
@@ -139,15 +200,111 @@ BAD_OPTIONS = [
     ({"logit_kind": "odds"}, "unknown logit kind 'odds'"),
     ({"method": "rf"}, "validation"),
     ({"validation": 0.001}, "empty"),
+    ({"validation": (1, 2, 3, 4)}, "validation: "),
+    ({"validation": (np.eye(4), [0, 1, 2, 3])}, "validation: a pair is"),
+    ({"models": []}, "models: "),
+    ({"models": ["small", "small"]}, "models: "),
+    ({"costs": [-1.0, 2.0]}, "costs: "),
+    ({"costs": {"small": 1.0, "large": np.inf}}, "costs: "),
+    ({"example_ids": ["a"] * 150}, "example 'a' is a duplicate"),
+    ({"example_ids": ["a", "b"]}, "2 example ids for 150 examples"),
 ]
 
 
 @pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
 def test_bad_options_are_refused_in_one_line(data, options, says):
     logits, labels = data["calibration"]
-    with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+    with pytest.raises(CaucError, match=re.escape(says)) as raised:
         cauc_ray.fit(logits, labels, **{"costs": COSTS, **options})
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_logits_come_in_whatever_holds_numbers(data, library):
+    frames = pytest.importorskip(library)
+    logits, labels = data["calibration"]
+    told = {"costs": COSTS, "validation": 0.5}
+    own = cauc_ray.fit(logits, labels, **told).to_json()
+    for held, same in (
+        (lambda z: frames.DataFrame(z), frames.Series(labels)),
+        (lambda z: frames.Series(z.tolist()), frames.Series(labels)),  # a column of vectors
+        (lambda z: z.tolist(), labels.tolist()),
+        (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
+    ):
+        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **told).to_json() == own
+
+
+def bad_logits(z):
+    return [
+        (np.ma.masked_array(z, mask=z < 0), "masked"),
+        (z.astype(complex), "not numbers"),
+        (z.astype(str), "not numbers"),
+        (z[:, 0], "shape"),
+        (z[:0], "at least one row"),
+        (z[:-1], "shape"),
+        (np.where(np.arange(len(z))[:, None] == 7, np.nan, z), "example '7'"),
+        ([list(row) for row in z[:-1]] + [["a"] * 4], "not numbers"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_logits_that_are_not_numbers_by_row_and_option_are_refused_in_one_line(data, case):
+    logits, labels = data["calibration"]
+    bad, says = bad_logits(logits["large"])[case]
+    with pytest.raises(DataError, match=says) as raised:
+        cauc_ray.fit({"small": logits["small"], "large": bad}, labels, costs=COSTS)
+    assert "'large'" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", ["array", "list", "tuple", "none", "empty", "number"])
+def test_logits_without_names_of_models_are_refused_in_one_line(data, bad):
+    (small, large), labels = data["calibration"][0].values(), data["calibration"][1]
+    given = {
+        "array": small,
+        "list": [small, large],
+        "tuple": (small, large),
+        "none": None,
+        "empty": {},
+        "number": {0: small, 1: large},
+    }[bad]
+    for verb in (
+        lambda: cauc_ray.fit(given, labels, costs=[1, 10]),
+        lambda: cauc_ray.sweep(given, labels, costs=[1, 10], validation=0.4, test=0.2),
+        lambda: cauc_ray.evaluate(given, cauc_ray.fit(*data["calibration"], costs=COSTS), labels=labels),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            verb()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", [2**32, 2**40, -(2**33), 0.5, np.nan])
+def test_labels_that_no_option_has_are_refused_whatever_their_type(data, bad):
+    logits, labels = data["calibration"]
+    with pytest.raises(DataError, match="label"):
+        cauc_ray.fit(logits, labels.astype(np.int64) + bad, costs=COSTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"validation": 0.5}, "have no split 'test'"),
+        ({"validation": 0.5, "test": 0.5}, "must be below 1"),
+        ({"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
+        ({"validation": 0.5, "test": 0.2, "methods": "base"}, "methods: "),
+        ({"validation": 0.5, "test": 0.2, "methods": ["bass"]}, "unknown method 'bass'"),
+        ({"validation": 0.5, "test": 0.2, "split": "validation"}, "measure them on another"),
+        ({"validation": 0.5, "test": 0.2, "points": 1}, "points"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_sweeps_and_comparisons_are_refused_in_one_line(data, options, says):
+    for verb in (cauc_ray.sweep, cauc_ray.compare):
+        if "points" in options and verb is cauc_ray.compare:
+            continue
+        with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+            verb(*data["calibration"], costs=COSTS, **options)
+        assert "\n" not in str(raised.value)
 
 
 def test_arrays_and_tables_keep_apart(data, tmp_path):
@@ -163,13 +320,60 @@ def test_arrays_and_tables_keep_apart(data, tmp_path):
         cauc_ray.fit(logits, np.full(len(labels), 9), costs=COSTS)
 
 
-@pytest.mark.parametrize(("verb", "options"), [(cauc_ray.fit, FitOptions), (cauc_ray.evaluate, EvaluateOptions)])
+VERBS = [
+    (cauc_ray.fit, FitOptions),
+    (cauc_ray.evaluate, EvaluateOptions),
+    (cauc_ray.sweep, SweepOptions),
+    (cauc_ray.compare, CompareOptions),
+]
+
+
+@pytest.mark.parametrize(("verb", "options"), VERBS)
 def test_keyword_arguments_are_those_of_the_definition(verb, options):
     parameters = inspect.signature(verb).parameters
     defaults = {name: field.default for name, field in options.model_fields.items()}
     assert {name: parameters[name].default for name in defaults} == defaults
-    assert set(parameters) - set(defaults) <= {"logits", "labels", "policy"}
+    assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "on_method"}
     assert all(field.description for field in options.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--validation 0.4 --seed 3 --method rf --budget 6", {"seed": 3, "method": "rf", "budget": 6.0}),
+        ("--validation 0.4 --costs large=10,small=1 --cost-unit USD", {"costs": COSTS, "cost_unit": "USD"}),
+        ("--validation 0.4 --models small,large --costs 1,10", {"costs": COSTS}),
+    ],
+)
+def test_the_command_writes_the_file_that_python_writes(command, data, words, options):
+    folder = write(Path("LOGITS"), calibration=data["calibration"])
+    write_table_costs(folder)
+    assert command("fit", folder, *words.split(), "-o", "policy.json")[0] == 0
+    fitted = cauc_ray.fit(folder, validation=0.4, **options)
+    assert Path("policy.json").read_text() == fitted.to_json()
+    assert cauc_ray.fit(*data["calibration"], validation=0.4, **{"costs": COSTS, **options}).stages == fitted.stages
+
+
+def test_the_command_sweeps_and_compares_all_models_of_a_table(command, data):
+    folder = write_table_costs(write(Path("LOGITS"), calibration=data["calibration"]))
+    cut = ("--validation", "0.3", "--test", "0.3", "--seed", "2", "--cost-unit", "s")
+    assert command("sweep", folder, *cut, "--methods", "rf", "-o", "sweep.parquet")[0] == 0
+    told = {"validation": 0.3, "test": 0.3, "seed": 2, "cost_unit": "s", "methods": ["rf"]}
+    swept = cauc_ray.sweep(*data["calibration"], costs=COSTS, **told)
+    assert pq.read_table("sweep.parquet").equals(swept)
+    code, out, _ = command("compare", folder, *cut, "--methods", "rf", "--json")
+    assert code == 0
+    compared = cauc_ray.compare(*data["calibration"], costs=COSTS, **told)
+    assert json.loads(out)["rows"][0]["accuracy"] == compared.row("rf")["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--validation 2", "--validation half", "--seed -1", "--costs small=1", "--costs a=b", "--method bass"]
+)
+def test_bad_flags_are_refused_in_one_line(command, data, words):
+    folder = write(Path("LOGITS"), calibration=data["calibration"])
+    code, _, err = command("fit", folder, *words.split(), "-o", "policy.json")
+    assert (code, len(err.splitlines())) == (2, 1)
 
 
 def test_an_evaluation_is_drawn_and_shown(data, tmp_path):

@@ -10,8 +10,9 @@ from typing import ClassVar
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cauc_ray.errors import unknown_name
-from cauc_ray.front.comparing import MOST_SEEDS, SINGLE
+from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.config import FilePath
+from cauc_ray.front.options import Seed
 from cauc_ray.front.paper.quoted import columns_of
 from cauc_ray.models.service import Section
 from cauc_ray.numbers.sweep import Objective
@@ -173,7 +174,7 @@ class PaperConfig(Section):
 
     logits: FilePath
     methods: tuple[str, ...] = Field(default=("all",), min_length=1)
-    seed: int = Field(default=0, ge=0, lt=MOST_SEEDS)
+    seed: Seed = 0
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()

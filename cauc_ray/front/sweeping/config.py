@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from cauc_ray.errors import unknown_name
-from cauc_ray.front.comparing import MOST_SEEDS, SINGLE
+from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.config import FilePath
+from cauc_ray.front.options import Seed
 from cauc_ray.models.service import Section
 from cauc_ray.policies.methods import METHODS
 
 BudgetKind: TypeAlias = Literal["relative", "cost"]
-Seed: TypeAlias = Annotated[int, Field(ge=0, lt=MOST_SEEDS)]
 Amount: TypeAlias = Annotated[float, Field(gt=0)]
 
 

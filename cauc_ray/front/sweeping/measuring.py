@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import BudgetError
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.examples import ExampleReader
+from cauc_ray.front.options import MeasureOptions
+from cauc_ray.front.sources import Source
 from cauc_ray.front.sweeping.config import BudgetKind
 from cauc_ray.front.sweeping.redrawing import redraw
 from cauc_ray.policies.baselines.simple import fit_single
@@ -61,12 +62,12 @@ class Point:
 
     def read(self) -> tuple[Fitting, Examples]:
         """Return what the method is fitted from, and what it is measured on, as the seed draws them."""
-        reader = ExampleReader(LogitTable(self.logits), self.models, embedding=self.embedding)
         calibration, validation, split = self.splits
-        fitting = Fitting(*reader.read_fitting_splits(calibration, validation), self.seed)
-        final = reader.read_final(split, "measuring a sweep", fitting)
-        named = {calibration: fitting.calibration, validation: fitting.validation, split: final}
-        drawn = redraw(named, self.redrawn, self.seed)
+        options = MeasureOptions(
+            models=self.models, calibration_split=calibration, validation_split=validation, split=split
+        )
+        read = ExampleReader(Source(self.logits, options), self.embedding).read("measuring a sweep")
+        drawn = redraw(dict(zip(self.splits, read, strict=True)), self.redrawn, self.seed)
         return Fitting(drawn[calibration], drawn[validation], self.seed), drawn[split]
 
 
