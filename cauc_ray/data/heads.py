@@ -14,7 +14,7 @@ from cauc_ray.data.logit_part import LogitHead, head_of
 from cauc_ray.errors import DataError
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
@@ -83,9 +83,13 @@ def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelHead])
     labels = first.labels.copy()
     for model, own in zip(models[1:], rows[1:], strict=True):
         _require_same_ids(source, models[0], first, model, own)
-        both = (labels != UNKNOWN_LABEL) & (own.labels != UNKNOWN_LABEL)
-        other = np.where(both, own.labels, labels)
-        require_same(source, (models[0], model), first.example_ids, (labels, other), "as label")
+        differ = (labels != own.labels) & (labels != UNKNOWN_LABEL) & (own.labels != UNKNOWN_LABEL)
+        if differ.any():
+            row = int(differ.argmax())
+            raise DataError(
+                f"{source}: example {first.example_ids[row].as_py()!r} has {labels[row]} as label for model "
+                f"{models[0]!r} and {own.labels[row]} for model {model!r}"
+            )
         labels = np.where(labels == UNKNOWN_LABEL, own.labels, labels)
     return labels
 
@@ -106,14 +110,23 @@ def _require_same_ids(source: str, first: str, expected: ModelHead, model: str, 
             )
 
 
-def require_same(
-    source: str, models: tuple[str, str], ids: Sequence[str] | pa.Array, values: tuple[Ints, Ints], what: str
-) -> None:
-    """Raise DataError naming an example of which two models say different things, int (N,) each."""
-    differ = np.flatnonzero(values[0] != values[1])
-    if len(differ):
-        row = int(differ[0])
-        raise DataError(
-            f"{source}: example {str(ids[row])!r} has {values[0][row]} {what} for model {models[0]!r} "
-            f"and {values[1][row]} for model {models[1]!r}"
-        )
+def unfit_row(
+    models: Sequence[str], n_options: Sequence[Ints], part: ChainPart, *, gaps: bool
+) -> tuple[int, str] | None:
+    """Return the lowest rank of a row that cannot be used, and why; None where all can.
+
+    Such a row has other options in one model than in the first, or none that all models leave possible: nothing could
+    be fused.   n_options: int (n,), of each model.   gaps: whether some row of some model has a logit of -inf.
+    """
+    found, first = [], n_options[0]
+    for model, own in zip(models[1:], n_options[1:], strict=True):
+        differ = np.flatnonzero(own != first)
+        if len(differ):
+            row = differ[part.ranks[differ].argmin()]
+            why = f"has {first[row]} options for model {models[0]!r} and {own[row]} for model {model!r}"
+            found.append((int(part.ranks[row]), why))
+    for block in part.blocks() if gaps else ():
+        shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits]).any(axis=1)
+        if not shared.all():
+            found.append((int(part.ranks[block][~shared].min()), "has no option that all models leave possible"))
+    return min(found, default=None)

@@ -7,7 +7,7 @@ LOGITS/pool.json with the models' costs and the kind of logits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, read_head, require_same
+from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, read_head, unfit_row
 from cauc_ray.data.logit_part import read_part, typed_column
 from cauc_ray.data.table_info import TableInfo, read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
@@ -23,7 +23,7 @@ from cauc_ray.files.listing import hive_values
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.arrays import require_no_probabilities
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import ChainLogits, ChainPart
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
@@ -165,13 +165,11 @@ class LogitTable:
         costs are to be had; ConfigError when costs and models differ in number or a model is a duplicate.
         """
         known, tables = self._read_joined(models, split, self.read_model, costs, per_call_costs)
-        first, source, ids = tables[0], known["source"], known["example_ids"]
-        for model, table in zip(models[1:], tables[1:], strict=True):
-            options = (first.n_options, table.n_options)
-            require_same(source, (models[0], model), first.example_ids, options, "options")
         width = max(t.logits.shape[1] for t in tables)
         logits = tuple(_padded(t.logits, width) for t in tables)
-        require_common_option(source, ids, logits)
+        part = ChainPart(logits, known["labels"], np.arange(len(known["labels"])))
+        gaps = any(np.isneginf(own).any() for own in logits)
+        require_fit_rows(known, [unfit_row(models, [table.n_options for table in tables], part, gaps=gaps)])
         return ChainLogits(logits=logits, **known)
 
     def read_chain_heads(
@@ -279,13 +277,8 @@ def _padded(logits: Floats, width: int) -> Floats:
     return padded
 
 
-def require_common_option(source: str, ids: Sequence[str], logits: Sequence[Floats]) -> None:
-    """Refuse an example that leaves no option with a finite logit in every model: nothing could be fused."""
-    if not any(np.isneginf(z).any() for z in logits):
-        return
-    shared = np.isfinite(logits[0])
-    for z in logits[1:]:
-        shared &= np.isfinite(z)
-    none = np.flatnonzero(~shared.any(axis=1))
-    if len(none):
-        raise DataError(f"{source}: example {ids[int(none[0])]!r} has no option that all models leave possible")
+def require_fit_rows(known: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:
+    """Raise DataError for the first row that cannot be used.   known: of the chain.   unfit: as unfit_row has them."""
+    row = min((each for each in unfit if each is not None), default=None)
+    if row is not None:
+        raise DataError(f"{known['source']}: example {known['example_ids'][row[0]]!r} {row[1]}")

@@ -15,9 +15,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from cauc_ray.data.logits import ChainHeads
+from cauc_ray.data.heads import unfit_row
+from cauc_ray.data.logits import ChainHeads, require_fit_rows
 from cauc_ray.data.spool import SpooledLogits, WantedRows
-from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, placement, told
 from cauc_ray.execution.session import room_for
 from cauc_ray.models.resources import Resources
@@ -25,7 +26,7 @@ from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import suits_float32
 from cauc_ray.numbers.logits import SumsToOne
-from cauc_ray.numbers.types import Bools, Ints
+from cauc_ray.numbers.types import Ints
 
 # A shard whose actor dies again and again is what they die of, or the cluster is.
 MOST_DEATHS = 8
@@ -115,8 +116,9 @@ class ShardActor:
             # Copies, so that no block of the object store is held between calls.
             self._parts[key] = ChainPart(spools, rows.labels.copy(), rows.ranks.copy())
         part = self._parts[key]
+        widest = max(width, *(logits.width for logits in _spools(part)))
         for logits in _spools(part):
-            logits.width = max(width, logits.width)
+            logits.width = widest
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return question(part), peak if sys.platform == "darwin" else 1024 * peak
 
@@ -125,39 +127,24 @@ class ShardActor:
 class ShardFacts:
     """What is known of a shard's rows once they are read.
 
-    width: most options that a row has.   sums: how near each model's rows are to probabilities.   refused: the row of
-    lowest rank that cannot be used, and why; none where all can.
+    width: most options that a row has.   sums: how near each model's rows are to probabilities.   unfit: as unfit_row
+    has it.
     """
 
     width: int
     sums: tuple[SumsToOne, ...]
-    refused: list[tuple[int, str]]
+    unfit: tuple[int, str] | None
 
 
 def facts_of(models: Sequence[str], part: ChainPart) -> ShardFacts:
     """Return what is known of a shard's rows.   models: names."""
     spools = _spools(part)
-    return ShardFacts(spools[0].width, tuple(own.sums for own in spools), _refused(models, part, spools))
+    unfit = unfit_row(models, [own.n_options for own in spools], part, gaps=any(own.has_gaps for own in spools))
+    return ShardFacts(spools[0].width, tuple(own.sums for own in spools), unfit)
 
 
 def _spools(part: ChainPart) -> list[SpooledLogits]:
     return [logits for logits in part.logits if isinstance(logits, SpooledLogits)]
-
-
-def _refused(models: Sequence[str], part: ChainPart, spools: Sequence[SpooledLogits]) -> list[tuple[int, str]]:
-    """Return a row with other options in one model than in the first, or without one that all leave possible."""
-    first = spools[0].n_options
-    for name, own in zip(models[1:], spools[1:], strict=True):
-        differ = np.flatnonzero(own.n_options != first)
-        if len(differ):
-            row = int(differ[part.ranks[differ].argmin()])
-            counts = f"{first[row]} options for model {models[0]!r} and {own.n_options[row]} for model {name!r}"
-            return [(int(part.ranks[row]), f"has {counts}")]
-    lowest: list[int] = []
-    for block in part.blocks() if any(spool.has_gaps for spool in spools) else ():
-        shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits])
-        lowest = sorted([*lowest, *part.ranks[block][~shared.any(axis=1)].tolist()])[:1]
-    return [(rank, "has no option that all models leave possible") for rank in lowest]
 
 
 class Shards:
@@ -184,10 +171,7 @@ class Shards:
         """
         started, known = time.perf_counter(), heads.known
         facts = self.ask(number, partial(facts_of, known["models"]))
-        refused = [row for own in facts for row in own.refused]
-        if refused:
-            rank, why = min(refused)  # the example that one process would name
-            raise DataError(f"{known['source']}: example {known['example_ids'][rank]!r} {why}")
+        require_fit_rows(known, (own.unfit for own in facts))  # it names the example that one process would name
         for place, model in enumerate(known["models"]):
             sums = sum((own.sums[place] for own in facts), SumsToOne())
             require_no_probabilities(f"{known['source']}: model {model!r}", sums)
