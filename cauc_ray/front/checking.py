@@ -13,12 +13,13 @@ from cauc_ray.front.offline import policy_of
 from cauc_ray.front.options import CheckOptions
 from cauc_ray.front.sources import Logits, read_policy_chain
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
+from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import trace_policy
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+@dataclass(frozen=True, slots=True, repr=False)
+class Check(Shown):
     """What was seen of a policy on a split of a logit table.   source: of the logits."""
 
     policy: Policy
@@ -34,6 +35,10 @@ class Check:
     def says(self) -> str:
         """Return in one line whether it holds, and else what spoke against it first."""
         return verdict(self.watched)
+
+    def small_table(self) -> SmallTable:
+        """Return the verdict, as people see it."""
+        return SmallTable(f"Policy {self.policy.id} on {self.source}: {self.says}", [], [])
 
     def as_json(self) -> dict[str, Any]:
         """Return all figures, as `cauc check --json` prints them."""

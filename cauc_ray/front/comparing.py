@@ -24,17 +24,20 @@ from cauc_ray.front.fingerprints import fingerprints_of
 from cauc_ray.front.measuring import CONVENTIONS, Bench
 from cauc_ray.front.options import CompareOptions, Cut
 from cauc_ray.front.sources import Logits, Source
+from cauc_ray.front.tables import number
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
 from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
+from cauc_ray.policies.predictions import pandas_frame
 
 # Every model of the chain, alone: rows that are named single:<model>.
 SINGLE = "single"
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
     """Methods side by side.
 
     about: the chain, the splits, the budget, the conventions of the metrics.   rows: one for each method.
@@ -54,10 +57,33 @@ class Comparison:
         """Return a method's row."""
         return next(row for row in self.rows if row["method"] == method)
 
-    def rows_table(self) -> pa.Table:
+    def to_arrow(self) -> pa.Table:
         """Return the rows as a table; what was true of all of them is in its metadata."""
         about = {key: str(value) for key, value in self.about.items()}
         return pa.Table.from_pylist(self.rows).replace_schema_metadata(about)
+
+    def to_pandas(self) -> Any:
+        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
+        return pandas_frame(self.to_arrow())
+
+    def small_table(self) -> SmallTable:
+        """Return each method's accuracy and cost, as people see them."""
+        unit = self.about["cost_unit"]
+        rows = [
+            [
+                row["method"],
+                share_text(row["accuracy"]),
+                number(row["cost"]),
+                "–" if row["relative_cost"] is None else f"{row['relative_cost']:.2f}",
+                share_text(row["avoided"]),
+            ]
+            for row in self.rows
+        ]
+        caption = (
+            f"{' → '.join(self.about['models'])} on {self.about['n']:,} examples, methods at a budget of "
+            f"{self.about['budget']:.4g} {unit}"
+        )
+        return SmallTable(caption, ["method", "accuracy", f"cost ({unit})", "relative", "last model avoided"], rows)
 
 
 def compare(
@@ -146,7 +172,7 @@ def save_comparison(comparison: Comparison, folder: str | Path) -> None:
     path = Path(folder)
     with new_folder(path):
         write_json(path / "comparison.json", comparison.as_json())
-        write_parquet(path / "rows.parquet", comparison.rows_table())
+        write_parquet(path / "rows.parquet", comparison.to_arrow())
         write_parquet(path / "curves.parquet", comparison.curves)
 
 

@@ -15,14 +15,14 @@ from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.checks import as_expected
 from cauc_ray.policies.evidence import Guard, Measures
-from cauc_ray.policies.notebook import html_table, share_text
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import Predictions
 from cauc_ray.policies.trace import Answered, answers_alone, measure_guarantees, measure_replay, trace_policy
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation(Shown):
     """A policy's answers on a split of a logit table, or on arrays, and what they are worth.
 
     measures: accuracy, macro_f1, cost and more.   guarantees: of each stage, what its threshold promises there; None
@@ -98,7 +98,8 @@ class Evaluation:
         axes.legend(loc="lower right", frameon=False)
         return axes
 
-    def _repr_html_(self) -> str:
+    def small_table(self) -> SmallTable:
+        """Return accuracy and cost, and what each stage answered, as people see it."""
         measures, unit = self.measures, self.policy.cost_unit
         relative = "" if measures.relative_cost is None else f", {measures.relative_cost:.2f} of the last model's"
         accuracy = None if measures.accuracy is None else measures.accuracy.value
@@ -115,7 +116,7 @@ class Evaluation:
             f"{self.policy.method} on {measures.n:,} examples: {share_text(accuracy)} accuracy at "
             f"{number(measures.cost)} {unit} each{relative}"
         )
-        return html_table(caption, ["stage", "reached", "answered", "accuracy"], rows)
+        return SmallTable(caption, ["stage", "reached", "answered", "accuracy"], rows)
 
 
 def _new_axes() -> Any:

@@ -41,9 +41,8 @@ class LogitArrays:
         self.path = "the arrays"
         self._splits = splits
         self.models = list(next(iter(splits.values()))[0])
-        unnamed = next((model for model in self.models if not isinstance(model, str)), None)
-        if unnamed is not None or not self.models:
-            raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {unnamed or 'none'!r}")
+        if not self.models or not all(isinstance(model, str) for model in self.models):
+            raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
         given = dict.fromkeys(self.models, logit_kind) if isinstance(logit_kind, str) else dict(logit_kind or {})
         for model, kind in given.items():
             if model not in self.models:
@@ -119,6 +118,9 @@ class Source:
             _require_table(logits, labels, example_ids, *arrays)
             self._source = LogitTable(logits, options.logit_kind, undeclared=undeclared)
         self.path = self._source.path
+        for model in options.models or ():
+            if model not in self._source.models:
+                raise ConfigError(f"{self.path}: {unknown_name('model', model, self._source.models)}")
         self.costs = self._given_costs()
         self.declared = self.costs if self.costs is not None else self._source.declared_costs()
         self.models = options.models or tuple(

@@ -1,26 +1,68 @@
-"""What a notebook shows of a policy and of what it answered: small HTML tables in which all text is escaped."""
+"""What people see of a result: small tables, as text in a terminal, as HTML in a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from cauc_ray.policies.policy import Policy
 
 
-def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table; the first column is text, the others are numbers.
+@dataclass(frozen=True, slots=True)
+class SmallTable:
+    """A caption, a header, and rows of texts, the first of which in each is a name, the others numbers."""
 
-    >>> html_table("2 < 3", ["model"], [["a&b"]])
-    '<table><caption>2 &lt; 3</caption><tr><th>model</th></tr><tr><td style="text-align:left">a&amp;b</td></tr></table>'
-    """
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join(
-        f"<tr>{''.join(_cell(text, is_first=place == 0) for place, text in enumerate(row))}</tr>" for row in rows
-    )
-    return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self) -> str:
+        """Return it as lines.
+
+        >>> print(SmallTable("costs", ["model", "USD"], [["small", "1"], ["large", "10"]]).text())
+        costs
+        model  USD
+        small    1
+        large   10
+        """
+        widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+        lines = [
+            "  ".join(f"{text:{'<' if index == 0 else '>'}{widths[index]}}" for index, text in enumerate(row)).rstrip()
+            for row in (self.header, *self.rows)
+        ]
+        return "\n".join([self.caption, *lines]).rstrip()
+
+    def html(self) -> str:
+        """Return it as HTML, in which all text is escaped.
+
+        >>> SmallTable("2 < 3", ["a&b"], []).html()
+        '<table><caption>2 &lt; 3</caption><tr><th>a&amp;b</th></tr></table>'
+        """
+        head = "".join(f"<th>{escape(name)}</th>" for name in self.header)
+        body = "".join(
+            f"<tr>{''.join(_cell(text, is_first=index == 0) for index, text in enumerate(row))}</tr>"
+            for row in self.rows
+        )
+        return f"<table><caption>{escape(self.caption)}</caption><tr>{head}</tr>{body}</table>"
+
+
+class Shown:
+    """A result that shows itself as a small table."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def small_table(self) -> SmallTable:
+        """Return what people see of it."""
+
+    def __repr__(self) -> str:
+        return self.small_table().text()
+
+    def __str__(self) -> str:
+        return self.small_table().text()
+
+    def _repr_html_(self) -> str:
+        return self.small_table().html()
 
 
 def _cell(text: str, *, is_first: bool) -> str:
@@ -34,19 +76,3 @@ def share_text(share: float | None) -> str:
     ('91.4 %', '–')
     """
     return "–" if share is None else f"{100 * share:.1f} %"
-
-
-def policy_html(policy: Policy) -> str:
-    """Return a policy's chain, threshold and what validation expects of it."""
-    budget = "" if policy.budget is None else f", budget {policy.budget:g} {policy.cost_unit}"
-    expected = policy.expected
-    says = ""
-    if expected is not None:
-        accuracy = share_text(None if expected.accuracy is None else expected.accuracy.value)
-        says = f"; {accuracy} accuracy at {expected.cost:.4g} {policy.cost_unit} expected ({expected.split})"
-    rows = []
-    for place, stage in enumerate(policy.stages):
-        answered = None if expected is None else expected.stages[place].answered / max(1, expected.n)
-        rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
-    caption = f"Policy {policy.id}: {policy.method}, threshold {policy.threshold:.4f}{budget}{says}"
-    return html_table(caption, ["stage", f"cost ({policy.cost_unit})", "temperature", "answers"], rows)

@@ -20,7 +20,7 @@ from cauc_ray.numbers.softmax import likeliest
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import N_GROUPS, N_LIKELIEST, ThresholdChoice
-from cauc_ray.policies.notebook import policy_html
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy_file import PolicyFile
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Step:
         return codes
 
 
-class Policy(PolicyFile):
+class Policy(Shown, PolicyFile):
     """What to do with a chain of models: the numbers of its file, and the step that uses them."""
 
     @property
@@ -153,8 +153,19 @@ class Policy(PolicyFile):
 
         return predict(self, logits, example_ids)
 
-    def _repr_html_(self) -> str:
-        return policy_html(self)
+    def small_table(self) -> SmallTable:
+        """Return the chain, the threshold and what validation expects of it, as people see it."""
+        budget = "" if self.budget is None else f", budget {self.budget:g} {self.cost_unit}"
+        expected, outlook = self.expected, ""
+        if expected is not None:
+            accuracy = share_text(None if expected.accuracy is None else expected.accuracy.value)
+            outlook = f"; {accuracy} accuracy at {expected.cost:.4g} {self.cost_unit} expected ({expected.split})"
+        rows = []
+        for index, stage in enumerate(self.stages):
+            answered = None if expected is None else expected.stages[index].answered / max(1, expected.n)
+            rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
+        caption = f"Policy {self.id}: {self.method}, threshold {self.threshold:.4f}{budget}{outlook}"
+        return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
 
 
 def check_threshold(threshold: float) -> None:

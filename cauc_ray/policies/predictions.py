@@ -14,7 +14,7 @@ from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.notebook import html_table, share_text
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, replay
 
@@ -44,8 +44,8 @@ def predictions_table(
     return pa.table(columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
+@dataclass(frozen=True, slots=True, repr=False)
+class Predictions(Shown):
     """What a policy answers, one entry for each example.
 
     prediction: int32 (N,), the index of the option.   confidence: float64 (N,), calibrated.   stage: int8 (N,), which
@@ -103,13 +103,14 @@ class Predictions:
         """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
         return pandas_frame(self.to_arrow())
 
-    def _repr_html_(self) -> str:
+    def small_table(self) -> SmallTable:
+        """Return how many examples each stage answered, as people see it."""
         answered = np.bincount(self.stage, minlength=len(self.models))
         rows = [
             [name, f"{n:,}", share_text(n / max(1, len(self)))] for name, n in zip(self.models, answered, strict=True)
         ]
         mean = float(self.cost.mean()) if len(self) else 0.0
-        return html_table(
+        return SmallTable(
             f"{len(self):,} predictions, {mean:.4g} {self.cost_unit} each", ["answered by", "examples", "share"], rows
         )
 

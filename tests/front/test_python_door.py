@@ -219,6 +219,22 @@ def test_bad_options_are_refused_in_one_line(data, options, says):
     assert "\n" not in str(raised.value)
 
 
+def test_results_show_themselves_in_few_lines(data):
+    logits, labels = data["calibration"]
+    told = {"costs": COSTS, "methods": ["single", "rf"], "validation": 0.3, "test": 0.3}
+    compared = cauc_ray.compare(logits, labels, **told)
+    assert [row["method"] for row in compared.rows] == compared.to_pandas().method.tolist()
+    assert compared.to_arrow().column("accuracy").to_pylist() == [row["accuracy"] for row in compared.rows]
+    policy = cauc_ray.fit(logits, labels, costs=COSTS, validation=0.5, method="rf")
+    evaluation = cauc_ray.evaluate(logits, policy, labels=labels)
+    checked = cauc_ray.check(logits, policy, labels=labels)
+    for shown in (compared, policy, evaluation, evaluation.predictions, checked):
+        assert len(repr(shown)) < 600
+        assert shown._repr_html_().startswith("<table>")
+    for row in compared.rows:
+        assert row["method"] in repr(compared)
+
+
 @pytest.mark.parametrize("library", ["pandas", "polars"])
 def test_logits_come_in_whatever_holds_numbers(data, library):
     frames = pytest.importorskip(library)

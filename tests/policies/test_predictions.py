@@ -94,3 +94,8 @@ def test_notebooks_show_policies_and_predictions_with_names_escaped():
         assert "&lt;b&gt;a&lt;/b&gt;" in shown
         assert "m&amp;m" in shown
         assert "<b>a" not in shown
+    for shown in (policy, found):
+        lines = repr(shown).splitlines()
+        assert len(lines) == 2 + len(named.models)
+        assert {line.split()[0] for line in lines[2:]} == set(named.models)
+        assert str(shown) == repr(shown)
