@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -22,17 +23,22 @@ START_DEADLINE_S = 120
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes."""
+    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes.   pid: of `ray start`."""
 
     address: str
     gcs_address: str
     metrics_port: int
     folder: str
+    pid: int
 
 
 @contextmanager
-def local_head(*, n_cpus, **environment):
-    """Start a head with free ports and a folder of its own, and yield where it is.   environment: of its processes."""
+def local_head(*, n_cpus, grows_by=None, **environment):
+    """Start a head with free ports and a folder of its own, and yield where it is.
+
+    grows_by: the resources of a node that Ray's autoscaler starts where something asks for it (its processes run on
+    this machine).   environment: of the head's processes.
+    """
     folder = tempfile.mkdtemp(prefix="h", dir="/tmp")  # short: sockets lie below it
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     address = f"http://127.0.0.1:{ports['dashboard-port']}"
@@ -41,6 +47,11 @@ def local_head(*, n_cpus, **environment):
     words += ["--node-ip-address=127.0.0.1", "--object-store-memory=200000000"]
     bin_ = str(Path(sys.executable).parent)
     env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")}
+    if grows_by is not None:
+        config = Path(folder, "autoscaling.json")
+        config.write_text(json.dumps(autoscaling(f"127.0.0.1:{ports['port']}", n_cpus, grows_by)))
+        words.append(f"--autoscaling-config={config}")
+        environment |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     env |= {"RAY_TMPDIR": folder, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}", **environment}
     log = Path(folder, "head.log")
     with log.open("w") as out:
@@ -49,10 +60,29 @@ def local_head(*, n_cpus, **environment):
         )
     try:
         wait_for(lambda: answers(address, head, log), START_DEADLINE_S, "the head")
-        yield Head(address, f"127.0.0.1:{ports['port']}", ports["metrics-export-port"], folder)
+        yield Head(address, f"127.0.0.1:{ports['port']}", ports["metrics-export-port"], folder, head.pid)
     finally:
         stop(head)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def autoscaling(gcs_address, n_cpus, grows_by):
+    """Return the config of an autoscaler whose one group of nodes is at zero and may have one."""
+    nothing = ("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands")
+    nothing += ("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files")
+    return {
+        "cluster_name": "growing",
+        "max_workers": 1,
+        "idle_timeout_minutes": 60,
+        "provider": {"type": "fake_multinode", "gcs_address": gcs_address, "disable_node_updaters": True},
+        "head_node_type": "ray.head.default",
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": n_cpus}, "node_config": {}, "max_workers": 0},
+            "more": {"resources": grows_by, "node_config": {}, "min_workers": 0, "max_workers": 1},
+        },
+        **{name: [] for name in nothing},
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+    }
 
 
 PORTS = (

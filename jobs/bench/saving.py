@@ -27,8 +27,6 @@ from jobs.bench.cascades import write_pool
 from jobs.bench.ledgers import read_calls
 from jobs.bench.part import absent
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
@@ -39,11 +37,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64, help="images in a batch")
     parser.add_argument("--replicas", type=int, default=2, help="replicas of each stage: as many as there are cores")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the images, weights and logits")
+    parser.add_argument(
+        "--data", type=Path, help="folder with cifar10_test.parquet, cifar10_resnets/ (the weights) and logits/cifar10/"
+    )
 
 
 def missing(options: argparse.Namespace) -> str | None:
     """Need the images, the weights and torch."""
+    if options.data is None:
+        return "--data names no folder of CIFAR-10 images and ResNets"
     if not (options.data / "cifar10_resnets").is_dir():
         return f"the CIFAR-10 images and ResNets are not in {options.data}"
     return absent("torch", "safetensors")

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from local_head import local_head
 from runs import MODELS, by_example, read_all, saved_pool, split_input
 from synthetic import write_table
 
 import cauc_ray
+from cauc_ray.errors import ExecutionError
 
 
 def prepared(tmp_path):
@@ -136,3 +138,24 @@ def test_a_session_that_a_run_starts_ends_with_it(tmp_path):
         "print(summary['n'], ray.is_initialized())\n",
     )
     assert said.split() == ["300", "False"]
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, raises=ExecutionError, reason="only nodes that are there already count as room")
+def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
+    """Only a node of a group at zero has the GPU that the last stage asks for."""
+    policy, pool = prepared(tmp_path)
+    content = yaml.safe_load(pool.read_text())
+    content["stages"][-1]["resources"] = {"num_cpus": 0.5, "num_gpus": 1}
+    pool.write_text(yaml.safe_dump(content))
+    with local_head(n_cpus=2, grows_by={"CPU": 2, "GPU": 1}) as head:
+        done = subprocess.run(
+            [Path(sys.executable).with_name("cauc"), "run", pool, "--policy", tmp_path / "policy.json",
+             "--input", tmp_path / "input", "-o", tmp_path / "out", "--address", head.gcs_address],
+            capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+    if "does not fit" in done.stderr:
+        raise ExecutionError(done.stderr)
+    assert done.returncode == 0, done.stderr
+    expected = cauc_ray.evaluate(tmp_path / "LOGITS", policy)
+    assert by_example(read_all(tmp_path / "out" / "predictions")) == by_example(expected.to_arrow())

@@ -19,6 +19,7 @@ from jobs.bench.serving_cases import CASES, plant_requests, write_cascade
 from jobs.bench.serving_ratios import compare
 
 ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
 
 
 def bench(*words, address=""):
@@ -116,6 +117,7 @@ def networks(ray_session):
         "gpu", "--device", "cpu", "--archs", "squeezenet1_1", "mnasnet0_5", "--rows", 24,
         "--calibration-rows", 16, "--batch", 8, "--cpus", 1,
         "saving", "--rows", 96, "--copies", 1, "--timed-rows", 64, "--batch", 16, "--repeats", 1,
+        "--data", DATA,
         address=ray.get_runtime_context().gcs_address,
     )  # fmt: skip
 
@@ -233,6 +235,8 @@ def test_a_part_whose_needs_are_not_met_says_so(tmp_path, capsys):
     *said, last = capsys.readouterr().out.splitlines()
     assert "are not in" in json.loads(last)["saving"]["left_out"]
     assert any(line.startswith("left out: the CIFAR-10 images") for line in said)
+    assert main(["saving"]) == 0
+    assert "left out: --data names no folder" in capsys.readouterr().out
 
 
 def test_options_belong_to_the_part_before_them():

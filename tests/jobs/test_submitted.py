@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -117,7 +118,7 @@ def test_a_calibration_whose_driver_is_killed_gives_the_same_policy_when_it_runs
     config = write_config(inputs, "calibrate-killed", CALIBRATE)
     job = submitting.submit("calibrate", config, address=head.address, working_dir=ROOT)
     driver = wait_for(lambda: driver_of(config), 60, "the driver")
-    wait_for(shard_at_work, 60, "a question to a shard", every_s=0.002)
+    wait_for(lambda: shard_at_work(head), 60, "a question to a shard", every_s=0.002)
     driver.kill()
     assert job.follow().exit_code not in (0, 1, 2)
     assert not (inputs / "calibrate-killed" / "policy.json").exists()
@@ -127,10 +128,13 @@ def test_a_calibration_whose_driver_is_killed_gives_the_same_policy_when_it_runs
     assert policies[0] == policies[1]
 
 
-def shard_at_work():
-    """Say whether some shard's process computes an answer, which is its title then."""
-    titles = (process.info["cmdline"] or [""] for process in psutil.process_iter(["cmdline"]))
-    return any("ShardActor.ask" in title[0] for title in titles if title)
+def shard_at_work(head):
+    """Say whether some shard's process on a head computes an answer, which is its title then."""
+    for process in psutil.Process(head.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            if any("ShardActor.ask" in word for word in process.cmdline()[:1]):
+                return True
+    return False
 
 
 def driver_of(config):

@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -67,11 +68,15 @@ class Service:
         return len(self.log.read_text().split()) if self.log.exists() else 0
 
     def stop(self, *signals, group):
-        """Send signals one after another; return the exit code and what was written, once all is over and gone."""
-        started = self.processes()
+        """Send signals one after another; return the exit code and what was written, once all is over and gone.
+
+        It must be over in ten seconds, requests in flight included.
+        """
+        started, asked = self.processes(), time.monotonic()
         for number in signals:
             (os.killpg if group else os.kill)(self.process.pid, number)
         out, err = self.process.communicate(timeout=DEADLINE_S)
+        assert time.monotonic() - asked < STOP_S
         left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
         return self.process.returncode, out, err, left
 
@@ -83,8 +88,9 @@ class Service:
             return []
 
     def files(self):
-        """Return what there is of files and shared memory."""
-        return [*self.ray_folder.iterdir(), *sorted(set(os.listdir("/dev/shm")) - self.shared_memory)]
+        """Return what there is of files and shared memory that no process has open."""
+        shared = sorted(set(os.listdir("/dev/shm")) - self.shared_memory)
+        return [*self.ray_folder.iterdir(), *(name for name in shared if not in_use(f"/dev/shm/{name}"))]
 
     def end(self):
         """Leave nothing, whatever a test has not ended."""
@@ -92,6 +98,17 @@ class Service:
             process.kill()
         self.process.communicate()
         subprocess.run(["rm", "-rf", str(self.ray_folder)], check=True)
+
+
+def in_use(path):
+    """Say whether some process has a file open or in its memory, or has just deleted it."""
+    if not os.path.exists(path):
+        return True
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if path in (folder / "maps").read_text() or path in map(os.path.realpath, (folder / "fd").iterdir()):
+                return True
+    return False
 
 
 @pytest.fixture
