@@ -4,6 +4,9 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -233,6 +236,47 @@ def test_results_show_themselves_in_few_lines(data):
         assert shown._repr_html_().startswith("<table>")
     for row in compared.rows:
         assert row["method"] in repr(compared)
+
+
+# Hides every installed package that a plain install does not bring.
+PLAIN = """
+import re, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def name_of(requirement):
+    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].replace("_", "-").lower()
+
+brought, queue = set(), ["cauc-ray", *map(name_of, sys.argv[1:])]
+while queue:
+    name = queue.pop()
+    if name not in brought:
+        brought.add(name)
+        try:
+            queue += [name_of(of) for of in requires(name) or () if "extra ==" not in of and name != "cauc-ray"]
+        except PackageNotFoundError:
+            pass  # of another platform
+hidden = {top for top, dists in packages_distributions().items() if not brought & {name_of(dist) for dist in dists}}
+
+class Plain:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in hidden:
+            return next((spec for each in finders if (spec := each.find_spec(name, path, target)) is not None), None)
+
+finders, sys.meta_path[:] = list(sys.meta_path), [Plain()]
+import cauc_ray
+table = cauc_ray.sample_logits()
+policy = cauc_ray.fit(table, method="rf", budget=4.0)
+print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy), cauc_ray.sweep(table).num_rows)
+print(cauc_ray.compare(table))
+"""
+
+
+def test_a_plain_install_fits_evaluates_and_compares():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    words = [sys.executable, "-W", "ignore", "-c", PLAIN, *project["dependencies"]]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "margin" in done.stdout
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars"])
