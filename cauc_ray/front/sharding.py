@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cauc_ray.data.logits import ChainHeads
+from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.errors import ConfigError, explain
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.sharded import DEADLINE_S, ShardedChain, Sharding, Shards, ShardsWatched, sharded
@@ -89,21 +89,18 @@ def evaluate_shards(
     logits: str | Path,
     policy: str | Path | Policy,
     *,
-    shards: int | None = None,
-    resources: Resources | Mapping[str, Any] | None = None,
-    deadline_s: float = DEADLINE_S,
-    address: str | None = None,
-    on_pass: Callable[[int], None] = lambda n_passes: None,
-    **options: Any,
+    split: str = "test",
+    logit_kind: LogitKinds = None,
+    **sharding: Any,
 ) -> tuple[Evaluation, ShardsWatched]:
     """Replay a policy as evaluate() does, on logits that stay in shards on a Ray cluster.
 
-    Arguments, warnings and errors are those of evaluate() and calibrate(). This process holds of every row what that
-    one says.
+    Arguments, warnings and errors are those of evaluate() and, of the shards, calibrate(). This process holds of every
+    row what that one says.
     """
-    asked, policy = EvaluateOptions.of_all(options), policy_of(policy)
+    asked, policy = EvaluateOptions.of(locals()), policy_of(policy)
     heads = read_policy_heads(logits, policy, asked)
-    with _sharded([heads], shards, resources, deadline_s, address, on_pass) as (held, (chain,)):
+    with _sharded([heads], **sharding) as (held, (chain,)):
         evaluation = Evaluation.of(policy, chain)
     warn_of(evaluation.guards)
     return evaluation, held.watched
@@ -112,19 +109,19 @@ def evaluate_shards(
 @contextmanager
 def _sharded(
     chains: Sequence[ChainHeads],
-    n_shards: int | None,
-    resources: Resources | Mapping[str, Any] | None,
-    deadline_s: float,
-    address: str | None,
-    on_pass: Callable[[int], None],
+    shards: int | None = None,
+    resources: Resources | Mapping[str, Any] | None = None,
+    deadline_s: float = DEADLINE_S,
+    address: str | None = None,
+    on_pass: Callable[[int], None] = lambda n_passes: None,
 ) -> Iterator[tuple[Shards, list[ShardedChain]]]:
     """Hold chains in shards, on the Ray session that there is or on one for this alone."""
-    if n_shards is not None and n_shards < 1:
-        raise ConfigError(f"a table is cut into 1 shard or more, got {n_shards}")
+    if shards is not None and shards < 1:
+        raise ConfigError(f"a table is cut into 1 shard or more, got {shards}")
     try:
         needs = resources if isinstance(resources, Resources) else Resources.model_validate(resources or {})
     except ValidationError as error:
         raise ConfigError(f"resources: {explain(error)}") from error
-    sharding = Sharding(n_shards, needs, deadline_s, on_pass)
-    with ray_session(address, (n_shards or 1) * needs.num_cpus), sharded(chains, sharding) as held:
+    sharding = Sharding(shards, needs, deadline_s, on_pass)
+    with ray_session(address, (shards or 1) * needs.num_cpus), sharded(chains, sharding) as held:
         yield held

@@ -13,7 +13,7 @@ import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.digest import digest_of_rows, digest_text
+from cauc_ray.numbers.digest import digest_of_rows
 from cauc_ray.numbers.likelihood import Rows, suits_float32
 from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -124,7 +124,7 @@ class Chain(ABC):
 
     def logits_fingerprint(self, stage: int) -> str:
         """Return a digest of one model's logits on these examples, the same however they are cut into parts."""
-        return digest_text(sum(self.each(partial(_digest, stage))))
+        return f"{sum(self.each(partial(_digest, stage))) % (1 << 64):016x}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,6 @@ import numpy as np
 
 from cauc_ray.numbers.types import Floats, Ints
 
-_BITS = 64
-_WRAP = 1 << _BITS
 # The odd number nearest to 2^64 over the golden ratio, by which Weyl sequences spread best.
 _STEP = 0x9E3779B97F4A7C15
 # Any number that is no float32's bits of note: a logit of 0 shall not look like a missing option.
@@ -27,11 +25,6 @@ def digest_of_rows(logits: Floats, ranks: Ints) -> int:
     of_rows = np.vecdot(bits.astype(np.uint64), _mixed(options * np.uint64(_STEP)) | np.uint64(1))
     hashes = _mixed(of_rows + _mixed((ranks.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP)))
     return int(hashes.sum(dtype=np.uint64))
-
-
-def digest_text(total: int) -> str:
-    """Return a sum of digests as text."""
-    return f"{total % _WRAP:016x}"
 
 
 def _mixed(values: Ints) -> Ints:
