@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -53,35 +54,40 @@ class BasePolicy(Policy):
         return self
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse.
+        """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse."""
+        return self.fuse(stage, self.own(stage, logits), state)
+
+    def own(self, stage: int, logits: Floats) -> Step:
+        """Return the stage's own answer, before anything is fused.   logits: as of step()."""
+        numbers = self.stages[stage]
+        scores = numbers.scores(logits)
+        predictions, confidences = numbers.calibrator.answers(scores)
+        return Step(predictions, confidences, confidences >= self.threshold, np.zeros_like(scores[:, :0]), scores)
+
+    def fuse(self, stage: int, own: Step, state: Floats | None) -> Step:
+        """Return the step of a stage with an own answer: that answer, and what goes on; at the end, the fused answer.
 
         The confidence of a fused answer is its softmax probability on the last stage's calibrated scale, by that
         stage's isotonic map if it has one: its own confidence where nothing was fused with it. The paper gives none.
         """
         numbers = self.stages[stage]
-        calibrator = numbers.calibrator
-        scores = numbers.scores(logits)
         if state is None:
-            state = np.zeros((len(scores), 1 + scores.shape[1]))
+            state = np.zeros((len(own.scores), 1 + own.scores.shape[1]))
         weight, total = state[:, :1], state[:, 1:]
-        scores, total = same_width(scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
-
-        own, own_confidences = calibrator.answers(scores)
+        scores, total = same_width(own.scores, total, (numbers.name, self.stages[max(stage - 1, 0)].name))
+        unfused = weight[:, 0] == 0
         if numbers.fused:
-            p = own_confidences[:, None]
-            standardised = (scores - numbers.mean) / (numbers.std + EPSILON)
-            unfused = weight[:, 0] == 0
-            weight, total = weight + p, total + p * standardised
+            p = own.confidences[:, None]
+            weight, total = weight + p, total + p * ((scores - numbers.mean) / (numbers.std + EPSILON))
         if stage < len(self.stages) - 1:
-            accepted = own_confidences >= self.threshold
-            believed = calibrator.believed(scores, own)
-            return Step(own, own_confidences, accepted, np.concatenate([weight, total], axis=1), believed)
+            believed = numbers.calibrator.believed(scores, own.predictions)
+            return replace(own, state=np.concatenate([weight, total], axis=1), scores=believed)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
         scores = np.where(unfused[:, None], scores, on_last_scale)
-        confidences = calibrator.answers(scores)[1]
+        confidences = numbers.calibrator.answers(scores)[1]
         # Standardising may round two logits of a row that nothing is fused with into a tie.
-        predictions = np.where(unfused, own, fused.argmax(axis=1)).astype(np.int32)
-        believed = calibrator.believed(scores, predictions)
-        return Step(predictions, confidences, np.full(len(own), True), np.zeros((len(own), 0)), believed)
+        predictions = np.where(unfused, own.predictions, fused.argmax(axis=1)).astype(np.int32)
+        believed = numbers.calibrator.believed(scores, predictions)
+        return Step(predictions, confidences, np.full(len(predictions), True), own.state, believed)

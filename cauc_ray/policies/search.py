@@ -26,13 +26,14 @@ from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.fitting import fit_base, require_base_rule
+from cauc_ray.policies.policy import Step
 from cauc_ray.policies.threshold import ThresholdRule
 
 MOST_MODELS = 12
 N_RUNNERS_UP = 5
 
-
-_Answers: TypeAlias = tuple[Ints, Floats]
+# A step's answers, int32 (N,), and its confidences in them, float64 (N,).
+Answers: TypeAlias = tuple[Ints, Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +47,14 @@ class SubChain:
     indices: tuple[int, ...]
     predictions: Ints
     confidences: Floats
-    reference: float | None
+    reference: float | None = None
 
     @classmethod
-    def of(cls, indices: tuple[int, ...], steps: tuple[_Answers, ...], reference: float | None) -> SubChain:
+    def of(cls, indices: tuple[int, ...], steps: Iterable[Answers], reference: float | None = None) -> SubChain:
         """Return what a chain answers by its steps, each step's answers and confidences."""
-        predictions = np.stack([answers for answers, _ in steps], axis=1)
-        confidences = np.stack([own for _, own in steps], axis=1)[:, :-1]
-        return cls(indices, predictions, confidences, reference)
-
-
-_SubChains: TypeAlias = Callable[[ChainLogits, ChainLogits, CalibratorKind], Iterator[SubChain]]
+        predictions, confidences = zip(*steps, strict=True)
+        # One stage after another in memory, as a sweep reads them.
+        return cls(indices, np.stack(predictions).T, np.stack(confidences)[:-1].T, reference)
 
 
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
@@ -69,7 +67,7 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
     ]
 
     def after(
-        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[_Answers, ...]
+        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[Answers, ...]
     ) -> Iterator[SubChain]:
         for index in range(indices[-1] + 1 if indices else 0, n_models):
             r, r_validation = scores[index]
@@ -77,7 +75,7 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
                 alpha, beta = fit_pair(state[0], r, calibration.labels).temperatures
                 r, r_validation = fold(r, alpha, beta, state[0]), fold(r_validation, alpha, beta, state[1])
             longer, answered = (*indices, index), (*steps, top_option(r_validation))
-            yield SubChain.of(longer, answered, reference=None)
+            yield SubChain.of(longer, answered)
             yield from after(longer, (r, r_validation), answered)
 
     return after((), None, ())
@@ -86,33 +84,37 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
 def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
     """Fit CAUC Base to every sub-chain of a pool (paper, algorithm 1): what is fused depends on the last model alone.
 
-    One fit for each last model serves all chains that end there: a stage that a chain lacks takes no step.
+    One fit for each last model serves all chains that end there. Stages before it answer for themselves, whatever
+    the others are, and only those that are fused change the last answer.
     """
     for last in range(len(calibration.models)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CaucWarning)  # the fit of the chosen chain warns of what is in it
             policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind)
-        yield from _ending(policy, validation, (), None, ())
+        own = [policy.own(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
+        yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None))
 
 
 def _ending(
-    policy: BasePolicy,
-    validation: ChainLogits,
-    indices: tuple[int, ...],
-    state: Floats | None,
-    steps: tuple[_Answers, ...],
+    policy: BasePolicy, own: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step
 ) -> Iterator[SubChain]:
-    """Return all chains that begin with these indices and end with the policy's last stage."""
+    """Return all chains that begin with these indices and end with the policy's last stage.
+
+    own: answers of all stages.   state: after these indices.   end: the last stage's step from there.
+    """
     last = len(policy.stages) - 1
-    end = policy.step(last, validation.logits[last], state)
-    yield SubChain.of((*indices, last), (*steps, (end.predictions, end.confidences)), policy.threshold)
+    steps = *(own[index] for index in indices), end
+    answers = ((step.predictions, step.confidences) for step in steps)
+    yield SubChain.of((*indices, last), answers, policy.threshold)
     for index in range(indices[-1] + 1 if indices else 0, last):
-        step = policy.step(index, validation.logits[index], state)
-        answered = (*steps, (step.predictions, step.confidences))
-        yield from _ending(policy, validation, (*indices, index), step.state, answered)
+        after = state, end
+        if policy.stages[index].fused:
+            longer = policy.fuse(index, own[index], state).state
+            after = longer, policy.fuse(last, own[last], longer)
+        yield from _ending(policy, own, (*indices, index), *after)
 
 
-_METHODS: dict[str, _SubChains] = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
+_METHODS: dict[str, Callable[[ChainLogits, ChainLogits, CalibratorKind], Iterator[SubChain]]] = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
 
 
 def check_pool(models: Iterable[str]) -> None:
