@@ -28,10 +28,9 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.methods import fit_policy, method_named
+from cauc_ray.policies.methods import fit_policy, method_named, refit
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.refitting import refit
-from cauc_ray.policies.safe import fit_safe, require_safe_rule
+from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains
 
 
@@ -130,8 +129,15 @@ def require_fit(options: FitOptions, n_models: int) -> None:
 
 def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None = None) -> Policy:
     """Fit a policy on chains, here or in shards, without a search. Raises as fit() does."""
-    fitted, rule = fit_safe if options.safe else fit_policy, options.rule
-    policy = fitted(options.method, calibration, validation, rule, options.splits, calibrator=options.calibrator)
+    policy = fit_policy(
+        options.method,
+        calibration,
+        validation,
+        options.rule,
+        options.splits,
+        calibrator=options.calibrator,
+        safe=options.safe,
+    )
     if options.strict:
         require_quiet(policy.guards)
     return policy

@@ -8,21 +8,25 @@ numbers to the bit, whatever the other models of the chain are.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.sweep import STOP_NONE
-from cauc_ray.policies.admitting import admit_in_base, signs_of_fusion
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.answers_sums import AnswerSums, sum_answers
 from cauc_ray.policies.calibrated import calibrator_of, pair_of, require_calibrator
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
 from cauc_ray.policies.cauc_rf import PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, TemperatureDiagnostics, ThresholdChoice
-from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold, set_threshold
+from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
+from cauc_ray.policies.trace import answers_alone, of_rows, trace_policy
 
 
 def fit_base(
@@ -38,7 +42,7 @@ def fit_base(
 
     validation is needed where the rule has a budget or a risk to certify. Else it only tells what to expect, and what
     another budget would give, if all of its examples have labels. names: of the splits. calibrator: of every model.
-    safe: whether models are fused only where that is supported (policies.admitting), by validation with all of its
+    safe: whether models are fused only where that is supported by validation with all of its
     labels.
     Raises DataError where labels are missing, BudgetError where no operating point is as cheap as the budget,
     RiskError where no threshold is certified, ConfigError on a rule that cannot be met.
@@ -65,11 +69,30 @@ def fit_base(
         )
     policy = BasePolicy(**_of_splits(calibration, validation, names, rule), stages=tuple(stages))
     if safe:
-        policy = admit_in_base(policy, validation)
-    if rule == BY_DEFAULT:
-        choice = ThresholdChoice(rule="reference-accuracy", objective=None, split=names[0])
-        return set_threshold(policy, calibration, validation, sums[len(fits) - 1].accuracy, choice)
-    return choose_threshold(policy, calibration, validation, rule)
+        policy = _admitted(policy, validation)
+    return choose_threshold(policy, calibration, validation, rule, reference=sums[len(fits) - 1].accuracy)
+
+
+def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
+    """Return a policy that fuses what is supported.
+
+    A model stays where its gains over its losses on calibration are established; all of them, where what they make of
+    the last stage's answers is established to be a gain on validation, if that is given, with all of its labels.
+    """
+    n, others = policy.calibration.n, policy.stages[:-1]
+    admitted = [stage for stage in others if signs(stage.n_gain or 0, stage.n_loss or 0, n).gains]
+    candidate = _fusing(policy, admitted)
+    if validation is None or not admitted:
+        return candidate
+    fused = trace_policy(candidate, validation).predictions[:, -1] == validation.labels
+    alone = answers_alone(policy, validation)[:, -1] == validation.labels
+    return candidate if signs_of(fused, alone).gains else _fusing(policy, [])
+
+
+def _fusing(policy: BasePolicy, fused: Sequence[BaseStage]) -> BasePolicy:
+    *others, last = policy.stages
+    stages = (stage.model_copy(update={"fused": stage in fused}) for stage in others)
+    return policy.model_copy(update={"stages": (*stages, last)})
 
 
 def require_base_rule(rule: ThresholdRule) -> None:
@@ -106,11 +129,29 @@ def fit_rf(
             beta=beta,
             pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
         )
-        if safe and stages and validation is not None and not signs_of_fusion(validation, (*stages, stage)).gains:
+        if safe and stages and validation is not None and not _fold_gains(validation, (*stages, stage)):
             stage = stage.model_copy(update={"fused": False})
         stages.append(stage)
     policy = RFPolicy(**_of_splits(calibration, validation, names, rule), stages=tuple(stages))
     return choose_threshold(policy, calibration, validation, rule)
+
+
+def _fold_gains(validation: Chain, stages: tuple[RFStage, ...]) -> bool:
+    """Return whether validation establishes that the last stage's folded answers are better than its own.
+
+    stages: up to the one in question.   validation: of these and maybe more models, all rows labelled.
+    """
+    folded, own = of_rows(validation, partial(_folded_and_own, stages))
+    return signs_of(folded == validation.labels, own == validation.labels).gains
+
+
+def _folded_and_own(stages: tuple[RFStage, ...], part: ChainPart, rows: slice) -> tuple[Ints, Ints]:
+    r: Floats | None = None
+    for logits, stage in zip(part.logits, stages, strict=False):
+        own = stage.calibrator.scores(logits[rows])
+        r = stage.fold(own, r)
+    assert r is not None
+    return r.argmax(axis=1), own.argmax(axis=1)
 
 
 def _require_labels(calibration: Chain) -> None:

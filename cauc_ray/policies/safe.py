@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import TypeAlias
 
 from cauc_ray.errors import BudgetError, ConfigError
-from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.metrics import accuracy, macro_f1
-from cauc_ray.numbers.sweep import Objective, most_within
-from cauc_ray.numbers.types import Ints
+from cauc_ray.numbers.sweep import most_within
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.evidence import Guard, SafeChoice, ThresholdChoice
-from cauc_ray.policies.methods import fit_policy
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule, choose_threshold
 from cauc_ray.policies.trace import answers_alone, replay
 
+# Fits a method on two splits by a rule; with safe=True it admits only fusions that are supported.
+Fit: TypeAlias = Callable[..., Policy]
 
-def fit_safe(
-    method: str,
-    calibration: Chain,
-    validation: Chain | None,
-    rule: ThresholdRule,
-    names: tuple[str, str],
-    *,
-    calibrator: CalibratorKind = "temperature",
-) -> Policy:
+
+def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:
     """Fit a policy that guards its fusions and falls back on a single model, and record what that has changed.
 
     A fusion is admitted where its gain over the stage's own answers is established on validation (numbers.intervals);
@@ -38,32 +31,45 @@ def fit_safe(
     A threshold that leaves it behind a single model within that limit, or within the budget, is chosen anew as the best
     within it, and where that is behind too, the chain of that model alone is published. A threshold that is given
     stays; the policy is then compared with the models that cost no more than it does.
-    Arguments and errors are those of fit_policy; validation is needed, with all of its labels.
+    Errors are those of the fit; validation is needed, with all of its labels.
     """
     require_safe_rule(rule)
     if validation is None:
         raise ConfigError("a safe policy is compared with single models on a validation split; give one")
     validation.require_labels("comparing with single models")
-    fit = partial(fit_policy, method, calibrator=calibrator, safe=True)
-    policy = fit(calibration, validation, rule, names)
+    labels, costs = validation.labels, validation.costs.means
+    quality = accuracy if rule.objective == "accuracy" else macro_f1
+
+    def found(policy: Policy) -> _Found:
+        answers = replay(policy, validation)
+        return _Found("the chain", quality(answers.predictions, labels), float(answers.costs.mean()))
+
+    policy = fit(calibration, validation, rule, safe=True)
+    assert policy.validation is not None
+    own, split, unit = found(policy), policy.validation.split, policy.cost_unit
     unfused, changes = _unfused(policy), []
     if unfused:
         changes.append(f"{', '.join(unfused)} not fused, for want of support")
-    own, limit = _found(policy, validation, rule.objective), _limit(policy, validation, rule)
-    single = _best_single(policy, validation, limit, rule.objective)
+    # A threshold that is given may cost what it does.
+    limit = rule.budget
+    if limit is None:
+        limit = float(costs[-1]) if rule.threshold is None else own.cost
+    alone = zip(validation.models, answers_alone(policy, validation).T, costs.tolist(), strict=True)
+    singles = [_Found(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
+    # Among equals the cheaper.
+    single = min(singles, key=lambda one: (-one.quality, one.cost), default=None)
     if rule.threshold is None and own.behind(single, limit):
         anew = _best_within(policy, calibration, validation, limit, rule)
         if anew is not None and anew.threshold != policy.threshold:
-            changes.append(f"threshold chosen anew, the best on {names[1]} within {limit:.4g} {policy.cost_unit}")
-            policy, own = anew, _found(anew, validation, rule.objective)
+            changes.append(f"threshold chosen anew, the best on {split} within {limit:.4g} {unit}")
+            policy, own = anew, found(anew)
     if single is not None and own.behind(single, limit):
         changes = [
-            f"{single.name} alone, which has {100 * single.quality:.2f} % on {names[1]} at {single.cost:.4g} "
-            f"{policy.cost_unit}; the chain has {100 * own.quality:.2f} % at {own.cost:.4g}"
+            f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
+            f"{unit}; the chain has {100 * own.quality:.2f} % at {own.cost:.4g}"
         ]
         place = [calibration.models.index(single.name)]
-        alone = calibration.of_models(place), validation.of_models(place)
-        policy = fit(*alone, rule, names)
+        policy = fit(calibration.of_models(place), validation.of_models(place), rule, safe=True)
     choice = SafeChoice(
         models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "nothing had to be changed"
     )
@@ -94,36 +100,6 @@ class _Found:
         if single is None or self.quality > single.quality:
             return False
         return self.quality < single.quality or most_within(single.cost) < self.cost
-
-
-def _found(policy: Policy, validation: Chain, objective: Objective) -> _Found:
-    answers = replay(policy, validation)
-    quality = _quality(answers.predictions, validation, objective)
-    return _Found("the chain", quality, float(answers.costs.mean()))
-
-
-def _quality(predictions: Ints, validation: Chain, objective: Objective) -> float:
-    return (accuracy if objective == "accuracy" else macro_f1)(predictions, validation.labels)
-
-
-def _limit(policy: Policy, validation: Chain, rule: ThresholdRule) -> float:
-    """Return what a policy may cost; with a threshold that is given, what it does cost."""
-    if rule.budget is not None:
-        return rule.budget
-    if rule.threshold is not None:
-        return float(replay(policy, validation).costs.mean())
-    return float(validation.costs.means[-1])
-
-
-def _best_single(policy: Policy, validation: Chain, limit: float, objective: Objective) -> _Found | None:
-    """Return the best model within the limit, among equals the cheaper."""
-    alone = answers_alone(policy, validation)
-    found = [
-        _Found(name, _quality(alone[:, place], validation, objective), float(validation.costs.means[place]))
-        for place, name in enumerate(validation.models)
-        if validation.costs.means[place] <= most_within(limit)
-    ]
-    return min(found, key=lambda one: (-one.quality, one.cost), default=None)
 
 
 def _best_within(

@@ -7,7 +7,7 @@ a fit of its models alone would be: by the steps that fits and replays take.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -114,7 +114,10 @@ def _ending(
         yield from _ending(policy, own, (*indices, index), *after)
 
 
-_METHODS: dict[str, Callable[[ChainLogits, ChainLogits, CalibratorKind], Iterator[SubChain]]] = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
+_METHODS: Mapping[str, Callable[..., Iterator[SubChain]]] = {
+    "base": sub_chains_of_base,
+    "rf": sub_chains_of_rf,
+}
 
 
 def check_pool(models: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import Measures, StageShare
 from cauc_ray.policies.policy import Policy, Step
 from cauc_ray.policies.policy_file import Stage
+
+Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Answered:
         columns = zip(*(part._arrays() for part in parts), strict=True)
         return cls(*(None if of[0] is None else np.concatenate(of) for of in columns))  # type: ignore[arg-type]
 
-    def _arrays(self) -> tuple[npt.NDArray[Any] | None, ...]:
+    def _arrays(self) -> tuple[Array | None, ...]:
         return self.predictions, self.confidences, self.stages, self.costs, self.likeliest
 
 
@@ -206,42 +208,33 @@ class PolicyCascade:
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether the trace shall have it."""
-    predictions, confidences, codes = _in_rows_order(chain, partial(_trace_part, policy, likeliest))
-    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)), codes if likeliest else None)
+    predictions, confidences, *codes = of_rows(chain, partial(_trace_block, policy, likeliest))
+    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)), *codes)
 
 
-def _trace_part(policy: Policy, with_likeliest: bool, part: ChainPart) -> tuple[Ints, Floats, Ints]:
-    n, m = len(part), len(part.logits)
-    predictions, confidences = np.empty((n, m), dtype=np.int32), np.empty((n, m))
-    codes = np.empty((n, m if with_likeliest else 0), dtype=np.int16)
-    for rows in part.blocks():
-        state = None
-        for stage, logits in enumerate(part.logits):
-            step = policy.step(stage, logits[rows], state)
-            predictions[rows, stage], confidences[rows, stage] = step.predictions, step.confidences
-            if with_likeliest:
-                codes[rows, stage] = step.likeliest()
-            state = step.state
-    return predictions, confidences, codes
+def _trace_block(policy: Policy, with_likeliest: bool, part: ChainPart, rows: slice) -> tuple[Array, ...]:
+    steps: list[Step] = []
+    for stage, logits in enumerate(part.logits):
+        steps.append(policy.step(stage, logits[rows], steps[-1].state if steps else None))
+    columns = [(step.predictions, step.confidences, *([step.likeliest()] * with_likeliest)) for step in steps]
+    return tuple(np.stack(of, axis=1) for of in zip(*columns, strict=True))
 
 
 def replay(policy: Policy, chain: Chain) -> Answered:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    predictions, confidences, stages = _in_rows_order(chain, partial(_replay_part, policy))
+    predictions, confidences, stages = of_rows(chain, partial(_replay_block, policy))
     return Answered(predictions, confidences, stages, chain.costs.of_stops(stages))
 
 
-def _replay_part(policy: Policy, part: ChainPart) -> tuple[Ints, Floats, Ints]:
-    n = len(part)
+def _replay_block(policy: Policy, part: ChainPart, rows: slice) -> tuple[Array, ...]:
+    n = rows.stop - rows.start
     predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
-    for block in part.blocks():
-        rows = np.arange(block.start, block.stop)
-        for stage, reached, step in steps_of(policy, rows, lambda stage, rows: part.logits[stage][rows]):
-            done = reached[step.accepted]
-            predictions[done] = step.predictions[step.accepted]
-            confidences[done] = step.confidences[step.accepted]
-            stages[done] = stage
+    for stage, reached, step in steps_of(policy, np.arange(n), lambda stage, at: part.logits[stage][rows.start + at]):
+        done = reached[step.accepted]
+        predictions[done] = step.predictions[step.accepted]
+        confidences[done] = step.confidences[step.accepted]
+        stages[done] = stage
     return predictions, confidences, stages
 
 
@@ -261,31 +254,29 @@ def steps_of(policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:
     """Return what each stage's model would answer by itself, int32 (N, M)."""
-    (answers,) = _in_rows_order(chain, partial(_part_alone, policy.stages))
+    (answers,) = of_rows(chain, partial(_block_alone, policy.stages))
     return answers
 
 
-def _part_alone(stages: tuple[Stage, ...], part: ChainPart) -> tuple[Ints]:
-    answers = np.empty((len(part), len(stages)), dtype=np.int32)
-    for rows in part.blocks():
-        for place, (logits, stage) in enumerate(zip(part.logits, stages, strict=True)):
-            answers[rows, place] = stage.scores(logits[rows]).argmax(axis=1)
-    return (answers,)
+def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tuple[Array]:
+    scores = (stage.scores(logits[rows]) for logits, stage in zip(part.logits, stages, strict=True))
+    return (np.stack([own.argmax(axis=1) for own in scores], axis=1).astype(np.int32),)
 
 
-_Arrays = TypeVar("_Arrays", bound=tuple[npt.NDArray[Any], ...])
+def of_rows(chain: Chain, compute: Callable[[ChainPart, slice], tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Return what is computed of every row, each array of it in the order of all rows.
+
+    compute: from a part, wherever it is, and a block of its rows to arrays (n, ...), some for every row of the block.
+    """
+    ranks, parts = zip(*chain.each(partial(_of_part, compute)), strict=True)
+    return tuple(in_order(ranks, arrays) for arrays in zip(*parts, strict=True))
 
 
-def _in_rows_order(chain: Chain, ask: Callable[[ChainPart], _Arrays]) -> _Arrays:
-    """Ask every part of a chain for arrays of its rows, and return each as one array in the order of all rows."""
-    parts = chain.each(partial(_with_ranks, ask))
-    ranks = [own for own, _ in parts]
-    arrays = zip(*(values for _, values in parts), strict=True)
-    return cast(_Arrays, tuple(in_order(ranks, of) for of in arrays))
-
-
-def _with_ranks(ask: Callable[[ChainPart], _Arrays], part: ChainPart) -> tuple[Ints, _Arrays]:
-    return part.ranks, ask(part)
+def _of_part(
+    compute: Callable[[ChainPart, slice], tuple[Array, ...]], part: ChainPart
+) -> tuple[Ints, tuple[Array, ...]]:
+    blocks = [compute(part, rows) for rows in part.blocks()] or [compute(part, slice(0, 0))]
+    return part.ranks, tuple(np.concatenate(arrays) for arrays in zip(*blocks, strict=True))
 
 
 def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = True) -> Measures:

@@ -19,8 +19,8 @@ from cauc_ray.numbers.metrics import nll as mean_nll
 from cauc_ray.numbers.softmax import log_softmax, softmax, top_option
 from cauc_ray.numbers.sweep import sweep
 from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.methods import refit
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.refitting import refit
 from cauc_ray.policies.search import search_chains
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy

@@ -13,9 +13,8 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.cauc_rf import RFPolicy
-from cauc_ray.policies.methods import fit_policy
-from cauc_ray.policies.refitting import refit
-from cauc_ray.policies.safe import fit_safe
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.methods import fit_policy, refit
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, replay, trace_policy
 
@@ -51,7 +50,7 @@ def quality_of(policy, data, objective="accuracy"):
 def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed, method, strengths, steepness, budget):
     calibration, validation = (dearer(data, steepness) for data in splits(seed, strengths))
     try:
-        policy = fit_safe(method, calibration, validation, ThresholdRule(budget=budget), NAMES)
+        policy = fit_policy(method, calibration, validation, ThresholdRule(budget=budget), NAMES, safe=True)
     except BudgetError:
         return
     quality, cost = quality_of(policy, validation)
@@ -69,7 +68,7 @@ def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed
 @given(seeds, methods, strengths, st.floats(0.2, 1.1))
 def test_a_threshold_that_is_given_stays_and_no_cheaper_model_is_better(seed, method, strengths, threshold):
     calibration, validation = splits(seed, strengths)
-    policy = fit_safe(method, calibration, validation, ThresholdRule(threshold=threshold), NAMES)
+    policy = fit_policy(method, calibration, validation, ThresholdRule(threshold=threshold), NAMES, safe=True)
     assert policy.threshold == threshold
     quality, cost = quality_of(policy, validation)
     for place, own_cost in enumerate(validation.costs.means):
@@ -82,7 +81,7 @@ def test_a_threshold_that_is_given_stays_and_no_cheaper_model_is_better(seed, me
 def test_the_objective_is_what_counts(seed, method, budget):
     calibration, validation = splits(seed, (0.6, 1.2, 2.0), per_call=True)
     rule = ThresholdRule(budget=budget, objective="macro-f1")
-    policy = fit_safe(method, calibration, validation, rule, NAMES)
+    policy = fit_policy(method, calibration, validation, rule, NAMES, safe=True)
     quality, cost = quality_of(policy, validation, "macro-f1")
     assert cost <= budget * (1 + 1e-9)
     for place, own_cost in enumerate(validation.costs.means):
@@ -104,7 +103,7 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
         gains = signs_of(np.arange(900) < first.n_gain, (np.arange(900) >= 900 - first.n_loss)).gains
         supported = first.fused and gains and supported
     assume(supported and cost <= 6 and quality > max(large, of_model(validation, 0, "accuracy")))
-    safe = fit_safe(method, calibration, validation, ThresholdRule(), NAMES)
+    safe = fit_policy(method, calibration, validation, ThresholdRule(), NAMES, safe=True)
     assert safe.safe.says == "nothing had to be changed"
     assert safe.safe.unfused == ()
     assert safe.model_copy(update={"safe": None}) == plain
@@ -115,7 +114,7 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
 @settings(max_examples=30)
 def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_itself_elsewhere(seed):
     calibration, validation = (dearer(data, 4) for data in splits(seed, (0.8, 1.3, 1.8), n=300))
-    policy = fit_policy("rf", calibration, validation, ThresholdRule(threshold=0.9), NAMES, safe=True)
+    policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.9), safe=True)
     for place in (1, 2):
         stages = tuple(
             stage.model_copy(update={"fused": stage.fused or other == place})
@@ -136,7 +135,7 @@ def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_i
 @settings(max_examples=20)
 def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed, method):
     calibration, validation = splits(seed, (1.0, 1.2))
-    policy = fit_safe(method, calibration, validation, ThresholdRule(), NAMES)
+    policy = fit_policy(method, calibration, validation, ThresholdRule(), NAMES, safe=True)
     own = [calibration.models.index(name) for name in policy.models]
     again = refit(policy, calibration.of_models(own), validation.of_models(own))
     assert again.stages == policy.stages
@@ -160,6 +159,8 @@ def test_an_old_file_says_nothing_of_fusing_and_fuses(tmp_path):
 def test_a_safe_policy_needs_labels_to_compare_on():
     calibration, validation = splits(0, (1.0, 2.0))
     with pytest.raises(ConfigError, match="on a validation split; give one"):
-        fit_safe("rf", calibration, None, ThresholdRule(threshold=0.5), NAMES)
+        fit_policy("rf", calibration, None, ThresholdRule(threshold=0.5), NAMES, safe=True)
     with pytest.raises(DataError, match="has no label; comparing with single models"):
-        fit_safe("rf", calibration, replace(validation, labels=validation.labels * 0 - 1), ThresholdRule(), NAMES)
+        fit_policy(
+            "rf", calibration, replace(validation, labels=validation.labels * 0 - 1), ThresholdRule(), NAMES, safe=True
+        )
