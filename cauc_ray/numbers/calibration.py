@@ -183,6 +183,8 @@ class Parts:
         """Ask the parts what is known before any pass."""
         self.each, self.narrow = each, narrow
         self.facts = facts = reduce(Facts.__add__, each(Likelihood.facts))
+        # The mean NLL wherever all rows were visited: most searches begin where nll() is asked for too.
+        self._values: dict[bytes, float] = {}
         self.n, spreads, counts = facts.n, facts.spreads / facts.n, facts.n_margins
         margins = np.where(counts > 0, np.exp(facts.log_margins / np.maximum(counts, 1)), spreads)
         # Constant logits have neither.
@@ -220,11 +222,14 @@ class Parts:
 
     def nll(self, at: Floats) -> float:
         """Return the mean NLL at these weights and biases, in nats."""
-        return sum(self.each(lambda part: part.nll(at))) / self.n
+        key = at.tobytes()
+        return self._values[key] if key in self._values else sum(self.each(lambda part: part.nll(at))) / self.n
 
     def means(self, at: Floats) -> Sums:
         """Visit all rows once at these weights and biases, and return the means."""
-        return reduce(Sums.__add__, self.each(lambda part: part.sums(at))) / self.n
+        means = reduce(Sums.__add__, self.each(lambda part: part.sums(at))) / self.n
+        self._values[at.tobytes()] = means.value
+        return means
 
     def squares(self, at: Floats, directions: Floats) -> tuple[float, Floats]:
         """Return the mean NLL, and the mean squares of the rows' gradients along directions, (P, D)."""

@@ -146,6 +146,7 @@ class Likelihood:
         self._label_gaps = np.empty((len(self.sources), n))
         self._padded = False
         self._lacking: list[int] = []
+        self._buffers: list[Floats] = []
         self._spreads, self._log_margins, self._n_margins = np.zeros((3, len(self.sources)))
         for rows in self._slices(self.dtype):
             for place, source in enumerate(self.sources):
@@ -261,13 +262,15 @@ class Likelihood:
         biased = len(biases) > 0
         dtype = np.float64 if biased else self.dtype
         slices = list(self._slices(dtype, biased=biased))
-        buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
+        # Kept from pass to pass: fresh memory costs as much as what is computed in it.
+        if not (self._buffers and self._buffers[0].dtype == dtype and len(self._buffers[0]) == slices[0].stop):
+            self._buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
         ones = np.ones(k, dtype=dtype)
         label_scores = weights @ self._label_gaps
         if biased:
             label_scores += biases[self.labels]
         for rows in slices:
-            *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)
+            *gaps, terms, spare = (array[: rows.stop - rows.start] for array in self._buffers)
             for gap, source, top in zip(gaps, self.sources, self._tops, strict=True):
                 np.subtract(source[rows], top[rows], out=gap, dtype=dtype)
             missing = self._drop_missing(gaps) if self._padded else None
