@@ -141,8 +141,14 @@ class Frontier:
 
     def best(self, budget: float | None = None) -> OperatingPoint:
         """Return the point of highest quality within the budget, as OperatingPoints has it."""
-        point = self.points().index_of_best(budget)
-        return OperatingPoint(float(self.thresholds[point]), float(self.cost[point]), float(self.quality[point]))
+        points = self.points()
+        point = points.index_of_best(budget)
+        return OperatingPoint(float(points.settings[point]), float(self.cost[point]), float(self.quality[point]))
+
+    def at(self, threshold: float) -> OperatingPoint:
+        """Return the point that a threshold realises."""
+        point = int(self.index(np.array(threshold)))
+        return OperatingPoint(threshold, float(self.cost[point]), float(self.quality[point]))
 
 
 def sweep(

@@ -22,6 +22,7 @@ from cauc_ray.numbers.chain import Chain, ChainPart
 from cauc_ray.numbers.likelihood import Likelihood, Rows
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc_rf import RFStage
+from cauc_ray.policies.trace import of_rows
 
 T = TypeVar("T")
 
@@ -53,25 +54,16 @@ def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> tuple[Calib
     calibrator = Calibrator(fit.temperature, fit.biases)
     if kind != "isotonic":
         return calibrator, fit
-    confidences, correct = _answers_of(chain, stage, calibrator)
+    confidences, correct = of_rows(chain, partial(_answers, stage, calibrator))
     isotonic = fit_isotonic(confidences, correct)
     saved = _nll_saved(isotonic, confidences, correct)
     return replace(calibrator, isotonic=isotonic), replace(fit, nll_after=fit.nll_after - saved)
 
 
-def _answers_of(chain: Chain, stage: int, calibrator: Calibrator) -> tuple[Floats, Bools]:
-    """Return each row's confidence and whether its answer is right, in any order."""
-    parts = chain.each(partial(_part_answers, stage, calibrator))
-    confidences, correct = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return confidences, correct
-
-
-def _part_answers(stage: int, calibrator: Calibrator, part: ChainPart) -> tuple[Floats, Bools]:
-    confidences, correct = np.empty(len(part)), np.empty(len(part), dtype=bool)
-    for rows in part.blocks():
-        predictions, confidences[rows] = calibrator.answers(calibrator.scores(part.logits[stage][rows]))
-        correct[rows] = predictions == part.labels[rows]
-    return confidences, correct
+def _answers(stage: int, calibrator: Calibrator, part: ChainPart, rows: slice) -> tuple[Floats, Bools]:
+    """Return each row's confidence and whether its answer is right."""
+    predictions, confidences = calibrator.answers(calibrator.scores(part.logits[stage][rows]))
+    return confidences, predictions == part.labels[rows]
 
 
 def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float:

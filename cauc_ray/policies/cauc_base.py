@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cauc_ray.numbers.costs import LARGEST
 from cauc_ray.numbers.types import Floats
@@ -45,13 +46,13 @@ class BasePolicy(Policy):
     method: Literal["base"] = "base"
     stages: tuple[BaseStage, ...] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _last_stage_is_fused(self) -> BasePolicy:
+    def contradictions(self) -> Iterator[str]:
+        """Yield what in the policy contradicts something else in it."""
+        yield from super().contradictions()
         if not self.stages[-1].fused:
-            raise ValueError("the last stage must be fused")
+            yield "the last stage must be fused"
         if self.calibrator_kind == "isotonic" and len(self.stages) > 2:
-            raise ValueError(f"isotonic maps are for one or two stages, not for {len(self.stages)}")
-        return self
+            yield f"isotonic maps are for one or two stages, not for {len(self.stages)}"
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse."""

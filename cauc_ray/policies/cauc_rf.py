@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.costs import LARGEST
@@ -52,14 +53,14 @@ class RFPolicy(Policy):
     method: Literal["rf"] = "rf"
     stages: tuple[RFStage, ...] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _every_later_stage_has_its_pair(self) -> RFPolicy:
+    def contradictions(self) -> Iterator[str]:
+        """Yield what in the policy contradicts something else in it."""
+        yield from super().contradictions()
         for place, stage in enumerate(self.stages):
             if (place == 0) != (stage.alpha is None) or (place == 0) != (stage.beta is None):
-                raise ValueError("alpha and beta must be null for the first stage and numbers for the others")
+                yield "alpha and beta must be null for the first stage and numbers for the others"
             if stage.isotonic is not None:
-                raise ValueError("isotonic maps are of single models' confidences, which RF does not use")
-        return self
+                yield "isotonic maps are of single models' confidences, which RF does not use"
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Fold the stage's logits into r (eq. 8) and stop where r's confidence (eq. 10) reaches the threshold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -190,20 +190,19 @@ class Reference(FrozenModel):
     n: int = Field(ge=1)
     stages: tuple[StageReference, ...]
 
-
-def require_counts(reference: Reference, models: Sequence[str]) -> None:
-    """Raise ValueError unless a reference has counts of these models' answers that agree with each other."""
-    names = [stage.name for stage in reference.stages]
-    if names != list(models):
-        raise ValueError(f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}")
-    for stage in reference.stages:
-        if not len(stage.confidences) == len(stage.right) == N_BINS:
-            raise ValueError(f"the reference of {stage.name!r} has not {N_BINS} bins")
-        n = sum(stage.confidences)
-        rows = [*stage.confidences, *stage.right, *stage.likeliest.values()]
-        exceeding = any(right > of for right, of in zip(stage.right, stage.confidences, strict=True))
-        if min(rows) < 0 or exceeding or stage.agreed > n or sum(stage.likeliest.values()) != n:
-            raise ValueError(f"the counts in the reference of {stage.name!r} contradict each other")
+    def contradictions(self, models: Sequence[str]) -> Iterator[str]:
+        """Yield what contradicts that these are counts of the models' answers."""
+        names = [stage.name for stage in self.stages]
+        if names != list(models):
+            yield f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}"
+        for stage in self.stages:
+            if not len(stage.confidences) == len(stage.right) == N_BINS:
+                yield f"the reference of {stage.name!r} has not {N_BINS} bins"
+            n = sum(stage.confidences)
+            rows = [*stage.confidences, *stage.right, *stage.likeliest.values()]
+            exceeding = any(right > of for right, of in zip(stage.right, stage.confidences, strict=True))
+            if min(rows) < 0 or exceeding or stage.agreed > n or sum(stage.likeliest.values()) != n:
+                yield f"the counts in the reference of {stage.name!r} contradict each other"
 
 
 class CurvePoint(FrozenModel):

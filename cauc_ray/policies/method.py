@@ -11,7 +11,6 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.trace import Answers, Cascade, Examples, Trace
@@ -163,15 +162,3 @@ def _last_share(trace: Trace, settings: Floats) -> Floats:
     stopped = reached - np.pad(reached[:, 1:], ((0, 0), (0, 1)))
     share: Floats = stopped[:, trace.calls[:, -1]].sum(axis=1)
     return share
-
-
-def measured(answers: Answers, examples: Examples, setting: float) -> Curve:
-    """Measure one setting's answers on labelled examples."""
-    labels = examples.chain.labels
-    return Curve(
-        settings=np.array([setting]),
-        cost=np.array([answers.costs(examples.chain).mean()]),
-        accuracy=np.array([np.mean(answers.predictions == labels)]),
-        macro_f1=np.array([macro_f1(answers.predictions, labels)]),
-        last_share=np.array([answers.calls[:, -1].mean()]),
-    )

@@ -7,7 +7,7 @@ by the sequential tests of numbers.drift.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -26,20 +26,13 @@ from cauc_ray.policies.trace import Answered, Trace
 # How probable it is that a valid policy is ever reported as drifted, however long it is watched.
 FALSE_ALARM_RATE = 0.05
 NEEDED = -math.log10(FALSE_ALARM_RATE)
-# Each feature is tested by itself, with so much of that rate.
-FEATURES: Mapping[str, float] = {
-    "confidence": 0.3,  # which stages answer, how confidently: hence deferral, and cost
-    "answers": 0.3,  # which options an answer finds likeliest, and in which order
-    "calibration": 0.2,  # how often answers of a stage are right at a confidence
-    "accuracy": 0.1,  # how often answers of a stage are right
-    "agreement": 0.1,  # how often the whole cascade would have given a stage's answer
-}
-_SAYS = {
-    "confidence": "stages and confidences come",
-    "answers": "answers and the options next to them come",
-    "calibration": "answers are right at their confidences",
-    "accuracy": "answers are right",
-    "agreement": "early answers agree with the last stage's",
+# Each feature is tested by itself, with so much of that rate, and what comes otherwise than on validation in an alarm.
+FEATURES: Mapping[str, tuple[float, str]] = {
+    "confidence": (0.3, "stages and confidences come"),  # hence deferral, and cost
+    "answers": (0.3, "answers and the options next to them come"),
+    "calibration": (0.2, "answers are right at their confidences"),
+    "accuracy": (0.1, "answers are right"),
+    "agreement": (0.1, "early answers agree with the last stage's"),
 }
 
 
@@ -222,7 +215,7 @@ class Watch:
                 "with a validation split that has all labels"
             )
         counts = _reference_counts(policy.reference)
-        self._features = {name: _Feature(counts[name], share / n_watches) for name, share in FEATURES.items()}
+        self._features = {name: _Feature(counts[name], share / n_watches) for name, (share, _) in FEATURES.items()}
         self._sums = [StageSums() for _ in policy.stages]
 
     def add(self, answered: Answered) -> None:
@@ -232,9 +225,7 @@ class Watch:
         bins = equal_width_bins(answered.confidences, N_BINS)
         self._features["confidence"].add(none, stages * N_BINS + bins)
         self._features["answers"].add(none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
-        for stage in np.unique(stages):
-            here = stages == stage
-            self._sums[stage] += StageSums.of_answers(answered.confidences[here], answered.costs[here])
+        self._sum(stages, lambda here: StageSums.of_answers(answered.confidences[here], answered.costs[here]))
 
     def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Take what has become known of answers, added or not.
@@ -244,9 +235,7 @@ class Watch:
         stages, right = stages.astype(np.int64), correct.astype(np.int64)
         self._features["calibration"].add(stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
         self._features["accuracy"].add(stages, right)
-        for stage in np.unique(stages):
-            here = stages == stage
-            self._sums[stage] += StageSums.of_outcomes(confidences[here], correct[here])
+        self._sum(stages, lambda here: StageSums.of_outcomes(confidences[here], correct[here]))
 
     def add_agreements(self, stages: Ints, agreed: Bools) -> None:
         """Take whether the whole cascade gave the same answers as stages before the last.
@@ -255,8 +244,12 @@ class Watch:
         """
         stages = stages.astype(np.int64)
         self._features["agreement"].add(stages, agreed.astype(np.int64))
+        self._sum(stages, lambda here: StageSums.of_agreements(agreed[here]))
+
+    def _sum(self, stages: Ints, of: Callable[[Bools], StageSums]) -> None:
+        """Add what is to be summed of the rows of each stage."""
         for stage in np.unique(stages):
-            self._sums[stage] += StageSums.of_agreements(agreed[stages == stage])
+            self._sums[stage] += of(stages == stage)
 
     def watched(self) -> Watched:
         """Return what has been seen so far."""
@@ -338,10 +331,10 @@ def verdict(watched: Watched) -> str:
     against = {name: one for name, one in watched.evidence.items() if not one.holds}
     # Of rows that a feature saw, these are the fewest; each counts its own.
     name = min(against, key=lambda each: against[each].at or 0)
-    first = against[name]
+    first, (_, comes) = against[name], FEATURES[name]
     others = f"; {', '.join(each for each in against if each != name)} too" if len(against) > 1 else ""
     return (
-        f"no longer holds: {_SAYS[name]} otherwise than on validation ({name}), seen after {first.at:,} examples, "
+        f"no longer holds: {comes} otherwise than on validation ({name}), seen after {first.at:,} examples, "
         f"from about example {(first.since or 0) + 1:,}; evidence 1e{first.log10:.1f}, {1 / FALSE_ALARM_RATE:g} needed"
         f"{others}"
     )

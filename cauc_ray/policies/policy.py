@@ -130,15 +130,13 @@ class Policy(Shown, PolicyFile):
 
     def _at(self, threshold: float, budget: float | None, choice: ThresholdChoice) -> Self:
         """Return the policy at a threshold; what was measured at another one is no longer expected."""
-        changes = {
+        changes: dict[str, Any] = {
             "threshold": float(threshold),
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
-            "expected": self.expected if threshold == self.threshold else None,
-            "safe": self.safe if threshold == self.threshold else None,
-            "guards": self.guards if threshold == self.threshold else (),
-            "reference": self.reference if threshold == self.threshold else None,
         }
+        if threshold != self.threshold:
+            changes |= {"expected": None, "safe": None, "guards": (), "reference": None}
         return self.model_copy(update=changes)
 
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -28,7 +28,6 @@ from cauc_ray.policies.evidence import (
     SafeChoice,
     TemperatureDiagnostics,
     ThresholdChoice,
-    require_counts,
 )
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
@@ -107,43 +106,34 @@ class PolicyFile(FrozenModel):
         return curve
 
     @model_validator(mode="after")
-    def _calibrators_agree(self) -> Self:
+    def _agrees(self) -> Self:
+        for problem in self.contradictions():
+            raise ValueError(problem)
+        return self
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield what in the policy contradicts something else in it."""
         for stage in self.stages:
             if stage.offsets is not None and stage.isotonic is not None:
-                raise ValueError(f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null")
+                yield f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null"
+            if self.models.count(stage.name) > 1:
+                yield f"two stages are named {stage.name!r}"
         if len({stage.calibrator.kind for stage in self.stages}) > 1:
-            raise ValueError("offsets, and isotonic maps, must be of all stages or of none")
+            yield "offsets, and isotonic maps, must be of all stages or of none"
         n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
         if len(n_offsets) > 1:
-            raise ValueError(f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}")
-        return self
-
-    @model_validator(mode="after")
-    def _kinds_agree(self) -> Self:
+            yield f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}"
         kinds = [stage.logit_kind for stage in self.stages if stage.logit_kind is not None]
         if kinds and (len(kinds) < len(self.stages) or joint_kind(kinds) != self.logit_kind):
-            raise ValueError(f"logits of the kind {self.logit_kind!r} are not those of its stages, {', '.join(kinds)}")
-        return self
-
-    @model_validator(mode="after")
-    def _names_agree(self) -> Self:
-        for model in self.models:
-            if self.models.count(model) > 1:
-                raise ValueError(f"two stages are named {model!r}")
-        if self.expected is None:
-            return self
-        if self.expected.accuracy is None:
-            raise ValueError("what is expected needs an accuracy")
-        expected = tuple(stage.name for stage in self.expected.stages)
-        if expected != self.models:
-            raise ValueError(f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}")
-        return self
-
-    @model_validator(mode="after")
-    def _reference_is_of_these_stages(self) -> Self:
+            yield f"logits of the kind {self.logit_kind!r} are not those of its stages, {', '.join(kinds)}"
+        if self.expected is not None:
+            if self.expected.accuracy is None:
+                yield "what is expected needs an accuracy"
+            expected = tuple(stage.name for stage in self.expected.stages)
+            if expected != self.models:
+                yield f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}"
         if self.reference is not None:
-            require_counts(self.reference, self.models)
-        return self
+            yield from self.reference.contradictions(self.models)
 
     @property
     def models(self) -> tuple[str, ...]:

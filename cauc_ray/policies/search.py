@@ -19,7 +19,7 @@ from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.softmax import top_option
-from cauc_ray.numbers.sweep import Frontier, most_within, sweep
+from cauc_ray.numbers.sweep import Frontier, OperatingPoint, most_within, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
 from cauc_ray.policies.cauc_base import BasePolicy
@@ -181,12 +181,8 @@ def _halves(n: int, seed: int = 0) -> tuple[Bools, ...]:
     return half, ~half
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """What a threshold has on some examples; the quality is -inf where none is within the budget."""
-
-    quality: float
-    cost: float
+# Of a chain that has no threshold within the budget.
+_UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +194,9 @@ class _Found:
     """
 
     indices: tuple[int, ...]
-    whole: _Point
-    halves: tuple[_Point, ...]
-    held_out: tuple[_Point, ...]
+    whole: OperatingPoint
+    halves: tuple[OperatingPoint, ...]
+    held_out: tuple[OperatingPoint, ...]
 
 
 def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Bools, ...]) -> _Found:
@@ -212,34 +208,20 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
         labels = validation.labels[rows]
         return sweep(one.confidences[rows], one.predictions[rows], labels, costs, rule.objective)
 
-    whole, on_halves = swept(slice(None)), [swept(half) for half in halves]
-    thresholds = [_threshold(frontier, rule.budget, given) for frontier in on_halves]
-    return _Found(
-        indices=one.indices,
-        whole=_at(whole, _threshold(whole, rule.budget, given)),
-        halves=tuple(_at(frontier, own) for frontier, own in zip(on_halves, thresholds, strict=True)),
-        held_out=tuple(_at(frontier, own) for frontier, own in zip(on_halves[::-1], thresholds, strict=True)),
-    )
+    def chosen(on: Frontier) -> OperatingPoint:
+        try:
+            return on.best(rule.budget) if given is None else on.at(given)
+        except BudgetError:
+            return _UNAFFORDABLE
+
+    on_halves = [swept(half) for half in halves]
+    own = tuple(chosen(half) for half in on_halves)
+    pairs = zip(on_halves[::-1], own, strict=True)
+    held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
+    return _Found(one.indices, chosen(swept(slice(None))), own, held_out)
 
 
-def _threshold(frontier: Frontier, budget: float | None, given: float | None) -> float | None:
-    """Return the given threshold, or the best within the budget; None where none is."""
-    if given is not None:
-        return given
-    try:
-        return frontier.best(budget).threshold
-    except BudgetError:
-        return None
-
-
-def _at(frontier: Frontier, threshold: float | None) -> _Point:
-    if threshold is None:
-        return _Point(-np.inf, np.inf)
-    point = int(frontier.index(np.array(threshold)))
-    return _Point(float(frontier.quality[point]), float(frontier.cost[point]))
-
-
-def _rank(found: _Found, on: _Point) -> tuple[float, float, int, tuple[int, ...]]:
+def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
     """Return what orders chains from the best on some examples to the worst."""
     # Sums of the same costs in another order are equal but for rounding.
     return -on.quality, float(f"{on.cost:.9e}"), len(found.indices), found.indices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -60,8 +60,7 @@ class Examples:
 
     def correct(self) -> Bools:
         """Return which models' answers are right, bool (N, M); of labelled examples."""
-        answers = np.stack([logits.argmax(axis=1) for logits in self.chain.logits], axis=1)
-        correct: Bools = answers == self.chain.labels[:, None]
+        correct: Bools = own_answers(self.chain) == self.chain.labels[:, None]
         return correct
 
     @property
@@ -180,6 +179,15 @@ def with_embedding_paid(found: _Paid, examples: Examples) -> _Paid:
     calls = found.calls.copy()
     calls[:, call.place] = True
     return replace(found, calls=calls)
+
+
+def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints:
+    """Return the models' own answers, int32 (N, S), the lowest index among equals.
+
+    models: indices of S models of the chain; all in their order without it.
+    """
+    chosen = range(len(chain.models)) if models is None else models
+    return np.stack([chain.logits[model].argmax(axis=1) for model in chosen], axis=1).astype(np.int32)
 
 
 class Cascade(Protocol):
@@ -347,6 +355,5 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
 
 def single_model_accuracy(chain: ChainLogits, stage: int) -> Share:
     """Return the accuracy of one model alone on the labelled examples."""
-    predictions = chain.logits[stage].argmax(axis=1)
-    hits = (predictions == chain.labels) & chain.labelled
+    hits = (own_answers(chain, [stage])[:, 0] == chain.labels) & chain.labelled
     return share(int(hits.sum()), int(chain.labelled.sum()))

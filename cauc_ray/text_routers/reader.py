@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
-from transformers.utils import logging
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.models.transformers import loading, quiet
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.training import Schedule, train
 
@@ -142,15 +142,11 @@ def load_pretrained(factory: Any, checkpoint: str, *, new_head: bool, **options:
     checkpoint: a hub id or a local folder.   new_head: what the checkpoint lacks above its encoder is initialised at
     random. Raises ConfigError where it cannot be loaded or lacks other weights, which transformers would invent.
     """
-    with _quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-            network, report = factory.from_pretrained(
-                checkpoint, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-        except Exception as error:  # transformers, safetensors and torch raise whatever the damage leads to
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"checkpoint {checkpoint!r} cannot be loaded: {reason}") from error
+    with quiet(), loading(checkpoint):
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        network, report = factory.from_pretrained(
+            checkpoint, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     drawn = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     if new_head:
         encoder = f"{network.base_model_prefix}."
@@ -159,20 +155,6 @@ def load_pretrained(factory: Any, checkpoint: str, *, new_head: bool, **options:
         named = ", ".join(sorted(drawn)[:3])
         raise ConfigError(f"checkpoint {checkpoint!r} is not a {type(network).__name__}: it lacks the weights {named}")
     return tokenizer, network.to("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal."""
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -11,10 +11,9 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 
 from cauc_ray.errors import BudgetError
-from cauc_ray.policies.baselines import frugalgpt, frugalgpt_search
+from cauc_ray.policies.baselines import frugalgpt
 from cauc_ray.policies.baselines.features import option_features
-from cauc_ray.policies.baselines.frugalgpt import fit_frugalgpt
-from cauc_ray.policies.baselines.frugalgpt_search import Solution, quantiles, search
+from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, quantiles, search
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -95,7 +94,7 @@ def test_the_last_threshold_is_exact_where_the_first_is_a_grid():
 def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
     data = table(3, 300, 3, levels=1000)
     everything = found(data)
-    monkeypatch.setattr(frugalgpt_search, "MOST_SOLUTIONS", 10)
+    monkeypatch.setattr(frugalgpt, "MOST_SOLUTIONS", 10)
     few = found(data)
     assert len(everything) > 20
     assert len(few) == 10

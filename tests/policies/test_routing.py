@@ -12,12 +12,11 @@ from synthetic import chain
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines.controls import random_numbers
 from cauc_ray.policies.baselines.routing import routed
-from cauc_ray.policies.baselines.simple import own_answers
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import Fitting
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import Examples, PolicyCascade, own_answers
 
 seeds = st.integers(0, 2**32 - 1)
 

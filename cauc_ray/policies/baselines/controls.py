@@ -10,11 +10,10 @@ import numpy as np
 from cauc_ray.numbers.areas import upper_hull
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.routing import chosen_calls, routed
-from cauc_ray.policies.baselines.simple import own_answers
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.method import Fitted, Fitting, Thresholded
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Cascade, Examples, PolicyCascade, Trace
+from cauc_ray.policies.trace import Cascade, Examples, PolicyCascade, Trace, own_answers
 
 
 @dataclass(frozen=True, slots=True)

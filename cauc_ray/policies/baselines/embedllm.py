@@ -7,8 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from cauc_ray.policies.baselines.features import QueryVectors
-from cauc_ray.policies.baselines.query_routers import fit_router
-from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.routing import Values, fit_router
 from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train, with_noise
 from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from sklearn.preprocessing import StandardScaler
 
 from cauc_ray.numbers.softmax import log_softmax
 from cauc_ray.numbers.types import Floats
@@ -44,6 +43,8 @@ def scaler_of(features: Floats) -> Any:
     features: float32 (N, d). The least change of such a feature, divided by a deviation that is rounding, would be
     enormous.
     """
+    from sklearn.preprocessing import StandardScaler  # which controls and text routers do without
+
     scaler = StandardScaler().fit(features)
     scaler.scale_[scaler.scale_ <= _ROUNDING * np.maximum(np.abs(scaler.mean_), 1.0)] = 1.0
     return scaler

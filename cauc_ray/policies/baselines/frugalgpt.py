@@ -1,25 +1,35 @@
-"""FrugalGPT (Chen et al., TMLR 2024): models called in a searched order until an answer is rated reliable enough."""
+"""FrugalGPT (Chen et al., TMLR 2024): models called in a searched order until an answer is rated reliable enough.
+
+A solution calls the models of an order one after the other. Each answer has a distance, 1 less its reliability; the
+first whose distance is below the threshold of its stage is taken, and the last model's always is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
-from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.sweep import OperatingPoints, pareto
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.baselines.features import AnswerVectors
-from cauc_ray.policies.baselines.frugalgpt_search import Solution, search
-from cauc_ray.policies.baselines.simple import own_answers
-from cauc_ray.policies.method import Curve, Fitted, Fitting, measured
-from cauc_ray.policies.trace import Answers, Examples, with_embedding_paid
+from cauc_ray.policies.method import Curve, Fitted, Fitting
+from cauc_ray.policies.trace import Answers, Examples, own_answers, with_embedding_paid
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _MOST_ITERATIONS = 2000
+
+LONGEST = 3
+N_QUANTILES = 40
+
+# Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
+MOST_SOLUTIONS = 1000
 
 # Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
 _COST_TOLERANCE = 1e-8
@@ -41,6 +51,42 @@ class Scorer:
         log_odds = self.vectors(examples) @ self.weights + self.intercept
         distances: Floats = np.exp(-np.logaddexp(0.0, log_odds))
         return distances
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An order of models by their indices, and the thresholds of all of them but the last."""
+
+    order: tuple[int, ...]
+    thresholds: tuple[float, ...]
+
+    def replay(self, distances: Floats) -> tuple[Ints, Bools]:
+        """Return whose answer each row takes, int (N,), and which models it calls, bool (N, M).
+
+        distances: float64 (N, M); of models that are not called they make no difference.
+        """
+        takers, calls = np.zeros(len(distances), dtype=np.int64), np.zeros(distances.shape, dtype=bool)
+        for model, asked, taken in self.steps(distances):
+            calls[asked, model] = True
+            takers[taken] = model
+        return takers, calls
+
+    def steps(self, distances: Floats) -> Iterator[tuple[int, Bools, Bools]]:
+        """Yield for each stage its model, the rows that call it and those of them that take its answer."""
+        asked = np.ones(len(distances), dtype=bool)
+        for model, threshold in zip(self.order, (*self.thresholds, np.inf), strict=True):
+            taken = asked & (distances[:, model] < threshold)
+            yield model, asked, taken
+            asked = asked & ~taken
+
+    def centred(self, distances: Floats) -> Solution:
+        """Return what does the same to these rows, its thresholds midway between those it takes and leaves."""
+        thresholds = []
+        for model, asked, taken in list(self.steps(distances))[:-1]:
+            own = distances[:, model]
+            low, high = own[taken].max(initial=-np.inf), own[asked & ~taken].min(initial=np.inf)
+            thresholds.append(_midway(low, high))
+        return Solution(self.order, tuple(thresholds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +178,114 @@ def _replayed(solution: Solution, examples: Examples, answers: Ints, distances: 
 
 def _measured(solutions: Sequence[Solution], examples: Examples, distances: Floats) -> Curve:
     """Measure each solution on labelled examples; the settings are their costs there."""
-    answers = own_answers(examples.chain)
-    replayed = (_replayed(solution, examples, answers, distances) for solution in solutions)
-    curves = [measured(own, examples, np.nan) for own in replayed]
-    rows = [(own.cost[0], own.accuracy[0], own.macro_f1[0], own.last_share[0]) for own in curves]
-    cost, accuracy, f1, last_share = (np.array(column) for column in zip(*rows, strict=True))
-    return Curve(cost, cost, accuracy, f1, last_share)
+    chain, answers = examples.chain, own_answers(examples.chain)
+    replayed = [_replayed(solution, examples, answers, distances) for solution in solutions]
+    cost = np.array([own.costs(chain).mean() for own in replayed])
+    accuracy = np.array([np.mean(own.predictions == chain.labels) for own in replayed])
+    f1 = np.array([macro_f1(own.predictions, chain.labels) for own in replayed])
+    return Curve(cost, cost, accuracy, f1, np.array([own.calls[:, -1].mean() for own in replayed]))
+
+
+def _midway(low: float, high: float) -> float:
+    """Return a threshold that takes all up to low and none from high on."""
+    if np.isinf(low) or np.isinf(high):  # none are taken, or none left
+        return high if np.isinf(high) else low
+    middle = low + (high - low) / 2
+    return float(middle if middle > low else high)  # between adjacent floats there is none
+
+
+def _records(cost: Floats, n_right: Ints, order: tuple[int, ...], thresholds: Floats) -> np.ndarray:
+    """Return R solutions of one order as records of cost and n_right (summed over rows), order and thresholds."""
+    length = len(order)
+    fields = [("cost", "f8"), ("n_right", "i8"), ("order", "i8", (length,)), ("thresholds", "f8", (length - 1,))]
+    records = np.empty(len(cost), dtype=fields)
+    records["cost"], records["n_right"], records["order"], records["thresholds"] = cost, n_right, order, thresholds
+    return records
+
+
+def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
+    """Return the best solutions by rising cost: each has more right than all that cost no more.
+
+    distances: float64 (N, M).   correct: bool (N, M).   costs: of calls, float64 (N, M).
+    The orders are all permutations of min(M, LONGEST) models. Of three stages, the first has its threshold at each
+    of N_QUANTILES evenly spaced quantiles of its distances, or beyond all; the one before the last has its best
+    threshold exactly, as one sort and cumulative sums over the rows that reach it give all that there are. The
+    published search polishes a grid in both, under the constraint that later stages pass on no smaller shares.
+    """
+    m = distances.shape[1]
+    ranks = [np.argsort(own, kind="stable") for own in distances.T]
+    parts = []
+    for order in permutations(range(m), min(m, LONGEST)):
+        if len(order) == 1:
+            found = _records(costs.sum(axis=0), correct.sum(axis=0), order, np.zeros((1, 0)))
+        else:
+            found = _of_order(order, ranks[order[-2]], distances, correct, costs)
+        parts.append(found[pareto(found["cost"], found["n_right"])])
+    best = np.concatenate(parts)
+    best = best[pareto(best["cost"], best["n_right"])]
+    if len(best) > MOST_SOLUTIONS:
+        best = best[np.linspace(0, len(best) - 1, MOST_SOLUTIONS).round().astype(np.int64)]
+    return [
+        Solution(tuple(order), tuple(thresholds)).centred(distances)
+        for order, thresholds in zip(best["order"].tolist(), best["thresholds"].tolist(), strict=True)
+    ]
+
+
+def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: Bools, costs: Floats) -> np.ndarray:
+    """Return an order's solutions: for each of T thresholds before, the best of the stage before the last.
+
+    ranks: int (N,), the rows by rising distance of the model before the last.
+    """
+    *first, inner, last = order
+    before, reached, n_right, cost = _entrances(first, distances, correct, costs)
+    # The rows of lowest distance stop at the inner model, the rest go on: from none that stop to all, (T, N + 1).
+    in_rank = reached[:, ranks]
+    stop_gain = correct[ranks, inner].astype(np.int64) - correct[ranks, last]
+    n_right = (n_right + (reached & correct[:, last]).sum(axis=1))[:, None] + _sums(in_rank * stop_gain)
+    cost = (cost + reached @ costs[:, inner])[:, None] + _sums((in_rank * costs[ranks, last])[:, ::-1])[:, ::-1]
+
+    own = distances[ranks, inner]
+    cuts = np.flatnonzero(np.r_[True, own[1:] > own[:-1], True])  # equal distances stop together
+    n_right, cost, thresholds = n_right[:, cuts], cost[:, cuts], np.append(own, np.inf)[cuts]
+    at, cut = np.nonzero(_rises_from_the_right(n_right))
+    return _records(cost[at, cut], n_right[at, cut], order, np.column_stack([before[at], thresholds[cut]]))
+
+
+def _entrances(
+    first: list[int], distances: Floats, correct: Bools, costs: Floats
+) -> tuple[Floats, Bools, Ints, Floats]:
+    """Return who reaches the stage before the last, for each of T thresholds of the stage before it, if there is one.
+
+    first: its model, or empty. Returns the thresholds, float64 (T, 0 or 1), which rows come, bool (T, N), how many
+    of the others are right, int (T,), and what the first calls cost, float64 (T,).
+    """
+    if not first:
+        return np.zeros((1, 0)), np.ones((1, len(distances)), dtype=bool), np.zeros(1, dtype=np.int64), np.zeros(1)
+    (model,) = first
+    thresholds = quantiles(distances[:, model])
+    reached = distances[:, model] >= thresholds[:, None]
+    n_right = (correct[:, model] & ~reached).sum(axis=1)
+    return thresholds[:, None], reached, n_right, np.full(len(thresholds), costs[:, model].sum())
+
+
+def quantiles(distances: Floats) -> Floats:
+    """Return thresholds that leave evenly spaced shares of the rows below them, from none to all, float64 (T,)."""
+    n = len(distances)
+    ranks = np.linspace(0, n, N_QUANTILES + 1).round().astype(np.int64)
+    return np.unique(np.append(np.sort(distances), np.inf)[ranks])
+
+
+def _sums(terms: np.ndarray) -> np.ndarray:
+    """Return the sums of the first 0, 1, ..., N terms of each row, (T, N) -> (T, N + 1)."""
+    return np.pad(np.cumsum(terms, axis=1), ((0, 0), (1, 0)))
+
+
+def _rises_from_the_right(values: Ints) -> Bools:
+    """Return which entries are larger than all to their right, bool (same shape).
+
+    To the right fewer rows go on to the last model: solutions there cost no more.
+    """
+    best = np.maximum.accumulate(values[:, ::-1], axis=1)[:, ::-1]
+    rises = np.ones(values.shape, dtype=bool)
+    rises[:, :-1] = values[:, :-1] > best[:, 1:]
+    return rises

@@ -12,8 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.features import QueryVectors, scaler_of
-from cauc_ray.policies.baselines.query_routers import fit_router
-from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.routing import Values, fit_router
 from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
 from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples

@@ -13,10 +13,9 @@ from torch.nn.functional import mse_loss
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.features import AnswerVectors
 from cauc_ray.policies.baselines.routing import Values
-from cauc_ray.policies.baselines.simple import own_answers
 from cauc_ray.policies.baselines.training import Learned, Schedule, one_thread, train
 from cauc_ray.policies.method import Fitted, Fitting, Thresholded
-from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, with_embedding_paid
+from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers, with_embedding_paid
 
 WIDTH, DROPOUT = 128, 0.1
 LEARNING_RATE, WEIGHT_DECAY, BATCH_SIZE = 1e-3, 1e-4, 128

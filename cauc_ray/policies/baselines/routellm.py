@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.features import QueryVectors, unit_rows
-from cauc_ray.policies.baselines.query_routers import fit_first_or_last
-from cauc_ray.policies.baselines.routing import Values
+from cauc_ray.policies.baselines.routing import Values, fit_first_or_last
 from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train, with_noise
 from cauc_ray.policies.method import Fitted, Fitting
 from cauc_ray.policies.trace import Examples

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.baselines.simple import own_answers
-from cauc_ray.policies.trace import Examples, Trace, with_embedding_paid
-
-if TYPE_CHECKING:  # it imports scikit-learn, which controls and text routers do without
-    from cauc_ray.policies.baselines.features import QueryVectors
+from cauc_ray.policies.baselines.features import QueryVectors
+from cauc_ray.policies.baselines.simple import fit_single
+from cauc_ray.policies.method import Fitted, Fitting, Thresholded
+from cauc_ray.policies.trace import Examples, Trace, own_answers, with_embedding_paid
 
 # What a fitted router expects of each example: float64 (N, M), of each model's answer in one unit for all models, or
 # float64 (N,), the probability that the last model wins over the first.
 Values: TypeAlias = Callable[[Examples], Floats]
+# Learns the values from the splits and what is read of a query.
+Learn: TypeAlias = Callable[[Fitting, QueryVectors], Values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,28 @@ def chosen_calls(order: Ints | Sequence[int], n_models: int, *, paid: bool) -> B
     calls: Bools = np.asarray(order)[:, None] == np.arange(n_models)
     calls[:, 0] |= paid
     return calls
+
+
+def fit_router(fitting: Fitting, learn: Learn, *notes: str) -> Fitted:
+    """Fit a router; without a budget it takes quality first. A chain of one model leaves nothing to learn.
+
+    notes: for every table.
+    """
+    if len(fitting.calibration.chain.models) == 1:
+        return fit_single(fitting, 0)
+    vectors = QueryVectors.of(fitting.calibration)
+    prices, call = fitting.validation.chain.costs.means.copy(), fitting.validation.embedding_call
+    if call is not None and call.place is not None:
+        prices[call.place] = 0.0
+    router = Router(learn(fitting, vectors), prices, vectors.paid)
+    return Thresholded(router, fitting.validation, given=0.0, note=vectors.note(*notes))
+
+
+def fit_first_or_last(fitting: Fitting, learn: Learn) -> Fitted:
+    """Fit a router between the first and the last model."""
+    n_models = len(fitting.calibration.chain.models)
+    if n_models == 1:
+        return fit_single(fitting, 0)
+    vectors = QueryVectors.of(fitting.calibration)
+    router = FirstOrLast(learn(fitting, vectors), vectors)
+    return Thresholded(router, fitting.validation, note=vectors.note(note_on_the_middle(n_models)))

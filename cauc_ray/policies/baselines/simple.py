@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from cauc_ray.numbers.calibration import fit_temperatures
-from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.softmax import log_softmax, top_option
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.method import Fitted, Fitting, Thresholded
-from cauc_ray.policies.trace import Examples, Trace, calls_in_turn
-
-
-def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints:
-    """Return the models' own answers, int32 (N, S), the lowest index among equals.
-
-    models: indices of S models of the chain; all in their order without it.
-    """
-    chosen = range(len(chain.models)) if models is None else models
-    return np.stack([chain.logits[model].argmax(axis=1) for model in chosen], axis=1).astype(np.int32)
+from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers
 
 
 @dataclass(frozen=True, slots=True)
