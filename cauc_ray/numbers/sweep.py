@@ -198,6 +198,8 @@ def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Fron
     values: float64 (E,), rising, that part the E + 1 points; -inf lies above no threshold and inf below none.
     """
     real = np.isfinite(values)
+    if real.all():
+        return Frontier(values, cost, quality, unit)
     points = np.append(values > -np.inf, True) & np.append(True, values < np.inf)
     return Frontier(values[real], cost[points], quality[points], unit)
 

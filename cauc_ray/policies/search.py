@@ -20,7 +20,7 @@ from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import Frontier, OperatingPoint, most_within, sweep
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import fold
@@ -172,13 +172,10 @@ def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
         )
 
 
-def _halves(n: int, seed: int = 0) -> tuple[Bools, ...]:
-    """Return two halves of n examples, drawn at random, bool (n,) each; one example has no halves."""
-    if n < 2:
-        return ()
-    half = np.zeros(n, dtype=bool)
-    half[np.random.default_rng(seed).permutation(n)[: n // 2]] = True
-    return half, ~half
+def _halves(n: int, seed: int = 0) -> tuple[Ints, ...]:
+    """Return the rows of two halves of n examples, drawn at random, rising; one example has no halves."""
+    order = np.random.default_rng(seed).permutation(n)
+    return () if n < 2 else (np.sort(order[: n // 2]), np.sort(order[n // 2 :]))
 
 
 # Of a chain that has no threshold within the budget.
@@ -199,14 +196,15 @@ class _Found:
     held_out: tuple[OperatingPoint, ...]
 
 
-def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Bools, ...]) -> _Found:
+def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Ints, ...]) -> _Found:
     given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
     of_chain = validation.costs.of_models(one.indices)
 
-    def swept(rows: Bools | slice) -> Frontier:
+    def swept(rows: Ints) -> Frontier:
         costs = of_chain if of_chain.per_call.ndim == 1 else Costs(of_chain.unit, of_chain.per_call[rows])
-        labels = validation.labels[rows]
-        return sweep(one.confidences[rows], one.predictions[rows], labels, costs, rule.objective)
+        confidences = one.confidences.T.take(rows, axis=1).T
+        predictions = one.predictions.T.take(rows, axis=1).T
+        return sweep(confidences, predictions, validation.labels[rows], costs, rule.objective)
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:
@@ -218,7 +216,7 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
     own = tuple(chosen(half) for half in on_halves)
     pairs = zip(on_halves[::-1], own, strict=True)
     held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
-    return _Found(one.indices, chosen(swept(slice(None))), own, held_out)
+    return _Found(one.indices, chosen(swept(np.arange(len(validation)))), own, held_out)
 
 
 def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
