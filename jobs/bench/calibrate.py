@@ -46,6 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--options", type=int, default=1_000, help="options of a row")
     parser.add_argument("--shards", type=int, default=os.cpu_count() or 1, help="how many hold the rows, a CPU each")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        metavar="ROWS",
+        help="compare with one process on a table of so many rows, where the whole is too large for one (default: all)",
+    )
     parser.add_argument("--methods", nargs="+", choices=["base", "rf"], default=["base", "rf"], help="what is fitted")
 
 
@@ -57,19 +63,27 @@ def missing(options: argparse.Namespace) -> str | None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write a table, fit it in one process and by shards, and compare time, memory and numbers."""
     with tempfile.TemporaryDirectory(prefix="cauc-bench-") as folder:
-        table = Path(folder)
-        for split, n in (("calibration", options.rows), ("validation", max(2, options.rows // 10))):
-            write_split(table, split, n, options.options)
-        models = [PoolModel(name=name, cost=cost) for name, (_, cost) in MODELS.items()]
-        write_info(table, TableInfo(cost_unit="GFLOPs", logit_kind="raw", models=models))
+        whole = write_table(Path(folder, "whole"), options.rows, options.options)
         n_bytes = 4 * options.rows * options.options * len(MODELS)
         print(f"{options.rows:,} x {options.options:,} float32 of {len(MODELS)} models, {n_bytes / 1e9:.1f} GB")
-        return {
-            "rows": options.rows,
-            "options": options.options,
-            "shards": options.shards,
-            **{method: compared(table, method, options.shards) for method in options.methods},
-        }
+        results: dict[str, Any] = {"rows": options.rows, "options": options.options, "shards": options.shards}
+        if options.sample is None:
+            return results | {method: compared(whole, method, options.shards) for method in options.methods}
+        sample = write_table(Path(folder, "sample"), options.sample, options.options)
+        for method in options.methods:
+            _, results[method] = by_shards(whole, method, options.shards)
+            print(f"of {options.sample:,} rows:")
+            results[method]["sample"] = compared(sample, method, options.shards)
+        return results | {"sample_rows": options.sample}
+
+
+def write_table(table: Path, n: int, k: int) -> Path:
+    """Write a table with n rows of calibration."""
+    for split, rows in (("calibration", n), ("validation", max(2, n // 10))):
+        write_split(table, split, rows, k)
+    models = [PoolModel(name=name, cost=cost) for name, (_, cost) in MODELS.items()]
+    write_info(table, TableInfo(cost_unit="GFLOPs", logit_kind="raw", models=models))
+    return table
 
 
 def write_split(table: Path, split: str, n: int, k: int) -> None:
@@ -93,10 +107,8 @@ def write_split(table: Path, split: str, n: int, k: int) -> None:
             pq.write_table(pa.table(columns), into / f"part-{part:02d}.parquet", row_group_size=GROUP_ROWS)
 
 
-def compared(table: Path, method: str, n_shards: int) -> dict[str, float]:
-    """Fit once by shards and once in one process."""
-    words = [sys.executable, "-c", ALONE, str(table), json.dumps(list(MODELS)), method, str(BUDGET)]
-    alone = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+def by_shards(table: Path, method: str, n_shards: int) -> tuple[Policy, dict[str, Any]]:
+    """Fit by shards; return the policy, and what that took."""
     started = time.perf_counter()
     with ray_session(None, n_shards):
         session_s = time.perf_counter() - started
@@ -104,20 +116,26 @@ def compared(table: Path, method: str, n_shards: int) -> dict[str, float]:
         start_s = session_s + found.shards.start_s
         took_s = time.perf_counter() - started - start_s
     peak = max(found.shards.peak_bytes)
-    ratio = took_s * n_shards / alone["seconds"]
-    apart = furthest(found.policy, Policy.of(json.loads(alone["policy"])))
-    print(f"{method}: one process {alone['seconds']:.1f} s, {alone['peak_bytes'] / 1e6:,.0f} MB")
     print(
-        f"  {n_shards} shards {took_s:.1f} s after {start_s:.1f} s of starting, of them {found.shards.open_s:.1f} s of "
-        f"reading; {peak / 1e6:,.0f} MB each; {found.shards.n_passes} passes"
+        f"{method}: {n_shards} shards {took_s:.1f} s after {start_s:.1f} s of starting, of them "
+        f"{found.shards.open_s:.1f} s of reading; {peak / 1e6:,.0f} MB each; {found.shards.n_passes} passes"
     )
+    return found.policy, {"sharded_s": took_s, "start_s": start_s, "shard_peak_bytes": peak}
+
+
+def compared(table: Path, method: str, n_shards: int) -> dict[str, Any]:
+    """Fit once by shards and once in one process."""
+    words = [sys.executable, "-c", ALONE, str(table), json.dumps(list(MODELS)), method, str(BUDGET)]
+    alone = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    print(f"{method}: one process {alone['seconds']:.1f} s, {alone['peak_bytes'] / 1e6:,.0f} MB")
+    policy, took = by_shards(table, method, n_shards)
+    ratio = took["sharded_s"] * n_shards / alone["seconds"]
+    apart = furthest(policy, Policy.of(json.loads(alone["policy"])))
     print(f"  time x shards to one process: {ratio:.2f}; numbers apart by {apart:.1g} of themselves at most")
     return {
         "alone_s": alone["seconds"],
         "alone_peak_bytes": alone["peak_bytes"],
-        "sharded_s": took_s,
-        "start_s": start_s,
-        "shard_peak_bytes": peak,
+        **took,
         "time_x_shards_over_alone": ratio,
         "furthest": apart,
     }
