@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cauc_ray.data.columns import Published
 from cauc_ray.data.folders import Openers, wilds_partitions
+from cauc_ray.data.splits import Rule
 
 # The hub's own conversion to Parquet, of datasets whose repository holds a loading script.
 _CONVERTED = "refs/convert/parquet"
@@ -21,7 +22,7 @@ class Benchmark:
     hub, config, revision: what the datasets library loads; hub is "" for a dataset that is not there.
     files: the files to load, where the other partitions are large and not needed.   tests: its test partitions, a
     split each.   find: finds partitions in a folder as published, where that is no folder of tables or classes.
-    unsplit: published as one whole, which is cut 25/25/50 where it is given so.
+    rule: how the paper splits it.   unsplit: published as one whole, which is cut 25/25/50 where it is given so.
     """
 
     hub: str
@@ -31,6 +32,7 @@ class Benchmark:
     published: Published = field(default_factory=Published)
     tests: tuple[str, ...] = ("test",)
     find: Callable[[Path], Openers | None] | None = None
+    rule: Rule = "halve-validation"
     unsplit: bool = False
 
 
@@ -61,9 +63,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "medmcqa": Benchmark(
         "openlifescienceai/medmcqa",
         published=Published({"choices": "opa+opb+opc+opd", "label": "cop", "subject": "subject_name"}),
+        rule="sample-train",
     ),
     "piqa": Benchmark(
-        "ybisk/piqa", revision=_CONVERTED, published=Published({"question": "goal", "choices": "sol1+sol2"})
+        "ybisk/piqa",
+        revision=_CONVERTED,
+        published=Published({"question": "goal", "choices": "sol1+sol2"}),
+        rule="sample-train",
     ),
     "socialiqa": Benchmark(
         "allenai/social_i_qa",
@@ -73,5 +79,5 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     # All 257 folders of 256_ObjectCategories are classes, 257.clutter too.
     "caltech256": Benchmark("ilee0022/Caltech-256", unsplit=True),
     "iwildcam": Benchmark("", tests=("test-id", "test-ood"), find=wilds_partitions),
-    "imagenet": Benchmark("ILSVRC/imagenet-1k", files={"validation": "data/validation-*"}),
+    "imagenet": Benchmark("ILSVRC/imagenet-1k", files={"validation": "data/validation-*"}, rule="three-way"),
 }

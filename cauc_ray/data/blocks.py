@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -70,36 +70,56 @@ class BlockSource(Protocol):
         """
 
 
-def table_block(table: pa.Table, source: str) -> InputBlock:
-    """Return a table's rows as a block. Raises DataError naming the source for content that no run can take."""
+def table_block(table: pa.Table, place: Callable[[int], str], start: int = 0) -> InputBlock:
+    """Return a table's rows as a block.   place: names a row by its number, for errors.   start: the first one's.
+
+    Raises DataError naming a row, or the first for a whole column, for content that no run can take.
+    """
     ids = table.column("example_id")
     if ids.null_count:
-        raise DataError(f"{source}: a row has no example_id")
-    labels = read_labels(table.column("label"), source) if "label" in table.column_names else None
+        raise DataError(f"{place(start + pc.index(ids.is_null(), True).as_py())}: the row has no example_id")
+    labels = _labels(table.column("label"), place, start) if "label" in table.column_names else None
     columns = {}
     for name in table.column_names:
         try:
             columns[name] = id_texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
         except (ValueError, TypeError, pa.ArrowException) as error:
-            raise DataError(f"{source}: column {name!r} cannot be given to a model: {error}") from error
+            raise DataError(f"{place(start)}: column {name!r} cannot be given to a model: {error}") from error
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
 
 
-def read_labels(column: pa.ChunkedArray, source: str) -> Ints:
-    """Return labels, int32 (n,), UNKNOWN_LABEL for null. Raises DataError naming the source of another value."""
+def _labels(column: pa.ChunkedArray, place: Callable[[int], str], start: int) -> Ints:
+    """Return labels, int32 (n,), UNKNOWN_LABEL for null."""
     try:
         known = column.cast(pa.int32())
     except pa.ArrowException as error:
-        raise DataError(f"{source}: column 'label' ({column.type}) does not hold numbers of options") from error
-    if pc.any(pc.less(known, 0)).as_py():
-        raise DataError(f"{source}: column 'label' holds negative numbers; leave unknown labels null")
+        row = next((row for row in range(len(column)) if not _is_int32(column[row])), 0)
+        raise DataError(
+            f"{place(start + row)}: column 'label' ({column.type}) does not hold numbers of options"
+        ) from error
+    negative = pc.index(pc.less(known, 0), True).as_py()
+    if negative >= 0:
+        raise DataError(f"{place(start + negative)}: column 'label' holds negative numbers; leave unknown labels null")
     labels: Ints = known.fill_null(UNKNOWN_LABEL).to_numpy()
     return labels
+
+
+def _is_int32(value: pa.Scalar) -> bool:
+    try:
+        value.cast(pa.int32())
+    except pa.ArrowException:
+        return False
+    return True
 
 
 def ids_digest(example_ids: Sequence[str | None]) -> str:
     """Return a hash of rows' ids in their order: what a block's next reading is compared with."""
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
+
+
+def is_committed(table: pa.Table, digest: str | None) -> bool:
+    """Return whether rows have the ids whose digest was committed; None is any's."""
+    return digest in (None, ids_digest(id_texts(table.column("example_id")).tolist()))
 
 
 def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
@@ -119,26 +139,23 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     """
     array = column.combine_chunks()
     kind = array.type
+    fixed = pa.types.is_fixed_size_list(kind)
+    values: npt.NDArray[Any]
     if isinstance(kind, pa.FixedShapeTensorType):
-        tensors: npt.NDArray[Any] = array.to_numpy_ndarray()
-        return tensors
-    if pa.types.is_fixed_size_list(kind) and not array.null_count:
-        values: npt.NDArray[Any] = array.flatten().to_numpy(zero_copy_only=False)
-        return values.reshape(len(array), kind.list_size)
-    if pa.types.is_fixed_size_list(kind):
-        return as_column([np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        lengths = np.diff(array.offsets.to_numpy())
-        plain_values = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
-        if plain_values and not array.null_count and len(array) and (lengths == lengths[0]).all():
-            whole = array.flatten()
-            if not whole.null_count:  # in one piece: row by row takes several times as long
-                numbers: npt.NDArray[Any] = whole.to_numpy(zero_copy_only=False)
-                return numbers.reshape(len(array), lengths[0])
-        rows = [np.asarray(row) for row in array.to_numpy(zero_copy_only=False)]
-        return as_column(rows)
-    plain: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return plain
+        values = array.to_numpy_ndarray()
+        return values
+    if not (fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        values = array.to_numpy(zero_copy_only=False)
+        return values
+    if (fixed or len(array)) and not array.null_count:
+        whole = array.flatten()
+        numbers = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
+        width = kind.list_size if fixed else len(whole) // len(array)
+        if fixed or (numbers and not whole.null_count and pc.all(pc.equal(array.value_lengths(), width)).as_py()):
+            # In one piece: row by row takes several times as long.
+            values = whole.to_numpy(zero_copy_only=False)
+            return values.reshape(len(array), width)
+    return as_column([np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
 
 
 def as_column(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

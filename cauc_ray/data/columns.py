@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.data.blocks import InputBlock, column_to_numpy, objects
-from cauc_ray.data.image_input import read_image
-from cauc_ray.data.partitions import Partition
+from cauc_ray.data.rows import Rows, read_image
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
@@ -57,7 +57,7 @@ class Reading:
 
 
 def find_columns(
-    partition: Partition, given: Mapping[str, str], published: Published | None = None, benchmark: str = ""
+    part: Rows, given: Mapping[str, str], published: Published | None = None, benchmark: str = ""
 ) -> Reading:
     """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
 
@@ -66,92 +66,93 @@ def find_columns(
     for name in given:
         if name not in CANONICAL:
             raise ConfigError(unknown_name("column to read", name, CANONICAL))
-    there = partition.columns
-    as_published = published if published and _holds(there, {**published.columns, **given}) else Published()
-    named = {**as_published.columns, **given}
-    own: dict[str, tuple[str, ...]] = {}
-    for name in CANONICAL:
-        if name in named:
-            own[name] = _names(named[name], there) if name == "choices" else (named[name],)
-        elif name in there:
-            own[name] = (name,)
-    if "example_id" not in own and "id" in there:
-        own["example_id"] = ("id",)
+    there = part.columns
+
+    def own_columns(named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+        several = {"choices"} - {name for name in named if named[name] in there}
+        return {name: tuple(own.split("+")) if name in several else (own,) for name, own in named.items()}
+
+    names = own_columns({**published.columns, **given}) if published else {}
+    if published is None or any(each not in there for own in names.values() for each in own):
+        published = Published()
+    same = {"example_id": "id"} if "id" in there else {}
+    same |= {name: name for name in CANONICAL if name in there}
+    own = own_columns({**same, **published.columns, **given})
     task = "multiple-choice" if "question" in own else "image-classification"
     needed = ("question", "choices") if "question" in own else ("image",) if "image" in own else ("question or image",)
-    absent = next((f"{each!r} for {name}" for name in own for each in own[name] if each not in there), None)
-    absent = absent or next((name for name in needed if name not in own), None)
-    if absent is not None:
+    absent = [f"{each!r} for {name}" for name in own for each in own[name] if each not in there]
+    absent += [name for name in needed if name not in own]
+    if absent:
         raise DataError(
-            f"{partition.source} has no column {absent}; it has {', '.join(there)}. "
+            f"{part.source} has no column {absent[0]}; it has {', '.join(there)}. "
             "Name its own with --columns, such as question=stem,choices=opa+opb or image=jpeg"
         )
     unread = ("image",) if task == "multiple-choice" else ("question", "choices", "context", "subject")
-    return Reading(task, {k: v for k, v in own.items() if k not in unread}, as_published, benchmark)
+    return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark)
 
 
-def _holds(there: Sequence[str], named: Mapping[str, str]) -> bool:
-    return all(each in there for name in named.values() for each in _names(name, there))
-
-
-def _names(name: str, there: Sequence[str]) -> tuple[str, ...]:
-    return (name,) if name in there else tuple(name.split("+"))
-
-
-def read_block(reading: Reading, table: pa.Table, rows: Ints, partition: Partition, name: str) -> InputBlock:
+def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: str) -> InputBlock:
     """Make rows of a partition, whose numbers are given, the block that models read.
 
     name: of the partition, for the ids of rows that have none of their own.
     Raises DataError naming file and row for a label, a choice or an id that cannot be read.
     """
-    ids = [f"{name}-{row}" for row in rows.tolist()]
-    if "example_id" in reading.own:
-        ids = read_ids(table.column(reading.own["example_id"][0]), partition).to_pylist()
-    columns: dict[str, npt.NDArray[Any]] = {"example_id": np.array(ids, dtype=object)}
-    if reading.task == "image-classification":
-        columns["image"] = _images(table.column(reading.own["image"][0]), partition)
-    else:
-        for text in ("question", "context", "subject"):
-            if text in reading.own:
-                columns[text] = _texts(table.column(reading.own[text][0]), text, partition)
-        columns["choices"] = _choices(reading, table, rows, partition)
+    own = {each: [table.column(column) for column in columns] for each, columns in reading.own.items()}
+
+    def read_rows(read: Callable[..., Any], *values: Iterable[Any]) -> list[Any]:
+        found: list[Any] = []
+        for row in zip(*values, strict=True):
+            try:
+                found.append(read(*row))
+            except ValueError as error:
+                raise DataError(f"{part.place(int(rows[len(found)]))}: {error}") from error
+        return found
+
+    ids = read_ids(own["example_id"][0], part).to_pylist() if "example_id" in own else [f"{name}-{row}" for row in rows]
+    columns: dict[str, npt.NDArray[Any]] = {"example_id": objects(ids)}
+    if "image" in own:
+        columns["image"] = _images(own["image"][0], part.source)
+    for text in ("question", "context", "subject"):
+        if text in own:
+            columns[text] = objects(_texts(own[text][0], f"column {text!r}", part.source))
+    if "choices" in own:
+        choices = _choices(dict(zip(reading.own["choices"], own["choices"], strict=True)), part.source)
+        parse = reading.published.split_choices or _json_list
+        columns["choices"] = objects(read_rows(lambda v: parse(v) if isinstance(v, str) else v, choices))
         if reading.benchmark:
             columns["task"] = np.full(len(rows), reading.benchmark, dtype=object)
     labels = None
-    if "label" in reading.own:
-        labels = _labels(table.column(reading.own["label"][0]), reading.published.first_label, rows, partition)
-        _require_option(labels, columns.get("choices"), rows, partition)
+    if "label" in own:
+        _require_plain(own["label"][0], "the column of labels", "numbers or letters of options", part.source)
+        label = partial(_label, first=reading.published.first_label)
+        options = columns.get("choices", [None] * len(rows))
+        labels = np.array(read_rows(label, own["label"][0].to_pylist(), options), dtype=np.int32)
     return InputBlock(ids, labels, columns, table.nbytes)
 
 
-def read_ids(column: pa.ChunkedArray, partition: Partition, start: int = 0) -> pa.ChunkedArray:
-    """Return ids as text. Raises DataError where one is null (naming its row, counted from start) or no id."""
-    column = _decoded(column)
+def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
+    """Return all rows' ids as text. Raises DataError where one is null or no id."""
     if column.null_count:
-        row = pc.index(column.is_null(), True).as_py() + start
-        raise DataError(f"{partition.place(row)}: the row has no example_id")
+        raise DataError(f"{part.place(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
     if not (_is_text(column.type) or pa.types.is_integer(column.type) or len(column) == 0):
-        raise DataError(f"{partition.source}: the column of example ids holds {column.type}, not text or whole numbers")
+        raise DataError(f"{part.source}: the column of example ids holds {column.type}, not text or whole numbers")
     return column.cast(pa.string())
 
 
-def _images(column: pa.ChunkedArray, partition: Partition) -> npt.NDArray[Any]:
+def _images(column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
     """Return images as stored, None for null; of a struct {bytes, path}, as image datasets have, the bytes."""
     kind = column.type
     if pa.types.is_struct(kind) and "bytes" in kind.names:
         return objects([_image_bytes(value) for value in column.to_pylist()])
     if _is_text(kind) or pa.types.is_struct(kind):
-        raise DataError(f"{partition.source}: column 'image' holds {kind}; images are bytes or arrays")
+        raise DataError(f"{source}: column 'image' holds {kind}; images are bytes or arrays")
     try:
         if column.null_count == 0:
             return column_to_numpy(column)
-        images = [None] * len(column)
-        known = np.flatnonzero(column.is_valid().to_numpy())
-        for row, image in zip(known, column_to_numpy(column.drop_null()), strict=True):
-            images[row] = image
+        known = iter(column_to_numpy(column.drop_null()))
     except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{partition.source}: column 'image' ({kind}) cannot be given to a model: {error}") from error
-    return objects(images)
+        raise DataError(f"{source}: column 'image' ({kind}) cannot be given to a model: {error}") from error
+    return objects([next(known) if valid else None for valid in column.is_valid().to_pylist()])
 
 
 def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
@@ -162,39 +163,27 @@ def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
     return read_image(Path(value.get("path") or "")) if stored is None else stored
 
 
-def _texts(column: pa.ChunkedArray, name: str, partition: Partition) -> npt.NDArray[Any]:
+def _texts(column: pa.ChunkedArray, what: str, source: str) -> list[str | None]:
     """Return text, None for null; numbers as they are written."""
-    column = _plain_values(column, f"column {name!r}", "text", partition)
-    return objects(column.cast(pa.large_string()).to_pylist())
+    _require_plain(column, what, "text", source)
+    texts: list[str | None] = column.cast(pa.large_string()).to_pylist()
+    return texts
 
 
-def _choices(reading: Reading, table: pa.Table, rows: Ints, partition: Partition) -> npt.NDArray[Any]:
-    """Return each row's list of texts, None where it has none."""
-    own = reading.own["choices"]
+def _choices(own: Mapping[str, pa.ChunkedArray], source: str) -> list[Any]:
+    """Return each row's list of texts, or one text that is still to be split; None where it has none."""
     if len(own) > 1:
-        options = zip(*(_texts(table.column(name), name, partition) for name in own), strict=True)
-        return objects([_until_last(row) for row in options])
-    column = _decoded(table.column(own[0]))
-    if pa.types.is_null(column.type):
-        return objects([None] * len(column))
-    if _is_text(column.type):
-        parse = reading.published.split_choices or _json_list
-        found = []
-        for row, text in zip(rows.tolist(), column.to_pylist(), strict=True):
-            try:
-                found.append(None if text is None else parse(text))
-            except ValueError as error:
-                raise DataError(
-                    f"{partition.place(row)}: choices are not a JSON list of texts: {text!r:.60}"
-                ) from error
-        return objects(found)
+        columns = [_texts(column, f"column {name!r}", source) for name, column in own.items()]
+        return [_until_last(row) for row in zip(*columns, strict=True)]
+    ((name, column),) = own.items()
     inner = getattr(column.type, "value_type", None)
-    if inner is not None and pa.types.is_dictionary(inner):
-        inner = inner.value_type
+    if _is_text(column.type) or pa.types.is_null(column.type):
+        options: list[Any] = column.to_pylist()
+        return options
     if inner is None or not (_is_text(inner) or pa.types.is_integer(inner) or pa.types.is_null(inner)):
-        raise DataError(f"{partition.source}: column {own[0]!r} holds {column.type}; choices are lists of texts")
+        raise DataError(f"{source}: column {name!r} holds {column.type}; choices are lists of texts")
     # Not by a cast: Arrow's, of a list_view, may lose the last row.
-    return objects([row and [v if v is None else str(v) for v in row] for row in column.to_pylist()])
+    return [row and [v if v is None else str(v) for v in row] for row in column.to_pylist()]
 
 
 def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
@@ -204,66 +193,44 @@ def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
 
 
 def _json_list(text: str) -> list[str]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, list) or not all(isinstance(option, str) for option in value):
-        raise ValueError("no list of texts")
+        raise ValueError(f"choices are not a JSON list of texts: {text!r:.60}")
     return value
 
 
-def _labels(column: pa.ChunkedArray, first: int, rows: Ints, partition: Partition) -> Ints:
-    """Return labels, int32, UNKNOWN_LABEL for null and -1, which published test sets have for it."""
-    column = _plain_values(column, "the column of labels", "numbers or letters of options", partition)
-    labels = np.full(len(rows), UNKNOWN_LABEL, dtype=np.int32)
-    for index, value in enumerate(column.to_pylist()):
-        label = _label(value, first)
-        if label is None:
-            raise DataError(
-                f"{partition.place(int(rows[index]))}: label {value!r} is neither the number of an option, "
-                f"counted from {first}, nor its letter"
-            )
-        labels[index] = label
-    return labels
+def _label(value: int | float | str | None, options: Sequence[str] | None = None, *, first: int = 0) -> int:
+    """Return a label counted from 0, UNKNOWN_LABEL for null and -1, which published test sets have for it.
 
-
-def _label(value: int | float | str | None, first: int) -> int | None:
-    """Return a label counted from 0, None if it is not one.
-
-    >>> [_label(value, 0) for value in (2, 2.0, "2", " c", None, "cat", -2)]
-    [2, 2, 2, 2, -1, None, None]
+    >>> [_label(value) for value in (2, 2.0, "2", " c", None)]
+    [2, 2, 2, 2, -1]
     """
-    if isinstance(value, str):
-        value = value.strip()
-        if re.fullmatch("[A-Za-z]", value):
-            return ord(value.upper()) - ord("A")
-        if value and not re.fullmatch(r"-?\d{1,9}(\.0*)?", value):
-            return None
-        value = float(value) if value else None
-    if value is None or value == -1:
+    number = _number(value.strip(), first) if isinstance(value, str) else value
+    if number is None or number == -1:
         return UNKNOWN_LABEL
-    return int(value) - first if value == value // 1 and first <= value < 2**31 else None
+    if number != number // 1 or not first <= number < 2**31:
+        raise ValueError(f"label {value!r} is neither the number of an option, counted from {first}, nor its letter")
+    label = int(number) - first
+    if options is not None and label >= len(options):
+        raise ValueError(f"label {label}, counted from 0, is outside its {len(options)} choices")
+    return label
 
 
-def _require_option(labels: Ints, choices: npt.NDArray[Any] | None, rows: Ints, partition: Partition) -> None:
-    for place, options in enumerate(choices if choices is not None else []):
-        if options is not None and labels[place] >= len(options):
-            raise DataError(
-                f"{partition.place(int(rows[place]))}: label {labels[place]}, counted from 0, is outside its "
-                f"{len(options)} choices"
-            )
-
-
-def _decoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+def _number(text: str, first: int) -> float | None:
+    """Return the number that a text or a letter stands for: None for no text, NaN for another."""
+    if re.fullmatch("[A-Za-z]", text):
+        return first + ord(text.upper()) - ord("A")
+    return (float(text) if re.fullmatch(r"-?\d{1,9}(\.0*)?", text) else np.nan) if text else None
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _plain_values(column: pa.ChunkedArray, what: str, wanted: str, partition: Partition) -> pa.ChunkedArray:
-    """Return a column of texts, numbers or nulls. Raises DataError, which names what was wanted, for another."""
-    column = _decoded(column)
+def _require_plain(column: pa.ChunkedArray, what: str, wanted: str, source: str) -> None:
     kind = column.type
     if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise DataError(f"{partition.source}: {what} holds {kind}, not {wanted}")
-    return column
+        raise DataError(f"{source}: {what} holds {kind}, not {wanted}")

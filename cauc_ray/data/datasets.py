@@ -7,18 +7,15 @@ import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.data.catalog import FoundDataset, find_dataset
 from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
-from cauc_ray.data.partitions import Partition
+from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
-    PAPER_RULES,
     RULE_PARTITIONS,
     Rule,
     SplitRows,
@@ -27,8 +24,7 @@ from cauc_ray.data.splits import (
     split_by_rule,
 )
 from cauc_ray.errors import ConfigError, DataError, unknown_name
-
-_IDS_AT_ONCE = 65_536
+from cauc_ray.files.paths import readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,43 +41,41 @@ class DatasetSource:
     seed: int = 0
 
 
+@dataclass(frozen=True)
 class Dataset:
     """Labelled examples in splits, read a block of rows at a time; open_dataset returns it.
 
     source: opens the same dataset in a process that runs elsewhere, in another folder.   name: for people.
-    task: "image-classification" or "multiple-choice".   rule: how its splits came about, in one phrase.
-    split_sizes: rows of each split.   ids: a digest of all rows' ids, in their order.
+    rule: how its splits came about, in one phrase.   ids: a digest of all rows' ids, in their order.
+    parts, readings: its partitions, and how each is read.   splits: the rows of each.   only: the partition that is
+    the only one, if one is.
     """
 
-    def __init__(
-        self,
-        source: DatasetSource,
-        *,
-        name: str,
-        rule: str,
-        parts: Mapping[str, Partition],
-        readings: Mapping[str, Reading],
-        splits: Mapping[str, SplitRows],
-        only: str | None,
-        ids: str,
-    ) -> None:
-        """Take what open_dataset found.   only: the partition that is the only one, if one is."""
-        self.source = source
-        self.name = name
-        self.rule = rule
-        self.task = next(iter(readings.values())).task
-        self.split_sizes = {split: len(picked.rows) for split, picked in splits.items()}
-        self.ids = ids
-        self._parts, self._readings, self._splits, self._only = parts, readings, splits, only
+    source: DatasetSource
+    name: str
+    rule: str
+    ids: str
+    parts: Mapping[str, Rows]
+    readings: Mapping[str, Reading]
+    splits: Mapping[str, SplitRows]
+    only: str | None
+
+    @property
+    def task(self) -> str:
+        """Return "image-classification" or "multiple-choice"."""
+        return next(iter(self.readings.values())).task
+
+    @property
+    def split_sizes(self) -> dict[str, int]:
+        """Return the rows of each split."""
+        return {split: len(picked.rows) for split, picked in self.splits.items()}
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash that changes when files, their sizes or row counts, columns, seed or rule do; not with their path."""
-        try:
-            parts = {name: part.identity for name, part in self._parts.items()}
-        except OSError as error:
-            raise DataError(f"{self.name} cannot be read: {error}") from error
-        readings = {name: [reading.benchmark, dict(reading.own)] for name, reading in self._readings.items()}
+        with readable(self.name):
+            parts = {name: part.identity for name, part in self.parts.items()}
+        readings = {name: [reading.benchmark, dict(reading.own)] for name, reading in self.readings.items()}
         content = json.dumps([self.rule, self.source.seed, parts, readings], sort_keys=True)
         return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -92,15 +86,14 @@ class Dataset:
         row of a dataset that has one partition.
         Raises ConfigError for an unknown split; DataError naming file and row where something cannot be read.
         """
-        splits = dict(self._splits)
-        if self._only is not None:
-            splits["all"] = SplitRows(self._only, np.arange(self._parts[self._only].n_rows))
+        whole = {} if self.only is None else {"all": SplitRows(self.only, np.arange(self.parts[self.only].n_rows))}
+        splits = {**self.splits, **whole}
         if split not in splits:
             raise ConfigError(f"{self.name}: {unknown_name('split', split, splits)}")
         return self._blocks(splits[split], rows, done)
 
     def _blocks(self, picked: SplitRows, rows: int, done: Container[int]) -> Iterator[tuple[int, InputBlock]]:
-        part, reading = self._parts[picked.partition], self._readings[picked.partition]
+        part, reading = self.parts[picked.partition], self.readings[picked.partition]
         numbered = ((n, picked.rows[start : start + rows]) for n, start in enumerate(range(0, len(picked.rows), rows)))
         wanted = [(n, block) for n, block in numbered if n not in done]
         if wanted:
@@ -115,88 +108,71 @@ def open_dataset(source: DatasetSource) -> Dataset:
     Raises DataError, in one line, for what is unreadable, missing or contradictory in the files; ConfigError for
     an unknown name or column and where a library is missing.
     """
-    try:
+    with readable(source.dataset):
         return _opened(source, find_dataset(source.dataset))
-    except OSError as error:
-        raise DataError(f"{source.dataset} cannot be read: {error}") from error
-    except UnicodeEncodeError as error:  # a file's name, which is its example's id
-        raise DataError(f"{source.dataset}: the name {error.object!r} is not valid UTF-8; rename it") from error
 
 
 def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     rule, names = _rule(found)
     parts = {name: found.openers[name]() for name in names}
-    empty = next((part.source for part in parts.values() if part.n_rows == 0), None)
-    if empty is not None:
-        raise DataError(f"{empty} holds no rows")
+    for part in parts.values():
+        if part.n_rows == 0:
+            raise DataError(f"{part.source} holds no rows")
     published, benchmark = (found.benchmark.published, found.name) if found.benchmark else (None, "")
     readings = {name: find_columns(part, source.columns, published, benchmark) for name, part in parts.items()}
-    tasks = {reading.task: name for name, reading in readings.items()}
-    if len(tasks) > 1:
-        raise DataError(f"{found.name}: the partitions {' and '.join(tasks.values())} are of different tasks")
-    ids = [_unique_ids(part, readings[name]) for name, part in parts.items()]
+    if len({reading.task for reading in readings.values()}) > 1:
+        raise DataError(f"{found.name}: the partitions {' and '.join(names)} are of different tasks")
+    tests = found.benchmark.tests if found.benchmark else ("test",)
+    sizes = {name: part.n_rows for name, part in parts.items()}
+    try:
+        splits = split_by_rule(
+            rule, {"test" if name == tests[0] else name: n for name, n in sizes.items()}, source.seed
+        )
+    except DataError as error:
+        raise DataError(f"{found.name}: {error}") from error
+    if tests != ("test",):
+        del splits["test"]
+        splits |= {test: SplitRows(test, np.arange(sizes[test])) for test in tests}
     return Dataset(
         replace(source, dataset=found.dataset),
         name=found.name,
-        rule=describe_rule(rule, list(parts), source.seed),
+        rule=describe_rule(rule, names, source.seed),
+        ids=ids_digest([_unique_ids(part, readings[name]) for name, part in parts.items()]),
         parts=parts,
         readings=readings,
-        splits=_splits(found, rule, {name: part.n_rows for name, part in parts.items()}, source.seed),
+        splits=splits,
         only=names[0] if len(found.openers) == 1 else None,
-        ids=ids_digest(ids),
     )
 
 
 def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
     """Return the rule and the partitions that it takes rows from."""
-    there = tuple(found.openers)
-    benchmark = found.benchmark
-    if benchmark is None or (benchmark.unsplit and len(there) == 1):
-        try:
-            rule = choose_rule(there)
-        except DataError as error:
-            raise DataError(f"{found.place}: {error}") from error
-    else:
-        rule = PAPER_RULES[found.name]
+    there, benchmark = tuple(found.openers), found.benchmark
+    whole = benchmark is not None and benchmark.unsplit and len(there) == 1
+    rule = choose_rule(there, found.place) if benchmark is None or whole else benchmark.rule
     if rule == "three-way" and len(there) == 1:
         return rule, there
-    needed = RULE_PARTITIONS[rule]
-    if benchmark is not None:
-        needed = tuple(name for name in needed if name != "test") + (benchmark.tests if "test" in needed else ())
-    missing = [name for name in needed if name not in there]
-    if missing:
-        remedy = f"give {found.name}=PATH, a folder that has all of them"
-        if "=" in found.dataset:
-            remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if len(there) == 1 else 'what there is'}"
-        raise DataError(
-            f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.place} has no "
-            f"{missing[0]} (it has {', '.join(there) or 'none'}); {remedy}"
-        )
-    return rule, needed
+    tests = benchmark.tests if benchmark else ("test",)
+    needed = tuple(each for name in RULE_PARTITIONS[rule] for each in (tests if name == "test" else (name,)))
+    missing = next((name for name in needed if name not in there), None)
+    if missing is None:
+        return rule, needed
+    remedy = f"give {found.name}=PATH, a folder that has all of them"
+    if "=" in found.dataset:
+        remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if len(there) == 1 else 'what there is'}"
+    raise DataError(
+        f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.place} has no {missing} "
+        f"(it has {', '.join(there) or 'none'}); {remedy}"
+    )
 
 
-def _splits(found: FoundDataset, rule: Rule, sizes: Mapping[str, int], seed: int) -> dict[str, SplitRows]:
-    """Return the splits by name: calibration, validation, and test or each of a benchmark's test partitions."""
-    tests = found.benchmark.tests if found.benchmark else ("test",)
-    try:
-        splits = split_by_rule(rule, {**sizes, "test": sizes[tests[0]]} if tests[0] in sizes else sizes, seed)
-    except DataError as error:
-        raise DataError(f"{found.name}: {error}") from error
-    if tests == ("test",):
-        return splits
-    tested = {test: SplitRows(test, np.arange(sizes[test])) for test in tests}
-    return {name: split for name, split in splits.items() if name != "test"} | tested
-
-
-def _unique_ids(part: Partition, reading: Reading) -> str:
+def _unique_ids(part: Rows, reading: Reading) -> str:
     """Return the digest of a partition's ids. Raises DataError where one is null or is a duplicate."""
     if "example_id" not in reading.own:
         return ids_digest([])
-    own = reading.own["example_id"][0]
-    texts: list[pa.ChunkedArray] = []
-    for start, table in zip(count(0, _IDS_AT_ONCE), part.tables([own], np.arange(part.n_rows), _IDS_AT_ONCE)):
-        texts.append(read_ids(table.column(own), part, start))
-    ids = pa.chunked_array([chunk for text in texts for chunk in text.chunks], pa.string())
+    own = reading.own["example_id"]
+    (table,) = part.tables(own, np.arange(part.n_rows), part.n_rows)
+    ids = read_ids(table.column(own[0]), part)
     counts = pc.value_counts(ids)
     if len(counts) < len(ids):
         example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]

@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from cauc_ray.data.image_input import is_image
-from cauc_ray.data.partitions import ImagePartition, ParquetPartition, Partition, TextPartition
+from cauc_ray.data.rows import ImageRows, ParquetRows, Rows, TextRows, is_image
 from cauc_ray.data.text_files import read_csv
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below, visible
+from cauc_ray.files.paths import readable
 
 # Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
-Openers: TypeAlias = dict[str, Callable[[], Partition]]
+Openers: TypeAlias = dict[str, Callable[[], Rows]]
 
 _FORMATS = {".parquet": "Parquet", ".jsonl": "JSONL", ".json": "JSONL", ".csv": "CSV"}
 _PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
@@ -29,14 +29,12 @@ def find_partitions(path: Path) -> Openers:
     In a folder of tables each file's stem or subfolder names a partition; above class folders, a folder does.
     A lone subfolder that names no partition is looked into. Raises DataError where nothing fits or much does.
     """
-    try:
-        if path.is_file():
-            if path.suffix.lower() not in _FORMATS:
-                raise DataError(f"{path} is not a Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
-            return {_stem(path): partial(_open_tables, [path])}
-        return _in_folder(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with readable(path):
+        if not path.is_file():
+            return _in_folder(path)
+        if path.suffix.lower() not in _FORMATS:
+            raise DataError(f"{path} is not a Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
+        return {_stem(path): partial(_open_tables, [path])}
 
 
 def wilds_partitions(path: Path) -> Openers | None:
@@ -53,21 +51,19 @@ def wilds_partitions(path: Path) -> Openers | None:
     missing = [name for name in ("split", "filename", "y") if name not in table.column_names]
     if missing:
         raise DataError(f"{file} has no column {missing[0]!r}; it has {', '.join(table.column_names)}")
-    rows: dict[str, tuple[list[str], list[int]]] = {"val": ([], []), "id_test": ([], []), "test": ([], [])}
     columns = (table.column(name).to_pylist() for name in ("split", "filename", "y"))
-    for number, (split, name, label) in enumerate(zip(*columns, strict=True)):
-        if split in rows:
+    found: Openers = {}
+    rows = list(enumerate(zip(*columns, strict=True)))
+    for theirs, ours in (("val", "validation"), ("id_test", "test-id"), ("test", "test-ood")):
+        own = [(number, name, label) for number, (split, name, label) in rows if split == theirs]
+        for number, name, label in own:
             if not name or not label or not label.isdecimal():
-                raise DataError(
-                    f"{file}, row {number}: filename {name!r} and y {label!r} do not name an image and a class"
-                )
-            rows[split][0].append(name)
-            rows[split][1].append(int(label))
-    return {
-        ours: partial(ImagePartition, folder / "train", *rows[theirs], f"{file} ({theirs})")
-        for theirs, ours in (("val", "validation"), ("id_test", "test-id"), ("test", "test-ood"))
-        if rows[theirs][0]
-    }
+                named = f"filename {name!r} and y {label!r}"
+                raise DataError(f"{file}, row {number}: {named} do not name an image and a class")
+        if own:
+            names, labels = [name for _, name, _ in own], [int(label) for _, _, label in own]
+            found[ours] = partial(ImageRows, folder / "train", names, labels, f"{file} ({theirs})")
+    return found
 
 
 def _in_folder(folder: Path) -> Openers:
@@ -105,18 +101,16 @@ def _tables(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_tables(tables: Sequence[Path], folders: Sequence[Path]) -> Openers:
-    inside = {folder: _tables(files_below(folder, follow_links=True)) for folder in folders}
-    first: dict[str, Path] = {}
-    for file in [*tables, *(file for files in inside.values() for file in files)]:
-        first.setdefault(_FORMATS[file.suffix.lower()], file)
-    if len(first) > 1:
-        one, other = list(first.values())[:2]
+    inside = {path: [path] for path in tables}
+    inside |= {folder: _tables(files_below(folder, follow_links=True)) for folder in folders}
+    formats = {_FORMATS[file.suffix.lower()]: file for files in inside.values() for file in files}
+    if len(formats) > 1:
+        one, other = list(formats.values())[:2]
         raise DataError(f"{one} and {other} are of different formats; a dataset has one")
-    found = {
-        name: [file for path in paths for file in inside.get(path, [path])]
-        for name, paths in _by_name([*tables, *folders]).items()
+    return {
+        name: partial(_open_tables, [file for path in paths for file in inside[path]])
+        for name, paths in _by_name(inside).items()
     }
-    return {name: partial(_open_tables, files) for name, files in found.items()}
 
 
 def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
@@ -140,18 +134,13 @@ def _of_images(folders: dict[str, Path]) -> Openers:
     return {name: partial(_open_images, folder, numbers) for name, folder in folders.items()}
 
 
-def _open_tables(files: Sequence[Path]) -> Partition:
-    return ParquetPartition(files) if files[0].suffix.lower() == ".parquet" else TextPartition(files)
+def _open_tables(files: Sequence[Path]) -> Rows:
+    return ParquetRows(files) if files[0].suffix.lower() == ".parquet" else TextRows(files)
 
 
-def _open_images(folder: Path, numbers: dict[str, int]) -> Partition:
-    names: list[str] = []
-    labels: list[int] = []
-    for sub in _visible_folders(folder):
-        images = [file.name for file in visible(sub) if is_image(file)]
-        names += [f"{sub.name}/{image}" for image in images]
-        labels += [numbers[sub.name]] * len(images)
-    return ImagePartition(folder, names, labels, str(folder))
+def _open_images(folder: Path, numbers: dict[str, int]) -> Rows:
+    found = [(sub.name, file.name) for sub in _visible_folders(folder) for file in visible(sub) if is_image(file)]
+    return ImageRows(folder, [f"{name}/{image}" for name, image in found], [numbers[name] for name, _ in found])
 
 
 def _kind(folder: Path, seen: set[str]) -> str | None:

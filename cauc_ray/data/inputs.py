@@ -1,15 +1,23 @@
-"""The input of a run: rows with an example_id and the columns that the models read."""
+"""The input of a run: rows with an example_id and the columns that the models read, in numbered blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Protocol
 
-from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done
-from cauc_ray.data.image_input import ImageInput, is_image
-from cauc_ray.data.parquet_input import ParquetInput
+import numpy as np
+import pyarrow as pa
+
+from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, id_texts, is_committed, table_block
+from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
-from cauc_ray.files.parquet import has_parquet_files
+from cauc_ray.files.listing import files_below
+from cauc_ray.files.parquet import UnopenedError, UnreadableError, has_parquet_files, parquet_files
+from cauc_ray.files.paths import path_inside, readable
+from cauc_ray.numbers.types import Ints
 
 
 class RunInput(Protocol):
@@ -38,6 +46,7 @@ class RunInput(Protocol):
 def open_input(path: str | Path) -> RunInput:
     """Open a run's input: Parquet files (one, or all in a folder and below), else images.
 
+    Of Parquet files the identity is the rows by file, named relative to the folder; of images, all names and sizes.
     Raises DataError, in one line, where there is neither, and for files that are unreadable or do not fit together.
 
     >>> open_input("absent.parquet")
@@ -45,9 +54,134 @@ def open_input(path: str | Path) -> RunInput:
     cauc_ray.errors.DataError: there is no file absent.parquet
     """
     path = Path(path)
-    try:
-        if path.is_dir() and not has_parquet_files(path):
-            return ImageInput(path)
-        return ImageInput(path) if path.is_file() and is_image(path) else ParquetInput(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    with readable(path):
+        images = not has_parquet_files(path) if path.is_dir() else path.is_file() and is_image(path)
+        return _images(path) if images else _tables(path)
+
+
+def _tables(path: Path) -> FileInput:
+    files = parquet_files(path)
+    rows = ParquetRows([file.absolute() for file in files], "example_id")
+    rows.schema(rows.columns)  # whose columns must fit together
+    if rows.n_rows == 0:
+        raise DataError(f"{path} holds no rows")
+    names = [path_inside(file, path) or file.name for file in files]
+    identity = dict(zip(names, np.diff(rows.starts).tolist(), strict=True))
+    # A group is cut after so many blocks, so that most blocks do not end before their time at a group's end.
+    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.row_group_ends, 8)
+
+
+def _images(path: Path) -> FileInput:
+    folder = path.parent if path.is_file() else path
+    # Links to folders may lead round in a circle, or as in /proc out to the whole machine.
+    files = [path] if path.is_file() else filter(is_image, files_below(path))
+    rows = ImageRows(folder.absolute(), sorted(path_inside(file, folder) for file in files))
+    if rows.n_rows == 0:
+        raise DataError(f"there are no .parquet files and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}")
+    n, digest = rows.identity
+    row_bytes = sum(size for size in rows.sizes if size > 0) / n
+    # Files cost alike wherever they are, so groups are small: several processes share even a small input.
+    return FileInput(path, n, row_bytes, {f"{n} images, {digest[:16]}": n}, rows, np.arange(1, n + 1), 4)
+
+
+@dataclass(frozen=True, slots=True)
+class FileInput:
+    """Files as a run's input.
+
+    ends: int64, the rows after which a group of blocks may end.   group_blocks: how many a group has at least.
+    """
+
+    path: Path
+    n_rows: int
+    row_bytes: float
+    identity: dict[str, int]
+    rows: ParquetRows | ImageRows
+    ends: Ints
+    group_blocks: int
+
+    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> FileBlocks:
+        """Return the blocks of at most so many rows that are not done; files are opened again where they are read."""
+        starts, firsts = [0], [0]
+        while starts[-1] < self.n_rows:
+            place = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
+            starts.append(int(self.ends[min(place, len(self.ends) - 1)]))
+            firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
+        return FileBlocks(self.rows, tuple(self.identity), tuple(starts), tuple(firsts), block_rows, dict(done))
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlocks:
+    """Blocks of files; plain.
+
+    names: of the files, in ids of rows that are not read.   starts: the first row of each group, and the number of
+    all rows.   firsts: the number of each group's first block, and of all blocks.
+    """
+
+    rows: ParquetRows | ImageRows
+    names: tuple[str, ...]
+    starts: tuple[int, ...]
+    firsts: tuple[int, ...]
+    block_rows: int
+    done: Done
+
+    @property
+    def n_groups(self) -> int:
+        """How many groups there are."""
+        return len(self.starts) - 1
+
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+        """Yield a group's blocks, read as a stream; of done ones before and after the others, no more than the ids."""
+        numbers = range(self.firsts[group], self.firsts[group + 1])
+        wanted = [number for number in numbers if number not in self.done]
+
+        def columns(number: int) -> tuple[str, ...]:
+            if wanted and wanted[0] <= number <= wanted[-1]:
+                return tuple(self.rows.columns)
+            return () if self.done[number] is None else ("example_id",)
+
+        for names, run in groupby(numbers, columns):
+            if names:
+                yield from self._read(group, list(run), names)
+
+    def _read(self, group: int, numbers: list[int], columns: tuple[str, ...]) -> Iterator[tuple[int, InputBlock]]:
+        """Read neighbouring blocks. Raises DataError naming file and row where a done one has other ids."""
+
+        def span(number: int) -> tuple[int, int]:
+            start = self.starts[group] + (number - self.firsts[group]) * self.block_rows
+            return start, min(start + self.block_rows, self.starts[group + 1])
+
+        tables: Iterator[pa.Table] | None = None
+        for number in numbers:
+            start, end = span(number)
+            if tables is None:
+                tables = self.rows.tables(columns, np.arange(start, span(numbers[-1])[1]), self.block_rows)
+            try:
+                table = next(tables)
+            except UnreadableError as error:
+                tables = None
+                if number not in self.done:  # nothing is known of rows that are done and cannot be read now
+                    yield number, self._unreadable(start, end, error)
+                continue
+            if number not in self.done:
+                yield number, table_block(table, self.rows.place, start)
+            elif not is_committed(table, self.done[number]):
+                raise DataError(
+                    f"{self.rows.place(start)} and on: these are not the rows of block {number} that the run has "
+                    "committed; resume it with the input as it was, or start a new run elsewhere"
+                )
+
+    def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
+        """Name the rows of a block that cannot be read: by ids where their row group can be, else by file and row."""
+        assert isinstance(self.rows, ParquetRows)
+        ids: list[str] = []
+        may_return = isinstance(error, UnopenedError)
+        ends = self.rows.row_group_ends
+        for first, last in pairwise([start, *ends[(ends > start) & (ends < end)].tolist(), end]):
+            try:
+                for table in self.rows.tables(self.rows.columns, np.arange(first, last), self.block_rows):
+                    ids += id_texts(table.column("example_id")).tolist()
+            except UnreadableError as other:
+                may_return |= isinstance(other, UnopenedError)
+                places = map(self.rows.locate, range(first, last))
+                ids += [f"{self.names[file]}:row {row}" for file, row in places]
+        return InputBlock(ids, None, {}, 0, str(error), may_return=may_return)

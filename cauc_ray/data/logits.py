@@ -75,18 +75,13 @@ class LogitTable:
         whose kind neither declares; those that are not there either hold raw logits.
         """
         self.path = path_of(path)
-        self._given = logit_kind
         self._undeclared = undeclared
-        for kind in [logit_kind] if isinstance(logit_kind, str) else (logit_kind or {}).values():
-            if kind not in LOGIT_KINDS:
-                raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
         if not self.path.is_dir():
             raise DataError(f"there is no logit table at {self.path}: not a folder")
         self.models = hive_values(self.path, "model")
         if not self.models:
             raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")
-        for model in logit_kind if isinstance(logit_kind, Mapping) else ():
-            self._folder(model)
+        self._given = given_kinds(str(self.path), self.models, logit_kind)
 
     def info(self) -> TableInfo | None:
         """Return what pool.json declares, None where there is none. Raises DataError if it is malformed."""
@@ -95,13 +90,12 @@ class LogitTable:
     def declared_costs(self) -> dict[str, float]:
         """Return what pool.json says that a call of each model costs, nothing where there is none."""
         info = self.info()
-        return {model.name: model.cost for model in info.models} if info else {}
+        return info.costs if info else {}
 
     def kind(self, model: str) -> LogitKind:
         """Return the kind of a model's logits: as given, as pool.json declares it, else raw."""
-        given = self._given.get(model) if isinstance(self._given, Mapping) else self._given
-        if given is not None:
-            return cast("LogitKind", given)
+        if model in self._given:
+            return self._given[model]
         info = self.info()
         return (info.kind(model) if info else None) or self._undeclared.get(model, "raw")
 
@@ -267,6 +261,17 @@ class LogitTable:
         if model not in self.models:
             raise ConfigError(f"{self.path}: {unknown_name('model', model, self.models)}")
         return self.path / f"model={model}"
+
+
+def given_kinds(where: str, models: Sequence[str], kinds: LogitKinds) -> dict[str, LogitKind]:
+    """Return the kinds that a caller declares, by model. Raises ConfigError for an unknown model or kind."""
+    given = dict.fromkeys(models, kinds) if isinstance(kinds, str) else dict(kinds or {})
+    for model, kind in given.items():
+        if model not in models:
+            raise ConfigError(f"{where}: {unknown_name('model', model, models)}")
+        if kind not in LOGIT_KINDS:
+            raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
+    return cast("dict[str, LogitKind]", given)
 
 
 def _padded(logits: Floats, width: int) -> Floats:

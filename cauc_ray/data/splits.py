@@ -27,18 +27,6 @@ RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
     "sample-train-beside-test": ("train", "test"),
 }
 
-PAPER_RULES: Mapping[str, Rule] = {
-    "mmlu": "halve-validation",
-    "logiqa": "halve-validation",
-    "mathqa": "halve-validation",
-    "socialiqa": "halve-validation",
-    "caltech256": "halve-validation",
-    "iwildcam": "halve-validation",
-    "piqa": "sample-train",
-    "medmcqa": "sample-train",
-    "imagenet": "three-way",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
@@ -48,10 +36,10 @@ class SplitRows:
     rows: Ints
 
 
-def choose_rule(partitions: Collection[str]) -> Rule:
+def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rule:
     """Return the rule for a dataset that has these partitions and that the paper says nothing of.
 
-    Raises DataError where none fits.
+    Raises DataError, which begins with the source, where none fits.
 
     >>> choose_rule(["train", "validation"]), choose_rule(["questions"])
     ('sample-train', 'three-way')
@@ -62,8 +50,8 @@ def choose_rule(partitions: Collection[str]) -> Rule:
         if set(RULE_PARTITIONS[rule]) <= set(partitions):
             return rule
     raise DataError(
-        f"no rule splits the partitions {', '.join(sorted(partitions))}; name them calibration, validation and test "
-        "(or two of train, validation and test), or give one file alone for a 25/25/50 cut"
+        f"{source}: no rule splits the partitions {', '.join(sorted(partitions))}; name them calibration, validation "
+        "and test (or two of train, validation and test), or give one file alone for a 25/25/50 cut"
     )
 
 
@@ -73,23 +61,24 @@ def describe_rule(rule: Rule, partitions: Collection[str], seed: int = 0) -> str
     >>> describe_rule("halve-validation", ["validation", "test"])
     'validation halved into calibration and validation (seed 0)'
     """
-    sample = "train, at most as many rows as {0} has, halved into calibration and validation (seed {1})"
-    return {
-        "halve-validation": f"validation halved into calibration and validation (seed {seed})",
-        "sample-train": sample.format("validation", seed),
-        "three-way": f"{_cut(partitions)} cut 25/25/50 into calibration, validation and test (seed {seed})",
-        "as-published": "calibration, validation and test as published",
-        "sample-train-beside-test": sample.format("test", seed),
-    }[rule]
+    if rule == "as-published":
+        return "calibration, validation and test as published"
+    if rule == "three-way":
+        return f"{_cut(partitions)} cut 25/25/50 into calibration, validation and test (seed {seed})"
+    drawn, tested = RULE_PARTITIONS[rule]
+    sampled = f", at most as many rows as {tested} has," if drawn == "train" else ""
+    return f"{drawn}{sampled} halved into calibration and validation (seed {seed})"
 
 
-def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0) -> dict[str, SplitRows]:
+def split_by_rule(
+    rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0, source: str = "the dataset"
+) -> dict[str, SplitRows]:
     """Return where the calibration, validation and test examples of a dataset come from.
 
     partition_sizes: rows of each published partition. Tasks with a labelled test set halve their validation
     set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
     validation set is cut 25/25/50. An odd row goes to calibration.
-    Raises DataError when a partition is missing or too small.
+    Raises DataError, which begins with the source, when a partition is missing or too small.
 
     >>> splits = split_by_rule("sample-train", {"train": 16113, "validation": 1838})
     >>> {name: (split.partition, len(split.rows)) for name, split in splits.items()}
@@ -99,7 +88,7 @@ def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0)
 
     def size(partition: str) -> int:
         if partition_sizes.get(partition, 0) < 4:
-            raise DataError(f"splitting by {rule!r} needs a partition {partition!r} of at least four rows")
+            raise DataError(f"{source}: splitting by {rule!r} needs a partition {partition!r} of at least four rows")
         return partition_sizes[partition]
 
     if rule == "as-published":
@@ -114,7 +103,9 @@ def split_by_rule(rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0)
         test = np.arange(size(tested))
         n = min(size(drawn), len(test))
         if rule == "sample-train" and n < len(test):
-            raise DataError(f"a train set of {n} rows cannot give a sample of {len(test)}, the test set's size")
+            raise DataError(
+                f"{source}: a train set of {n} rows cannot give a sample of {len(test)}, the test set's size"
+            )
         pool = rng.permutation(size(drawn)) if rule == "halve-validation" else rng.choice(size(drawn), n, replace=False)
         half = (len(pool) + 1) // 2
     rows = {"calibration": (drawn, pool[:half]), "validation": (drawn, pool[half:]), "test": (tested, test)}

@@ -48,7 +48,9 @@ def read_jsonl(file: Path) -> pa.Table:
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{file}, line {number}: not JSON: {error}") from error
                 if not isinstance(row, dict):
-                    raise DataError(f"{file}, line {number}: one JSON object a line is expected, got a {_kind(row)}")
+                    raise DataError(
+                        f"{file}, line {number}: one JSON object a line is expected, got a {type(row).__name__}"
+                    )
                 rows.append(row)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} is not a readable JSONL file: {error}") from error
@@ -65,7 +67,3 @@ def _array(values: list[Any]) -> pa.Array:
     except (pa.ArrowException, OverflowError):
         # Values of several kinds: a label column may hold "A" and 1, and columns that are not read may hold anything.
         return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
-
-
-def _kind(value: Any) -> str:
-    return {list: "list", str: "text", type(None): "null"}.get(type(value), "number")

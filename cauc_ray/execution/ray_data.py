@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
-from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, id_texts, ids_digest, table_block
+from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, is_committed, table_block
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.session import store_bytes
 
@@ -82,8 +82,8 @@ class DatasetSource:
                 n_blocks += 1
                 _require_ids(table.column_names)
                 if number not in self.done:
-                    yield number, table_block(table, _SOURCE)
-                elif self.done[number] not in (None, ids_digest(id_texts(table.column("example_id")).tolist())):
+                    yield number, table_block(table, lambda row: _SOURCE)
+                elif not is_committed(table, self.done[number]):
                     raise _other_dataset(f"its block {number} holds other rows than the run has committed")
         missing = [number for number in self.done if number >= n_blocks]
         if missing:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from cauc_ray.errors import DataError
-from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, path_inside
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, path_inside, readable
 
 
 def visible(folder: SomePath) -> list[SomePath]:
@@ -53,7 +52,7 @@ def _walked(folder: str, follow_links: bool, seen: set[str]) -> Iterator[Path]:
         if entry.is_dir():
             if follow_links or not entry.is_symlink():
                 yield from _walked(entry.path, follow_links, seen)
-        elif entry.is_file():  # a pipe or a device is not
+        elif entry.is_file() or not os.path.exists(entry.path):  # not a pipe or a device; a link that leads nowhere is
             yield Path(entry.path)
 
 
@@ -63,7 +62,7 @@ def content_digest(path: AnyPath) -> str | None:
     Hidden files are other programs' and do not count; nor do dates, nor the path's own name. All bytes are read: a
     file that is replaced by one of the same size and date has another digest. Raises DataError where one cannot be.
     """
-    try:
+    with readable(path):
         if path.is_file():
             opened = path.open_input() if isinstance(path, RemotePath) else path.open("rb")
             with opened as file:
@@ -72,6 +71,4 @@ def content_digest(path: AnyPath) -> str | None:
             return None
         below = files_below(path, follow_links=True)
         names = {path_inside(file, path): content_digest(file) for file in below}
-    except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
     return hashlib.sha256(json.dumps(names, sort_keys=True).encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,9 +14,17 @@ import pyarrow.parquet as pq
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.atomic import written_beside
 from cauc_ray.files.listing import files_below
-from cauc_ray.files.paths import AnyPath, RemotePath, SomePath
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, readable
 
 _STREAM_BYTES = 1 << 18
+
+
+class UnreadableError(DataError):
+    """A file cannot be read, or not from some row on."""
+
+
+class UnopenedError(UnreadableError):
+    """A file is missing or cannot even be opened, so that it may well be readable later."""
 
 
 def write_parquet(path: AnyPath, table: pa.Table) -> None:
@@ -27,24 +36,24 @@ def write_parquet(path: AnyPath, table: pa.Table) -> None:
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
     """Read one Parquet file, or those of some columns that it has.
 
-    Raises DataError naming the file when it is missing, truncated or of another format.
+    Raises UnreadableError naming the file when it is missing, truncated or of another format.
     """
     with open_parquet(path) as file:
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         try:
             return file.read(names)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read: {first_line(error)}") from error
+            raise UnreadableError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
-    """Open a Parquet file to read parts of it. Raises DataError as read_parquet does.
+    """Open a Parquet file to read parts of it. Raises UnopenedError naming it; DataError for two columns of a name.
 
     streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
     """
     try:
         if not path.is_file():
-            raise DataError(f"there is no file {path}")
+            raise UnopenedError(f"there is no file {path}")
         file = pq.ParquetFile(
             path.open_input() if isinstance(path, RemotePath) else path,
             buffer_size=_STREAM_BYTES if streamed else 0,
@@ -58,7 +67,14 @@ def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
             raise DataError(f"{path} has two columns named {twice!r}")
         return file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+        raise UnopenedError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+
+
+def footer_digest(file: pq.ParquetFile) -> str:
+    """Return a digest of an open file's footer, which differs where the file was written anew with other rows."""
+    footer = pa.BufferOutputStream()
+    file.metadata.write_metadata_file(footer)
+    return hashlib.blake2b(footer.getvalue(), digest_size=16).hexdigest()
 
 
 def read_rows(
@@ -72,40 +88,47 @@ def read_rows(
     """Yield some rows of an open file, decoding only row groups that hold some, and those a little at a time.
 
     rows: int64 (n,), the rows' numbers in the file, rising.   size, most_bytes: how much is decoded at once.
-    Raises DataError naming the file where it is damaged.
+    Their types are plain (see plain_schema). Raises UnreadableError naming the file and the row group.
     """
     start = 0
-    try:
-        for group in range(opened.metadata.num_row_groups):
-            about = opened.metadata.row_group(group)
-            end = start + about.num_rows
-            first, last = np.searchsorted(rows, [start, end])
-            at_once = max(1, min(size, most_bytes * about.num_rows // max(1, about.total_byte_size)))
+    schema = plain_schema(opened.schema_arrow)
+    schema = pa.schema([schema.field(name) for name in columns])
+    for group in range(opened.metadata.num_row_groups):
+        about = opened.metadata.row_group(group)
+        end = start + about.num_rows
+        first, last = np.searchsorted(rows, [start, end])
+        reason = "it ends too early"
+        at_once = max(1, min(size, most_bytes * about.num_rows // max(1, about.total_byte_size)))
+        try:
             batches = opened.iter_batches(at_once, [group], columns, use_threads=False) if first < last else ()
             for batch in batches:
+                batch.validate(full=True)  # damage may decode to anything
                 upto = np.searchsorted(rows, start + len(batch))
                 if first < upto:
-                    # Parquet also gives a column "a.b" to who asks for "a".
-                    yield _without_views(pa.Table.from_batches([batch]).select(columns)).take(rows[first:upto] - start)
+                    # Parquet also gives a column "a.b" to who asks for "a". Arrow cannot take rows of views.
+                    table = pa.Table.from_batches([batch]).select(columns).cast(schema)
+                    yield table if upto - first == len(table) else table.take(rows[first:upto] - start)
                 first, start = upto, start + len(batch)
                 if first == last:
                     break
-            start = end
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} cannot be read: {first_line(error)}") from error
+        except (pa.ArrowException, OSError) as error:
+            reason = first_line(error)
+        if first < last:
+            raise UnreadableError(f"{file} cannot be read in row group {group}: {reason}")
+        start = end
 
 
-def _without_views(table: pa.Table) -> pa.Table:
-    """Return a table whose texts and bytes are no views: Arrow cannot take rows of those."""
-    plain = {
-        pa.string_view(): pa.large_string(),
-        pa.binary_view(): pa.large_binary(),
-        pa.list_(pa.string_view()): pa.list_(pa.large_string()),
-    }
-    # A list's type without the name of its items, which differs between writers.
-    bare = [pa.list_(kind.value_type) if pa.types.is_list(kind) else kind for kind in table.schema.types]
-    fields = [each.with_type(plain.get(kind, each.type)) for each, kind in zip(table.schema, bare, strict=True)]
-    return table.cast(pa.schema(fields)) if any(kind in plain for kind in bare) else table
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Return a schema without dictionaries and views: how values are laid out differs between files of one kind."""
+    return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_list(kind):  # without the name of its items
+        return pa.list_(_plain(kind.value_type))
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
 
 
 def count_rows(path: AnyPath) -> int:
@@ -123,10 +146,8 @@ def parquet_files(path: SomePath) -> list[SomePath]:
         return [path]
     if not path.is_dir():
         raise DataError(f"there is no file {path}")
-    try:
+    with readable(path):
         files = list(_parquet_below(path))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
     if not files:
         raise DataError(f"there are no .parquet files in {path}")
     return files

@@ -81,13 +81,12 @@ class RemotePath:
 
     def open_input(self) -> Any:
         """Open the file for reading at any position. Raises FileNotFoundError where there is none."""
-        with self._explained("read"):
-            filesystem, path = self._located()
+        with self._reached("read") as (filesystem, path):
             return filesystem.open_input_file(path)
 
     def read_bytes(self) -> bytes:
         """Return the file's content. Raises FileNotFoundError where there is none."""
-        with self._explained("read"), self.open_input() as opened:
+        with self._reached("read") as (filesystem, path), filesystem.open_input_file(path) as opened:
             content: bytes = opened.read()
             return content
 
@@ -97,8 +96,7 @@ class RemotePath:
 
     def write_bytes(self, content: bytes | pa.Buffer) -> None:
         """Put a whole file: readers see the old one or the new one."""
-        with self._explained("written", ConfigError):
-            filesystem, path = self._located()
+        with self._reached("written", ConfigError) as (filesystem, path):
             stream = filesystem.open_output_stream(path)
             # One write: closing a stream, even after an error between two writes, would publish a half file.
             stream.write(content)
@@ -108,31 +106,26 @@ class RemotePath:
         """Delete the file."""
         if missing_ok and not self.is_file():
             return
-        with self._explained("deleted", ConfigError):
-            filesystem, path = self._located()
+        with self._reached("deleted", ConfigError) as (filesystem, path):
             filesystem.delete_file(path)
 
     def _type(self) -> Any:
-        with self._explained("read"):
-            filesystem, path = self._located()
+        with self._reached("read") as (filesystem, path):
             return filesystem.get_file_info(path).type
 
     def _list(self, *, recursive: bool) -> list[tuple[RemotePath, Any]]:
-        with self._explained("read"):
-            filesystem, path = self._located()
+        with self._reached("read") as (filesystem, path):
             found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True, recursive=recursive))
         below = {PurePosixPath(each.path.lstrip("/")).relative_to(path): each.type for each in found}
         return [(replace(self, key=self.key / name), below[name]) for name in sorted(below)]
 
-    def _located(self) -> tuple[Any, str]:
-        settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
-        filesystem, base = _filesystem(self.root, settings)
-        return filesystem, "/".join(part for part in (base, *self.key.parts) if part)
-
     @contextmanager
-    def _explained(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[None]:
+    def _reached(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[tuple[Any, str]]:
+        """Yield the filesystem and the path there.   done: what is done to it, for errors, which are of a kind."""
+        settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
         try:
-            yield
+            filesystem, base = _filesystem(self.root, settings)
+            yield filesystem, "/".join(part for part in (base, *self.key.parts) if part)
         except (FileNotFoundError, ConfigError, DataError):
             raise
         except Exception as error:  # every library of a filesystem, and the network, fails in its own ways
@@ -167,6 +160,15 @@ def path_inside(path: AnyPath, folder: AnyPath) -> str:
     'LOGITS/pool.json'
     """
     return "/".join(path.parts[len(folder.parts) :])
+
+
+@contextmanager
+def readable(source: object) -> Iterator[None]:
+    """Raise DataError, in one line, where the system cannot read a file or folder of the source."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
 
 
 @lru_cache(maxsize=32)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from cauc_ray.data.logits import ChainHeads, LogitKinds, LogitTable
+from cauc_ray.data.logits import ChainHeads, LogitKinds, LogitTable, given_kinds
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.paths import RemotePath
@@ -19,7 +19,7 @@ from cauc_ray.front.options import ChainOptions, EvaluateOptions
 from cauc_ray.numbers.arrays import array_chain, rows_of
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
-from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind
+from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
 
@@ -43,15 +43,8 @@ class LogitArrays:
         self.models = list(next(iter(splits.values()))[0])
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
-        given = dict.fromkeys(self.models, logit_kind) if isinstance(logit_kind, str) else dict(logit_kind or {})
-        for model, kind in given.items():
-            if model not in self.models:
-                raise ConfigError(f"{self.path}: {unknown_name('model', model, self.models)}")
-            if kind not in LOGIT_KINDS:
-                raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
-        self._kinds = {
-            model: cast("LogitKind", given.get(model) or undeclared.get(model, "raw")) for model in self.models
-        }
+        self._kinds = {model: undeclared.get(model, "raw") for model in self.models}
+        self._kinds |= given_kinds(self.path, self.models, logit_kind)
 
     def splits(self, model: str) -> list[str]:
         """Return the names of the splits."""

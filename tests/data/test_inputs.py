@@ -163,12 +163,6 @@ def test_files_that_differ_in_types_share_a_block(tmp_path):
     assert block.labels.tolist() == [1, 2, -1, -1]
     # Rows do not change with their neighbours.
     assert [b.columns["x"].dtype for b in read(tmp_path, 2).values()] == [block.columns["x"].dtype] * 2
-    pq.write_table(pa.table({**first, "x": [1, 2**60 + 1]}), tmp_path / "1.parquet")
-    with pytest.raises(DataError, match=r"1\.parquet does not fit the other files: Integer value .* not in range"):
-        read(tmp_path, 10)
-    pq.write_table(pa.table({**second, "x": ["1", "2"]}), tmp_path / "2.parquet")
-    with pytest.raises(DataError, match=r"2\.parquet does not fit the files before it: .*incompatible types"):
-        open_input(tmp_path)
 
 
 def test_text_comes_alike_however_arrow_lays_it_out(tmp_path):
@@ -260,9 +254,11 @@ def test_blocks_that_are_done_are_compared_with_what_was_committed(sizes, row_gr
 
 
 def test_ids_of_any_type_are_compared_as_the_texts_that_were_committed(tmp_path):
-    for number, ids in enumerate((["a", "b"], [b"a", b"b"], pa.array(["a", "b"]).dictionary_encode(), [1, 2])):
-        pq.write_table(pa.table({"example_id": ids, "x": [1, 2]}), tmp_path / f"{number}.parquet")
+    texts = ["café", "b"]
+    for number, stored in enumerate((texts, [t.encode() for t in texts], pa.array(texts).dictionary_encode(), [1, 2])):
+        pq.write_table(pa.table({"example_id": stored, "x": [1, 2]}), tmp_path / f"{number}.parquet")
         opened = open_input(tmp_path / f"{number}.parquet")
+        assert ids(read(opened.path, 2)) == (["1", "2"] if number == 3 else texts)
         assert list(opened.source(2, digests(tmp_path / f"{number}.parquet", 2)).blocks(0)) == []
 
 
@@ -305,13 +301,6 @@ def test_text_that_is_not_utf8_is_damage(tmp_path):
         assert block.example_ids == ["a", "b", "2.parquet:row 0", "2.parquet:row 1"]
 
 
-def test_a_user_s_own_faults_name_their_file_in_a_block_of_several(tmp_path):
-    pq.write_table(pa.table({"example_id": ["a"], "label": [0]}), tmp_path / "1.parquet")
-    pq.write_table(pa.table({"example_id": ["b"], "label": [-3]}), tmp_path / "2.parquet")
-    with pytest.raises(DataError, match=r"2\.parquet: column 'label' holds negative numbers"):
-        read(tmp_path, 10)
-
-
 @pytest.fixture
 def images(tmp_path):
     for name in ("b/2.PNG", "a.jpg", "b/c/1.webp", "b.tiff", "notes.txt", ".hidden.jpg", ".thumbs/1.jpg", "d/3.bmp"):
@@ -330,7 +319,7 @@ def test_images_of_a_folder_come_as_their_bytes(images):
             assert block.columns["image"].tolist() == [name.encode() for name in block.example_ids]
             assert block.columns["example_id"].tolist() == block.example_ids
             assert block.labels is None
-            assert block.n_bytes == sum(map(len, block.example_ids))
+            assert block.n_bytes >= 2 * sum(map(len, block.example_ids))
     assert ids(read(images, 1, {0, 3})) == ["b.tiff", "b/2.PNG", "d/3.bmp"]
     opened = open_input(images)
     assert (opened.n_rows, opened.row_bytes) == (5, sum(map(len, names)) / 5)
@@ -377,34 +366,47 @@ def test_a_folder_of_neither_is_refused_at_once(tmp_path):
         open_input(tmp_path)
 
 
-def test_inputs_that_do_not_serve_are_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no file"):
-        open_input(tmp_path / "absent.parquet")
-    with pytest.raises(DataError, match=r"no \.parquet files"):
-        open_input(tmp_path)
-    pq.write_table(pa.table({"id": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="has no column 'example_id'; it has id"):
-        open_input(tmp_path)
-    pq.write_table(pa.table({"example_id": ["a"]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"example_id": ["b"], "x": [1]}), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match="has the columns example_id, x, but"):
-        open_input(tmp_path)
-    (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"b\.parquet is not a readable Parquet file"):
-        open_input(tmp_path)
-    pq.write_table(pa.table({"example_id": pa.array([], pa.string())}), tmp_path / "c.parquet")
-    pq.write_table(pa.table({"example_id": ["a", None]}), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"d\.parquet: a row has no example_id"):
-        open_input(tmp_path / "d.parquet")
-    for label in ([-1], [-7], [1.5], ["cat"]):
-        pq.write_table(pa.table({"example_id": ["a"], "label": label}), tmp_path / "e.parquet")
-        with pytest.raises(DataError, match=r"e\.parquet: column 'label'"):
-            read(tmp_path / "e.parquet", 10)
+REFUSED = {
+    r"there are no \.parquet files and no images": [],
+    r"0\.parquet has no column 'example_id'; it has id": [{"id": ["a"]}],
+    r"0\.parquet: column 'example_id' \(list<": [{"example_id": [["a"]]}],
+    r"0\.parquet: a row has no example_id": [{"example_id": ["a", None]}],
+    r"holds no rows": [{"example_id": pa.array([], pa.string())}],
+    r"1\.parquet has the columns example_id, x, but .*0\.parquet": [
+        {"example_id": ["a"]},
+        {"example_id": ["b"], "x": [1]},
+    ],
+    r"1\.parquet does not fit the files before it: .*incompatible types": [
+        {"example_id": ["a"], "x": [1.5]},
+        {"example_id": ["b"], "x": ["1"]},
+    ],
+    r"0\.parquet does not fit the other files: Integer value .* not in range": [
+        {"example_id": ["a"], "x": [2**60 + 1]},
+        {"example_id": ["b"], "x": [1.5]},
+    ],
+    r"1\.parquet, row 1: column 'label' holds negative": [
+        {"example_id": ["a"], "label": [0]},
+        {"example_id": ["b", "c"], "label": [None, -3]},
+    ],
+    r"0\.parquet, row 1: column 'label' \(double\)": [{"example_id": ["a", "b"], "label": [1.0, 1.5]}],
+    r"0\.parquet, row 0: column 'label' \(string\)": [{"example_id": ["a"], "label": ["cat"]}],
+    r"0\.parquet, row 0: column 'example_id' cannot be given": [{"example_id": [b"\xff0", b"b"]}],
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, says):
+    for number, columns in enumerate(REFUSED[says]):
+        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
+    with pytest.raises(DataError, match=says) as refused:
+        read(tmp_path, 10)
+    assert "\n" not in str(refused.value)
+
+
+def test_labels_are_whole_numbers_of_any_type(tmp_path):
     pq.write_table(pa.table({"example_id": ["a", "b"], "label": [1.0, None]}), tmp_path / "e.parquet")
     (block,) = read(tmp_path / "e.parquet", 10).values()
     assert block.labels.tolist() == [1, -1]
-    with pytest.raises(DataError, match="holds no rows"):
-        open_input(tmp_path / "c.parquet")
 
 
 def test_a_missing_list_among_lists_of_one_length_is_none():
@@ -412,11 +414,3 @@ def test_a_missing_list_among_lists_of_one_length_is_none():
     assert column.shape == (3,)
     assert column[0].tolist() == [1.0, 2.0]
     assert column[1].item() is None
-
-
-def test_ids_of_bytes_are_texts_where_they_are_utf8(tmp_path):
-    pq.write_table(pa.table({"example_id": [b"caf\xc3\xa9", b"b"], "x": [1.0, 2.0]}), tmp_path / "in.parquet")
-    assert ids(read(tmp_path / "in.parquet", 10)) == ["café", "b"]
-    pq.write_table(pa.table({"example_id": [b"\xff0", b"b"], "x": [1.0, 2.0]}), tmp_path / "bad.parquet")
-    with pytest.raises(DataError, match="column 'example_id'"):
-        read(tmp_path / "bad.parquet", 10)

@@ -104,77 +104,47 @@ def test_nan_and_inf_are_refused_naming_file_model_and_example(table, value):
         LogitTable(table).read_chain(MODELS, "calibration")
 
 
-def broken(table, fault):
+def with_column(name, change):
+    """Return what writes a table anew with one column's values changed."""
+
+    def changed(table):
+        place = table.column_names.index(name)
+        return table.set_column(place, name, pa.array(change(table[name].to_pylist())))
+
+    return changed
+
+
+FAULTS = {
+    "of model 'm0' is missing from model 'm1' (1 such)": lambda table: table.slice(1),
+    "is a duplicate (part-0.parquet)": with_column("example_id", lambda ids: [ids[1], *ids[1:]]),
+    "row 0 has no example_id": with_column("example_id", lambda ids: [None, *ids[1:]]),
+    "label 5 is outside its 5 options": with_column("label", lambda labels: [5, *labels[1:]]),
+    "label -1 is outside its 5 options": with_column("label", lambda labels: [-1, *labels[1:]]),
+    "as label for model 'm0' and": with_column("label", lambda labels: [(labels[0] + 1) % 5, *labels[1:]]),
+    "column 'label' is int64, not int32": with_column("label", lambda labels: [2**40, *labels[1:]]),
+    "column 'label' is string, not int32": with_column("label", lambda labels: ["cat" for _ in labels]),
+    "has 5 options for model 'm0' and 6 for model 'm1'": with_column("logits", lambda z: [[*z[0], 0.0], *z[1:]]),
+    "it has no logits": with_column("logits", lambda z: [[], *z[1:]]),
+    "one of its logits is null": with_column("logits", lambda z: [[None] * 5, *z[1:]]),
+    "column 'logits' is list<": with_column("logits", lambda z: [[True] * 5 for _ in z]),
+    "no column 'logits'; it has example_id, label": lambda table: table.drop_columns(["logits"]),
+    "its cost is not a number of at least 0": lambda table: table.append_column("cost", pa.array([-1.0] * len(table))),
+    "has two columns named 'label'": lambda table: table.append_column("label", table["label"]),
+    "model 'm1', split 'calibration': the split is empty": lambda table: table.slice(0, 0),
+    "part-0.parquet is not a readable Parquet file": lambda table: b"example_id,label\n",
+    "split": lambda table: None,
+}
+
+
+@pytest.mark.parametrize("says", FAULTS)
+def test_every_fault_is_refused_in_one_line(table, says):
     path = part(table)
-    ids, labels, logits = (values(path, c) for c in ("example_id", "label", "logits"))
-    if fault == "id missing":
-        write_parquet(path, read_parquet(path).slice(1))
-    elif fault == "id duplicate":
-        rewrite(path, example_id=pa.array([ids[1], *ids[1:]]))
-    elif fault == "label outside":
-        rewrite(path, label=pa.array([5, *labels[1:]], pa.int32()))
-    elif fault == "label negative":
-        rewrite(path, label=pa.array([-1, *labels[1:]], pa.int32()))
-    elif fault == "labels disagree":
-        rewrite(path, label=pa.array([(labels[0] + 1) % 5, *labels[1:]], pa.int32()))
-    elif fault == "lengths disagree":
-        logits[3] = [*logits[3], 0.0]
-        rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())))
-    elif fault == "empty split":
-        write_parquet(path, read_parquet(path).slice(0, 0))
-    elif fault == "no files":
-        path.unlink()
-    elif fault == "no options":
-        rewrite(path, logits=pa.array([[], *logits[1:]], pa.list_(pa.float32())))
-    elif fault == "null logits":
-        rewrite(path, logits=pa.array([[None] * 5, *logits[1:]], pa.list_(pa.float32())))
-    elif fault == "logits are truths":
-        rewrite(path, logits=pa.array([[True] * 5] * len(ids)))
-    elif fault == "column twice":
-        table = read_parquet(path)
-        write_parquet(path, table.append_column("label", table.column("label")))
-    elif fault == "label too large":
-        rewrite(path, label=pa.array([2**40, *labels[1:]], pa.int64()))
-    elif fault == "null id":
-        rewrite(path, example_id=pa.array([None, *ids[1:]], pa.string()))
-    elif fault == "label is text":
-        rewrite(path, label=pa.array(["cat"] * len(ids)))
-    elif fault == "column missing":
-        rewrite(path, logits=None)
-    elif fault == "cost negative":
-        rewrite(path, cost=pa.array([-1.0] * len(ids), pa.float32()))
-    elif fault == "truncated":
-        path.write_bytes(path.read_bytes()[:-300])
-    elif fault == "no parquet":
-        path.write_bytes(b"example_id,label\n")
-
-
-@pytest.mark.parametrize(
-    ("fault", "says"),
-    [
-        ("id missing", "of model 'm0' is missing from model 'm1' (1 such)"),
-        ("id duplicate", "is a duplicate (part-0.parquet)"),
-        ("label outside", "label 5 is outside its 5 options"),
-        ("label negative", "label -1 is outside its 5 options"),
-        ("labels disagree", "as label for model 'm0' and"),
-        ("lengths disagree", "has 5 options for model 'm0' and 6 for model 'm1'"),
-        ("empty split", "model 'm1', split 'calibration': the split is empty"),
-        ("no files", "split"),
-        ("no options", "it has no logits"),
-        ("null logits", "one of its logits is null"),
-        ("logits are truths", "column 'logits' is list<"),
-        ("column twice", "part-0.parquet has two columns named 'label'"),
-        ("label too large", "column 'label' is int64, not int32"),
-        ("null id", "row 0 has no example_id"),
-        ("label is text", "column 'label' is string, not int32"),
-        ("column missing", "no column 'logits'; it has example_id, label"),
-        ("cost negative", "its cost is not a number of at least 0"),
-        ("truncated", "part-0.parquet is not a readable Parquet file"),
-        ("no parquet", "part-0.parquet is not a readable Parquet file"),
-    ],
-)
-def test_every_fault_is_refused_in_one_line(table, fault, says):
-    broken(table, fault)
+    changed = FAULTS[says](read_parquet(path))
+    path.unlink()
+    if isinstance(changed, bytes):
+        path.write_bytes(changed)
+    elif changed is not None:
+        write_parquet(path, changed)
     with pytest.raises(DataError) as error:
         LogitTable(table).read_chain(MODELS, "calibration")
     assert says in str(error.value)

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.data.splits import PAPER_RULES, split_by_rule, split_shares
+from cauc_ray.data.benchmarks import BENCHMARKS
+from cauc_ray.data.splits import split_by_rule, split_shares
 from cauc_ray.errors import ConfigError, DataError
 
 sizes = st.fixed_dictionaries(
@@ -11,16 +12,16 @@ sizes = st.fixed_dictionaries(
 )
 
 
-@given(st.sampled_from(sorted(PAPER_RULES)), sizes, st.integers(0, 99))
+@given(st.sampled_from(sorted(BENCHMARKS)), sizes, st.integers(0, 99))
 def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_sizes, seed):
-    splits = split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
+    splits = split_by_rule(BENCHMARKS[dataset].rule, partition_sizes, seed)
     parts = splits.values()
     taken = [(p.partition, row) for p in parts for row in p.rows.tolist()]
     assert len(taken) == len(set(taken))
     for part in parts:
         assert 0 <= part.rows.min() <= part.rows.max() < partition_sizes[part.partition]
     n = partition_sizes["validation"]
-    rule = PAPER_RULES[dataset]
+    rule = BENCHMARKS[dataset].rule
     assert abs(len(splits["calibration"].rows) - len(splits["validation"].rows)) <= 1
     if rule == "three-way":
         assert {p.partition for p in parts} == {"validation"}
@@ -31,7 +32,7 @@ def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_s
         assert splits["test"].partition == ("validation" if rule == "sample-train" else "test")
         assert len(splits["test"].rows) == partition_sizes[splits["test"].partition]
         assert splits["calibration"].partition == ("train" if rule == "sample-train" else "validation")
-    again = split_by_rule(PAPER_RULES[dataset], partition_sizes, seed)
+    again = split_by_rule(BENCHMARKS[dataset].rule, partition_sizes, seed)
     assert (again["calibration"].rows == splits["calibration"].rows).all()
 
 
