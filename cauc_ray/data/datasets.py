@@ -73,8 +73,7 @@ class Dataset:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that changes when files, their sizes or row counts, columns, seed or rule do; not with their path."""
-        with readable(self.name):
-            parts = {name: part.identity for name, part in self.parts.items()}
+        parts = {name: part.identity for name, part in self.parts.items()}
         readings = {name: [reading.benchmark, dict(reading.own)] for name, reading in self.readings.items()}
         content = json.dumps([self.rule, self.source.seed, parts, readings], sort_keys=True)
         return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()[:16]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +15,7 @@ from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, has_parquet_files, parquet_files
-from cauc_ray.files.paths import path_inside, readable
+from cauc_ray.files.paths import AnyPath, RemotePath, path_inside, path_of, readable
 from cauc_ray.numbers.types import Ints
 
 
@@ -24,7 +23,7 @@ class RunInput(Protocol):
     """What a run reads its rows from."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> AnyPath:
         """Where the rows come from, for people."""
 
     @property
@@ -43,8 +42,8 @@ class RunInput(Protocol):
         """Return the blocks of at most so many rows, without those that are done."""
 
 
-def open_input(path: str | Path) -> RunInput:
-    """Open a run's input: Parquet files (one, or all in a folder and below), else images.
+def open_input(path: str | AnyPath) -> RunInput:
+    """Open a run's input by its path or URI: Parquet files (one, or all in a folder and below), else images.
 
     Of Parquet files the identity is the rows by file, named relative to the folder; of images, all names and sizes.
     Raises DataError, in one line, where there is neither, and for files that are unreadable or do not fit together.
@@ -53,15 +52,15 @@ def open_input(path: str | Path) -> RunInput:
     Traceback (most recent call last):
     cauc_ray.errors.DataError: there is no file absent.parquet
     """
-    path = Path(path)
+    path = path_of(path)
     with readable(path):
         images = not has_parquet_files(path) if path.is_dir() else path.is_file() and is_image(path)
         return _images(path) if images else _tables(path)
 
 
-def _tables(path: Path) -> FileInput:
+def _tables(path: AnyPath) -> FileInput:
     files = parquet_files(path)
-    rows = ParquetRows([file.absolute() for file in files], "example_id")
+    rows = ParquetRows(list(map(_absolute, files)), "example_id")
     rows.schema(rows.columns)  # whose columns must fit together
     if rows.n_rows == 0:
         raise DataError(f"{path} holds no rows")
@@ -71,17 +70,21 @@ def _tables(path: Path) -> FileInput:
     return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.row_group_ends, 8)
 
 
-def _images(path: Path) -> FileInput:
+def _images(path: AnyPath) -> FileInput:
     folder = path.parent if path.is_file() else path
     # Links to folders may lead round in a circle, or as in /proc out to the whole machine.
     files = [path] if path.is_file() else filter(is_image, files_below(path))
-    rows = ImageRows(folder.absolute(), sorted(path_inside(file, folder) for file in files))
+    rows = ImageRows(_absolute(folder), sorted(path_inside(file, folder) for file in files))
     if rows.n_rows == 0:
         raise DataError(f"there are no .parquet files and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}")
     n, digest = rows.identity
     row_bytes = sum(size for size in rows.sizes if size > 0) / n
     # Files cost alike wherever they are, so groups are small: several processes share even a small input.
     return FileInput(path, n, row_bytes, {f"{n} images, {digest[:16]}": n}, rows, np.arange(1, n + 1), 4)
+
+
+def _absolute(path: AnyPath) -> AnyPath:
+    return path if isinstance(path, RemotePath) else path.absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class FileInput:
     ends: int64, the rows after which a group of blocks may end.   group_blocks: how many a group has at least.
     """
 
-    path: Path
+    path: AnyPath
     n_rows: int
     row_bytes: float
     identity: dict[str, int]

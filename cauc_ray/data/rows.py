@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow as pa
 from cauc_ray.data.text_files import read_csv, read_jsonl
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.parquet import footer_digest, open_parquet, plain_schema, read_rows
+from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.types import Ints
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -47,7 +47,7 @@ class Rows(Protocol):
 class _Files:
     """Files that follow one another, and which rows are in which."""
 
-    def __init__(self, files: Sequence[Path], n_rows: Sequence[int]) -> None:
+    def __init__(self, files: Sequence[AnyPath], n_rows: Sequence[int]) -> None:
         self.files = list(files)
         self.source = str(files[0] if len(files) == 1 else files[0].parent)
         self.starts = np.cumsum([0, *n_rows], dtype=np.int64)
@@ -55,7 +55,7 @@ class _Files:
 
     @property
     def identity(self) -> list[Any]:
-        sizes = [file.stat().st_size for file in self.files]
+        sizes = [_size(file) for file in self.files]
         names = [file.name for file in self.files]
         return [list(each) for each in zip(names, sizes, np.diff(self.starts).tolist(), strict=True)]
 
@@ -76,14 +76,14 @@ class ParquetRows(_Files):
     footers state it.
     """
 
-    def __init__(self, files: Sequence[Path], ids: str | None = None) -> None:
+    def __init__(self, files: Sequence[AnyPath], ids: str | None = None) -> None:
         """Read the footers.   ids: a column that names every row.
 
         Raises DataError when a file is unreadable, lacks ids or has other columns than the first.
         """
         lengths, ends = [], []
         self.n_bytes = 0
-        self._schemas: dict[pa.Schema, Path] = {}
+        self._schemas: dict[pa.Schema, AnyPath] = {}
         self._footers: list[str] = []
         for file in files:
             with open_parquet(file) as opened:
@@ -152,7 +152,7 @@ class ParquetRows(_Files):
                     yield fitted
 
 
-def _require_ids(file: Path, schema: pa.Schema, row_groups: Sequence[Any], ids: str) -> None:
+def _require_ids(file: AnyPath, schema: pa.Schema, row_groups: Sequence[Any], ids: str) -> None:
     if ids not in schema.names:
         raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(schema.names))}")
     if pa.types.is_nested(schema.field(ids).type):
@@ -188,7 +188,7 @@ class ImageRows:
     """Image files: example_id (the file's path relative to the folder), image (its bytes) and label, where known."""
 
     def __init__(
-        self, folder: Path, names: Sequence[str], labels: Sequence[int] | None = None, source: str = ""
+        self, folder: AnyPath, names: Sequence[str], labels: Sequence[int] | None = None, source: str = ""
     ) -> None:
         """Take the files' relative paths as they are; nothing is read. Raises DataError for one that is not UTF-8."""
         try:
@@ -230,21 +230,21 @@ class ImageRows:
         return str(self.folder / self.names[row].as_py())
 
 
-def is_image(file: Path) -> bool:
+def is_image(file: AnyPath) -> bool:
     """Return whether a file is an image by its name."""
-    return file.suffix.lower() in IMAGE_SUFFIXES
+    return file.name.lower().endswith(IMAGE_SUFFIXES)
 
 
-def read_image(file: Path) -> bytes | None:
+def read_image(file: AnyPath) -> bytes | None:
     """Return a file's bytes, None where it cannot be read."""
     try:
         return file.read_bytes() if file.is_file() else None  # a pipe would be waited for
-    except OSError:
+    except (OSError, DataError):
         return None
 
 
-def _size(file: Path) -> int:
+def _size(file: AnyPath) -> int:
     try:
-        return os.stat(file).st_size
+        return file.size() if isinstance(file, RemotePath) else file.stat().st_size
     except OSError:
         return -1

@@ -61,13 +61,14 @@ def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
             page_checksum_verification=True,
         )
         names = file.schema_arrow.names
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            file.close()
-            raise DataError(f"{path} has two columns named {twice!r}")
-        return file
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UnopenedError(f"{path} is not a readable Parquet file: {first_line(error)}") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError, DataError) as error:
+        reason = f"{path} is not a readable Parquet file: {first_line(error)}"
+        raise UnopenedError(str(error) if isinstance(error, DataError) else reason) from error
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        file.close()
+        raise DataError(f"{path} has two columns named {twice!r}")
+    return file
 
 
 def footer_digest(file: pq.ParquetFile) -> str:

@@ -71,6 +71,12 @@ class RemotePath:
         """Return whether there is a folder; on object stores, whether some object lies below."""
         return bool(self._type() == pyarrow.fs.FileType.Directory)
 
+    def size(self) -> int:
+        """Return the file's size in bytes."""
+        with self.open_input() as opened:
+            n_bytes: int = opened.size()
+            return n_bytes
+
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield what lies in the folder, sorted."""
         return (path for path, _ in self._list(recursive=False))

@@ -43,7 +43,7 @@ def run(
     """Run a policy's chain on every row of an input, on Ray.
 
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
-    input: Parquet file or folder with example_id and the columns that the models read; a folder of images; or a
+    input: Parquet file or folder, by path or URI, with example_id and the columns that models read; images; or a
     ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
     out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.

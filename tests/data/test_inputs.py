@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from cauc_ray.data.blocks import column_to_numpy, concat_column, ids_digest
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import DataError
+from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.parquet import write_parquet
 
 
 def read(path, block_rows, done=()):
@@ -60,19 +62,25 @@ def overwrite(file, row_group, column, byte=b"\xff"):
         opened.write(byte * meta.total_compressed_size)
 
 
-def test_columns_come_as_models_read_them():
-    assert column_to_numpy(pa.chunked_array([[1.5, 2.5]])).dtype == np.float64
-    assert column_to_numpy(pa.chunked_array([["a", "b"]])).tolist() == ["a", "b"]
-    assert column_to_numpy(pa.chunked_array([[b"\x00\x01"]]))[0] == b"\x00\x01"
-    fixed = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float32)), 3)
-    assert column_to_numpy(pa.chunked_array([fixed])).tolist() == [[0, 1, 2], [3, 4, 5]]
-    sliced = pa.chunked_array([fixed]).slice(1)
-    assert column_to_numpy(sliced).tolist() == [[3, 4, 5]]
-    ragged = column_to_numpy(pa.chunked_array([[[1, 2], [3]]]))
-    assert ragged.dtype == object
-    assert [row.tolist() for row in ragged] == [[1, 2], [3]]
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.uint8).reshape(2, 2, 3))
-    assert column_to_numpy(pa.chunked_array([tensors])).shape == (2, 2, 3)
+FIXED = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float32)), 3)
+COLUMNS = [
+    (pa.array([1.5, 2.5]), np.float64, [1.5, 2.5]),
+    (pa.array(["a", None]), object, ["a", None]),
+    (pa.array([b"\x00\x01"]), object, [b"\x00\x01"]),
+    (FIXED, np.float32, [[0, 1, 2], [3, 4, 5]]),
+    (FIXED.slice(1), np.float32, [[3, 4, 5]]),
+    (pa.array([[1, 2], [3, 4]]), np.int64, [[1, 2], [3, 4]]),
+    (pa.array([[1, 2], [3]]), object, [[1, 2], [3]]),
+    (pa.array([[1.0, 2.0], None], pa.list_(pa.float32(), 2)), object, [[1.0, 2.0], None]),
+    (pa.FixedShapeTensorArray.from_numpy_ndarray(np.ones((1, 2, 3), np.uint8)), np.uint8, [[[1] * 3] * 2]),
+]
+
+
+@pytest.mark.parametrize(("stored", "dtype", "expected"), COLUMNS)
+def test_columns_come_as_models_read_them(stored, dtype, expected):
+    column = column_to_numpy(pa.chunked_array([stored]))
+    assert column.dtype == dtype
+    assert [row.tolist() if isinstance(row, np.ndarray) else row for row in column] == expected
 
 
 def test_blocks_of_even_and_ragged_lists_join():
@@ -114,6 +122,25 @@ def test_groups_hold_eight_blocks_and_only_their_last_is_short(sizes, row_group_
             # Without its last row group there would be too few; with it there are enough, but at the end.
             assert sum(lengths) - row_group_rows < 8 * block_rows
             assert sum(lengths) >= 8 * block_rows or group == source.n_groups - 1
+
+
+def test_tables_and_images_are_read_by_path_or_uri(folder):
+    for name in ("tables", "images/b"):
+        make_folder(folder / name)
+    for number in range(2):
+        table = pa.table({"example_id": [f"{number}-0", f"{number}-1"], "x": [number, number]})
+        write_parquet(folder / "tables" / f"{number}.parquet", table)
+    opened = open_input(str(folder / "tables"))
+    assert opened.identity == {"0.parquet": 2, "1.parquet": 2}
+    assert ids(read(str(folder / "tables"), 3)) == ["0-0", "0-1", "1-0", "1-1"]
+    (folder / "tables" / "1.parquet").unlink()
+    ((_, block),) = opened.source(4).blocks(0)
+    assert block.may_return
+    assert block.example_ids == ["0-0", "0-1", "1.parquet:row 0", "1.parquet:row 1"]
+    for name in ("a.jpg", "b/2.PNG", "b/notes.txt"):
+        (folder / "images" / name).write_bytes(name.encode())
+    (block,) = read(str(folder / "images"), 3).values()
+    assert block.columns["image"].tolist() == [name.encode() for name in block.example_ids] == [b"a.jpg", b"b/2.PNG"]
 
 
 def test_a_thousand_tiny_files_are_few_blocks():
@@ -407,10 +434,3 @@ def test_labels_are_whole_numbers_of_any_type(tmp_path):
     pq.write_table(pa.table({"example_id": ["a", "b"], "label": [1.0, None]}), tmp_path / "e.parquet")
     (block,) = read(tmp_path / "e.parquet", 10).values()
     assert block.labels.tolist() == [1, -1]
-
-
-def test_a_missing_list_among_lists_of_one_length_is_none():
-    column = column_to_numpy(pa.chunked_array([pa.array([[1.0, 2.0], None, [3.0, 4.0]], pa.list_(pa.float32(), 2))]))
-    assert column.shape == (3,)
-    assert column[0].tolist() == [1.0, 2.0]
-    assert column[1].item() is None
