@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from cauc_ray.data.text_files import read_csv, read_jsonl
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.parquet import footer_digest, open_parquet, plain_schema, read_rows
+from cauc_ray.files.parquet import cast_table, footer_digest, open_parquet, plain_schema, read_rows
 from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.types import Ints
 
@@ -146,7 +146,7 @@ class ParquetRows(_Files):
                     )
                 for table in read_rows(opened, file, rows[first:last] - start, schema.names, size):
                     try:
-                        fitted = table.cast(schema)
+                        fitted = cast_table(table, schema)
                     except pa.ArrowException as error:
                         raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
                     yield fitted

@@ -107,7 +107,7 @@ def read_rows(
                 upto = np.searchsorted(rows, start + len(batch))
                 if first < upto:
                     # Parquet also gives a column "a.b" to who asks for "a". Arrow cannot take rows of views.
-                    table = pa.Table.from_batches([batch]).select(columns).cast(schema)
+                    table = cast_table(pa.Table.from_batches([batch]).select(columns), schema)
                     yield table if upto - first == len(table) else table.take(rows[first:upto] - start)
                 first, start = upto, start + len(batch)
                 if first == last:
@@ -117,6 +117,11 @@ def read_rows(
         if first < last:
             raise UnreadableError(f"{file} cannot be read in row group {group}: {reason}")
         start = end
+
+
+def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return a table in other types; where they are its own, without the import of pandas that Arrow's cast begins."""
+    return table if table.schema.equals(schema) else table.cast(schema)
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
