@@ -247,12 +247,6 @@ class Events:
             np.copyto(following, of_stage[stage], where=self._rises[stage])
         return change.ravel()[self._places]
 
-    @property
-    def rows(self) -> Ints:
-        """Return the row of each move, int (E,)."""
-        rows: Ints = self._places % self._rises.shape[1]
-        return rows
-
     def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
         """Return the row, the stage left and the stage reached of each move, int (E,)."""
         before, rows = np.divmod(self._places, self._rises.shape[1])

@@ -147,6 +147,25 @@ def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examp
     check()
 
 
+def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
+    """A shard then has none of the rows that a large fit takes as a sample, or all of them."""
+    n, turns = 9 * 512, 9
+    labels, logits = planted(np.random.default_rng(0), n, 4, (1.0, 1.7))
+    for model, own in zip(MODELS, logits, strict=False):
+        into = tmp_path / f"model={model}" / "split=calibration"
+        into.mkdir(parents=True)
+        for turn in range(turns):
+            rows = range(turn, n, turns)
+            table = logit_columns([f"{row:05d}" for row in rows], labels[rows], list(own[rows]), None)
+            pq.write_table(table, into / f"{turn}.parquet")
+    read = (MODELS[:2], "calibration")
+    table, costs = LogitTable(tmp_path), {"costs": COSTS[:2]}
+    whole, cut = table.read_chain(*read, **costs), LocalShards.of(table.read_chain_heads(*read, **costs), turns, turns)
+    for method in ("base", "rf"):
+        fits = [fit_policy(method, chain, chain, ThresholdRule(), SPLITS[:2]) for chain in (cut, whole)]
+        assert_same(*map(content_of, fits))
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     return write_scattered(tmp_path_factory.mktemp("logits"), 5)
