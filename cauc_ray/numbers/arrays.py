@@ -128,11 +128,11 @@ def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
     """Return rows as float32 (N, K), -inf beyond a row's options, and how many each has, int (N,)."""
     if isinstance(values, np.ma.MaskedArray):
         raise DataError(f"{where}: masked arrays are not read; fill in -inf where a row has no such option")
-    if hasattr(values, "to_numpy"):
-        values = values.to_numpy()
-    if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
-        values = list(values)  # a column of vectors
     try:
+        if hasattr(values, "__array__"):  # arrays, tensors, frames and columns
+            values = np.asarray(values)
+            if values.dtype == object and values.ndim == 1:
+                values = list(values)  # a column of vectors
         with np.errstate(over="ignore"):  # what is out of float32's reach is refused, or a mask
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
                 lengths = np.array([len(row) for row in values])
@@ -159,7 +159,7 @@ def _columns(values: Any) -> list[str]:
 def _labels(source: str, labels: Any, n: int) -> Ints:
     if labels is None:
         return np.full(n, UNKNOWN_LABEL, dtype=np.int32)
-    given = np.asarray(labels.to_numpy() if hasattr(labels, "to_numpy") else labels)
+    given = np.asarray(labels)
     if given.shape != (n,):
         raise DataError(f"{source}: labels of shape {given.shape} for {n} examples")
     with np.errstate(invalid="ignore"):

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -288,6 +289,8 @@ def test_logits_come_in_whatever_holds_numbers(data, library):
     for held, same in (
         (lambda z: frames.DataFrame(z), frames.Series(labels)),
         (lambda z: frames.Series(z.tolist()), frames.Series(labels)),  # a column of vectors
+        (lambda z: pa.array(z.tolist()), pa.array(labels)),
+        (lambda z: pa.table({str(k): z[:, k] for k in range(z.shape[1])}), pa.chunked_array([labels])),
         (lambda z: z.tolist(), labels.tolist()),
         (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
     ):
