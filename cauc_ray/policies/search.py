@@ -33,7 +33,7 @@ MOST_MODELS = 12
 N_RUNNERS_UP = 5
 
 # A step's answers, int32 (N,), and its confidences in them, float64 (N,).
-Answers: TypeAlias = tuple[Ints, Floats]
+_Answers: TypeAlias = tuple[Ints, Floats]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SubChain:
     reference: float | None = None
 
     @classmethod
-    def of(cls, indices: tuple[int, ...], steps: Iterable[Answers], reference: float | None = None) -> SubChain:
+    def of(cls, indices: tuple[int, ...], steps: Iterable[_Answers], reference: float | None = None) -> SubChain:
         """Return what a chain answers by its steps, each step's answers and confidences."""
         predictions, confidences = zip(*steps, strict=True)
         # One stage after another in memory, as a sweep reads them.
@@ -67,7 +67,7 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
     ]
 
     def after(
-        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[Answers, ...]
+        indices: tuple[int, ...], state: tuple[Floats, Floats] | None, steps: tuple[_Answers, ...]
     ) -> Iterator[SubChain]:
         for index in range(indices[-1] + 1 if indices else 0, n_models):
             r, r_validation = scores[index]
