@@ -36,13 +36,6 @@ def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_s
     assert (again["calibration"].rows == splits["calibration"].rows).all()
 
 
-def test_another_seed_is_another_split():
-    rows = [
-        split_by_rule("halve-validation", {"validation": 100, "test": 10}, seed)["calibration"].rows for seed in (0, 1)
-    ]
-    assert (rows[0] != rows[1]).any()
-
-
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(DataError, match="needs a partition 'test'"):
         split_by_rule("halve-validation", {"validation": 100})
