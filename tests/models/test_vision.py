@@ -362,11 +362,11 @@ def test_a_gpu_that_is_not_there_is_said(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", ROUNDING), ("bfloat16", 0.2)])
 def test_a_precision_changes_the_answers_as_little_as_it_must(tmp_path, dtype, tolerance):
-    network = new_network("resnet18", num_classes=50)
+    network = new_network("squeezenet1_1", num_classes=50)
     path = write_weights(network, tmp_path / "w.pth")
     images = list(synthetic_photographs(3))
-    expected = direct(network, models.ResNet18_Weights.DEFAULT.transforms(), images)
-    found = spec("resnet18", path, dtype=dtype).load()(column(images)).logits
+    expected = direct(network, models.SqueezeNet1_1_Weights.DEFAULT.transforms(), images)
+    found = spec("squeezenet1_1", path, dtype=dtype).load()(column(images)).logits
     assert found.dtype == np.float32
     assert_same(found, expected, tolerance)
     assert dtype == "float32" or np.abs(found - expected).max() > ROUNDING * expected.std()
