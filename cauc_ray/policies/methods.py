@@ -1,20 +1,13 @@
-"""The methods by name: the values of `--methods`, and which policy files there are."""
+"""The methods by name: the values of `--methods`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-from cauc_ray.errors import ConfigError, PolicyError, unknown_name
-from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.certificates import RiskLimit
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.method import Fitted, Fitting, Method, Thresholded
-from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.policy_file import POLICY_CLASSES
-from cauc_ray.policies.safe import Fit, fit_safe
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import PolicyCascade
 
@@ -70,45 +63,3 @@ def method_named(name: str) -> Method:
     if method.absent:
         raise ConfigError(f"method {name!r} needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'")
     return method
-
-
-def fit_policy(
-    method: str,
-    calibration: Chain,
-    validation: Chain | None,
-    rule: ThresholdRule,
-    names: tuple[str, str],
-    *,
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-) -> Policy:
-    """Fit a policy by its method's name. Raises ConfigError where the method has no policy file.
-
-    safe: whether it is compared with single models, as fit_safe does. The other arguments are those of fit_base.
-    """
-    if method not in POLICY_CLASSES:
-        raise ConfigError(unknown_name("method", method, POLICY_CLASSES))
-    fit: Fit = partial(fit_base if method == "base" else fit_rf, names=names, calibrator=calibrator)
-    return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
-
-
-def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
-    """Fit a policy by another one's rule, on a chain in which models were replaced.
-
-    A threshold that was given stays; one that was chosen is chosen again, by the same rule; a safe policy is guarded
-    again. Fits are deterministic: every number that does not depend on a replaced model stays equal to the bit.
-    Raises PolicyError where the calibration examples are not those of the policy.
-    """
-    if policy.calibration.examples_fingerprint != calibration.examples_fingerprint():
-        raise PolicyError(
-            f"{calibration.source} holds other calibration examples than the policy was fitted on; fit a new policy"
-        )
-    choice = policy.threshold_choice
-    rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
-    if choice.rule == "given":
-        rule = ThresholdRule(threshold=policy.threshold)
-    elif choice.certificate is not None:
-        rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
-    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
-    kind, safe = policy.calibrator_kind, policy.safe is not None
-    return fit_policy(policy.method, calibration, validation, rule, names, calibrator=kind, safe=safe)

@@ -14,7 +14,7 @@ from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.sharded import Sharding, sharded
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.models.resources import Resources
-from cauc_ray.policies.methods import fit_policy
+from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 
 FITS = {
@@ -78,6 +78,7 @@ def test_a_safe_fit_on_shards_is_that_of_one_process(table, ray_session, method,
     assert_same(json.loads(found.policy.to_json()), json.loads(expected.to_json()))
 
 
+@pytest.mark.slow
 def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path):
     write_table(tmp_path, n=60, ragged=True)
     told = []

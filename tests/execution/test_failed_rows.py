@@ -124,7 +124,8 @@ def test_a_stage_with_a_replica_that_never_answers_loses_no_row(tmp_path, whole)
     assert rows_of(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("column", ["example_id", pytest.param("x", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("column", ["example_id", "x"])
 def test_rows_that_could_not_be_read_are_tried_again_when_they_can_be(tmp_path, small_blocks, whole, column):
     """Also where the damage took their ids, so that nobody knew their names."""
     policy, inputs = two_model_policy(), numbered_input(tmp_path, 200)

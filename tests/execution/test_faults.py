@@ -29,28 +29,24 @@ def cascade(tmp_path_factory):
     runner.BLOCK_ROWS = before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(
     "name",
     [
         "replica-killed-shared",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                "replica-turns-bad",
-                "replica-hangs",
-                "replica-hangs-on",
-                "replicas-turn-bad",
-                "replica-turns-nan",
-                "replica-turns-shape",
-                "replica-turns-deadly",
-                "bad-for-a-while",
-                "row-kills",
-                "stage-down-degrade",
-                "reader-killed",
-                "controller-killed",
-            )
-        ),
+        "replica-turns-bad",
+        "replica-hangs",
+        "replica-hangs-on",
+        "replicas-turn-bad",
+        "replica-turns-nan",
+        "replica-turns-shape",
+        "replica-turns-deadly",
+        "bad-for-a-while",
+        "row-kills",
+        "stage-down-degrade",
+        "reader-killed",
+        "controller-killed",
     ],
 )
 def test_a_fault_changes_no_row(tmp_path, cascade, name):

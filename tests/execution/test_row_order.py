@@ -23,7 +23,7 @@ from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.likelihood import suits_float32
-from cauc_ray.policies.methods import fit_policy
+from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from jobs.job import main
 from jobs.schemas import job_named

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        pytest.param("rf", {"ragged": True}, id="rf-ragged"),
+        pytest.param("rf", {"ragged": True}, id="rf-ragged", marks=pytest.mark.slow),
         pytest.param("base", {"per_call": True}, id="base-per-call"),
         pytest.param("base", {"ragged": True}, id="base-ragged", marks=pytest.mark.slow),
         pytest.param("rf", {"per_call": True}, id="rf-per-call", marks=pytest.mark.slow),

@@ -15,7 +15,7 @@ from cauc_ray.execution.sharded import Sharding, sharded
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.policies.methods import fit_policy
+from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay
 

@@ -117,11 +117,9 @@ def test_bad_input_is_one_line(command, table, tmp_path):
     assert code == 2
     assert err.count("\n") == 1
     assert "budget 0.5 GFLOPs is below what the cheapest chain costs, 1 GFLOPs ('m0' alone)" in err
-    thirteen = ",".join(f"m{place}" for place in range(13))
-    code, _, err = command("fit", table, "--models", thirteen, "--search", "-o", "p.json")
-    assert code == 2
-    assert err.count("\n") == 1
-    assert "up to 12 models, got 13" in err
+    thirteen = {f"m{place}": [[0.0, 1.0]] * 4 for place in range(13)}
+    with pytest.raises(ConfigError, match="up to 12 models, got 13"):
+        cauc_ray.fit(thirteen, [0, 1, 0, 1], search=True)
     code, _, err = command(
         "fit", table, "--models", "m0,m1", "--validation-split", "nowhere", "--search", "-o", "p.json"
     )

@@ -18,8 +18,7 @@ from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.metrics import nll as mean_nll
 from cauc_ray.numbers.softmax import log_softmax, softmax, top_option
 from cauc_ray.numbers.sweep import sweep
-from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.methods import refit
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.search import search_chains
 from cauc_ray.policies.threshold import ThresholdRule

@@ -11,8 +11,7 @@ import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError, RiskError
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.methods import refit
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

@@ -14,8 +14,7 @@ import cauc_ray
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
-from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.methods import refit
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, PolicyCascade, measure_replay
 

@@ -6,8 +6,7 @@ from synthetic import chain
 
 from cauc_ray.errors import CaucWarning, DataError, PolicyError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.methods import refit
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
 
 FOUR = (0.8, 1.3, 1.8, 2.4)

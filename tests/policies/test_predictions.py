@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from synthetic import chain
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.policies.methods import fit_policy
+from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

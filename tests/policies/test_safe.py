@@ -13,8 +13,7 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.policies.cauc_rf import RFPolicy
-from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.methods import fit_policy, refit
+from cauc_ray.policies.fitting import fit_policy, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, replay, trace_policy
 

@@ -37,8 +37,15 @@ def cut(rows, sizes):
     return [part for part in np.split(rows, np.cumsum(sizes)) if len(part)]
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize(
+    ("method", "shares"),
+    [
+        ("base", False),
+        ("rf", True),
+        pytest.param("base", True, marks=pytest.mark.slow),
+        pytest.param("rf", False, marks=pytest.mark.slow),
+    ],
+)
 @given(sizes=st.lists(st.integers(1, 30), max_size=20), seed=st.integers(0, 99))
 def test_answers_are_those_of_the_replay_however_requests_are_cut(method, shares, sizes, seed):
     policy = POLICIES[method]

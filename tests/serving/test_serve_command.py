@@ -136,6 +136,7 @@ def set_policy(cauc, running):
     )
 
 
+@pytest.mark.slow
 def test_one_line_of_json_says_where_it_is(running):
     said = json.loads(running.said)
     assert said["model"] == "six"
@@ -147,6 +148,7 @@ def test_one_line_of_json_says_where_it_is(running):
     assert schema["paths"]["/v2/models/{name}/infer"]["post"]["security"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xe9", "Bearer " + "é" * 2000],
@@ -157,6 +159,7 @@ def test_without_a_valid_token_nothing_is_answered(running, given):
     assert list(answer) == ["error"]
 
 
+@pytest.mark.slow
 def test_the_policy_changes_with_its_own_token_only(running, set_policy):
     for token in (None, TOKEN, "", f"{POLICY_TOKEN}x"):
         code, out, err = set_policy("base.json", token=token)
@@ -175,6 +178,7 @@ def test_the_policy_changes_with_its_own_token_only(running, set_policy):
     assert "cheapest operating point" in err
 
 
+@pytest.mark.slow
 def test_a_token_that_no_header_can_carry_is_not_shown(set_policy):
     code, out, err = set_policy("base.json", token=f"{POLICY_TOKEN}\nmore")
     assert code == 2
@@ -182,6 +186,7 @@ def test_a_token_that_no_header_can_carry_is_not_shown(set_policy):
     assert "93ab" not in out + err
 
 
+@pytest.mark.slow
 def test_a_port_is_taken_once(running, cauc):
     port = json.loads(running.said)["url"].rpartition(":")[2]
     code, out, err = cauc("serve", "pool.yaml", "--policy", "rf.json", "--port", port)
@@ -189,6 +194,7 @@ def test_a_port_is_taken_once(running, cauc):
     assert err == f"cauc: error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
 
 
+@pytest.mark.slow
 def test_no_log_has_a_token(running):
     logs = [path for path in running.ray_folder.rglob("*") if path.is_file()]
     assert any("Router" in path.name for path in logs)
@@ -198,6 +204,7 @@ def test_no_log_has_a_token(running):
         assert POLICY_TOKEN.encode() not in content, path
 
 
+@pytest.mark.slow
 def test_sigterm_ends_it_and_leaves_no_process_and_no_file(running):
     started = psutil.Process(running.process.pid).children(recursive=True)
     assert started
