@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.data.queries import Texts
@@ -19,6 +20,7 @@ from cauc_ray.files.documents import write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
 from cauc_ray.front.calibrating import calibration_of
+from cauc_ray.front.evaluated import accuracy_over_cost, plot_model
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.fingerprints import fingerprints_of
 from cauc_ray.front.measuring import CONVENTIONS, Bench
@@ -34,6 +36,12 @@ from cauc_ray.policies.predictions import pandas_frame
 
 # Every model of the chain, alone: rows that are named single:<model>.
 SINGLE = "single"
+
+# Of curves; each is told from the others also by who does not see all colours, as far as so many can be.
+_COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C564B", "#999999",
+    "#F0E442", "#1B7837", "#C51B7D", "#4D4D4D", "#B2DF8A", "#FB9A99", "#6A3D9A", "#B15928", "#A6CEE3",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -65,6 +73,34 @@ class Comparison(Shown):
     def to_pandas(self) -> Any:
         """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
         return pandas_frame(self.to_arrow())
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy over cost: each method's curve with its point at the budget, and each model by itself.
+
+        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
+        Raises ConfigError where matplotlib is missing.
+        """
+        axes = accuracy_over_cost(self.about["cost_unit"], axes)
+        axes.set_prop_cycle(color=_COLORS)
+        for row in self.rows:
+            method, accuracy = row["method"], 100 * row["accuracy"]
+            if method.startswith(f"{SINGLE}:"):
+                plot_model(axes, method.removeprefix(f"{SINGLE}:"), row["cost"], row["accuracy"])
+                continue
+            (point,) = axes.plot(row["cost"], accuracy, "o", label=method)
+            curve = self.curves.filter(pc.equal(self.curves["method"], method)).sort_by("cost")
+            (line,) = axes.plot(
+                curve["cost"], 100 * curve["accuracy"].to_numpy(), linewidth=0.8, color=point.get_color()
+            )
+            if METHODS[method].paradigm == "ours":
+                low, high = row["accuracy_interval"]
+                spread = [[accuracy - 100 * low], [100 * high - accuracy]]
+                axes.errorbar(row["cost"], accuracy, yerr=spread, capsize=3, color=point.get_color(), zorder=3)
+                point.set(marker="D", markersize=8, zorder=4)
+                line.set(linewidth=2.5, zorder=3)
+        axes.axvline(self.about["budget"], color="#888888", linestyle=":", label="budget")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        return axes
 
     def small_table(self) -> SmallTable:
         """Return each method's accuracy and cost, as people see them."""

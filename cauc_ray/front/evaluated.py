@@ -66,23 +66,14 @@ class Evaluation(Shown):
         axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
         Raises ConfigError where matplotlib is missing, DataError where an example has no label.
         """
-        if axes is None:
-            axes = _new_axes()
-        chain, unit, measures = self.chain, self.policy.cost_unit, self.measures
+        axes = accuracy_over_cost(self.policy.cost_unit, axes)
+        chain, measures = self.chain, self.measures
         chain.require_labels("a curve")
         curve = trace_policy(self.policy, chain).frontier(chain)
         axes.step(curve.cost, 100 * curve.quality, where="post", color="#0072B2", label="every threshold")
         alone = answers_alone(self.policy, chain) == chain.labels[:, None]
         for model, cost, accuracy in zip(chain.models, chain.costs.means, alone.mean(axis=0), strict=True):
-            axes.plot(cost, 100 * accuracy, "o", color="black", markersize=5)
-            axes.annotate(
-                model,
-                (cost, 100 * accuracy),
-                xytext=(0, -14),
-                textcoords="offset points",
-                ha="center",
-                parse_math=False,
-            )
+            plot_model(axes, model, cost, accuracy)
         assert measures.accuracy is not None
         point = 100 * measures.accuracy.value
         spread = [[point - 100 * measures.accuracy.low], [100 * measures.accuracy.high - point]]
@@ -91,10 +82,6 @@ class Evaluation(Shown):
         )
         if self.policy.budget is not None:
             axes.axvline(self.policy.budget, color="#888888", linestyle=":", label="budget")
-        axes.margins(x=0.1, y=0.12)
-        axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
-        axes.set_ylabel("accuracy (%)")
-        axes.grid(alpha=0.25)
         axes.legend(loc="lower right", frameon=False)
         return axes
 
@@ -119,13 +106,29 @@ class Evaluation(Shown):
         return SmallTable(caption, ["stage", "reached", "answered", "accuracy"], rows)
 
 
-def _new_axes() -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
-    _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+def accuracy_over_cost(unit: str, axes: Any = None) -> Any:
+    """Return axes of accuracy in percent over cost: those given, or a new figure's.
+
+    Raises ConfigError where matplotlib is missing.
+    """
+    if axes is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
+        _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
+    axes.set_ylabel("accuracy (%)")
+    axes.grid(alpha=0.25)
     return axes
+
+
+def plot_model(axes: Any, model: str, cost: float, accuracy: float) -> None:
+    """Draw a model by itself as a point with its name."""
+    point = (cost, 100 * accuracy)
+    axes.plot(*point, "o", color="black", markersize=5)
+    axes.annotate(model, point, xytext=(0, -14), textcoords="offset points", ha="center", parse_math=False)
 
 
 def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:

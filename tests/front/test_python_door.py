@@ -458,6 +458,20 @@ def test_an_evaluation_is_drawn_and_shown(data, tmp_path):
         cauc_ray.evaluate(named, policy).plot()
 
 
+def test_a_comparison_is_drawn():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    comparison = cauc_ray.compare(cauc_ray.sample_logits(), methods=["single", "base", "margin", "oracle"])
+    axes = comparison.plot()
+    assert axes.get_xlabel() == "mean cost per example (k multiply-adds)"
+    named = {text.get_text() for text in [*axes.get_legend().get_texts(), *axes.texts]}
+    assert named == {"base", "margin", "oracle", "budget", "small", "large"}
+    drawn = {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}
+    assert {(row["cost"], 100 * row["accuracy"]) for row in comparison.rows} <= drawn
+    plt.close(axes.figure)
+
+
 def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):
     code, out, _ = command("fit", "--help")
     assert code == 0
