@@ -27,7 +27,8 @@ settings.load_profile("same")
 # A shell that runs the tests in the background has them and all that they start ignore Ctrl-C, which some send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="r", dir="/tmp"))
+# Of each process that runs tests; sockets need a short path.
+os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="r", dir="/tmp")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_metrics_report_interval_ms", "1000")  # ten times as often as Ray would
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
