@@ -8,7 +8,8 @@ import numpy as np
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.calibration import PRIOR_VARIANCE, Parts, solve_bias_corrected, solve_temperatures
+from cauc_ray.numbers.chain import ChainLogits, ChainPart
 from cauc_ray.numbers.costs import Costs
 
 SPLITS = ("calibration", "validation", "test")
@@ -81,3 +82,11 @@ def nll(weights, sources, labels):
 
     scores = sum(w * np.asarray(s, np.float64) for w, s in zip(weights, sources, strict=True))
     return float((logsumexp(scores, axis=1) - scores[np.arange(len(labels)), labels]).mean())
+
+
+def fit_bias_corrected(logits, labels, variance=PRIOR_VARIANCE, cuts=()):
+    """Return the fit of a temperature and a bias for each option, of rows in parts that end at cuts."""
+    rows = np.split(np.arange(len(labels)), cuts)
+    parts = [ChainPart((logits[own],), labels[own], own) for own in rows]
+    whole = Parts(lambda ask: [ask(part) for part in parts], len(labels))
+    return solve_bias_corrected(whole, solve_temperatures(whole), variance)

@@ -24,7 +24,6 @@ from cauc_ray.execution.session import room_for
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart
-from cauc_ray.numbers.likelihood import suits_float32
 from cauc_ray.numbers.logits import SumsToOne
 from cauc_ray.numbers.types import Ints
 
@@ -274,11 +273,6 @@ class ShardedChain(Chain):
         """Return the chain of some of the models, in the order of their positions here."""
         held = range(len(self.models)) if self.places is None else self.places
         return self.with_models(places, places=tuple(held[place] for place in places))
-
-    @property
-    def narrow(self) -> bool:
-        """Return whether fits on the logits as they are compute in float32."""
-        return suits_float32((len(self), self.width), np.dtype(np.float32))
 
 
 @contextmanager

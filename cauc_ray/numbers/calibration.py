@@ -7,17 +7,17 @@ With a bias b for each of K options, which has a normal prior, P = 1 is bias-cor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import reduce
-from math import isnan
+from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from cauc_ray.errors import DataError
-from cauc_ray.numbers.likelihood import Facts, Likelihood, Rows, Sums
+from cauc_ray.numbers.chain import ChainPart, Rows
+from cauc_ray.numbers.likelihood import Sums, nll, sample, squares, sums
 from cauc_ray.numbers.types import Floats, Ints
 
 T = TypeVar("T")
@@ -34,14 +34,13 @@ MOST_OPTIONS = 4096
 _LOWEST, _HIGHEST = 1e-8, 1e3
 _LARGEST_GROWTH = 8.0
 _MAX_STEPS = 100
-# A step of this relative size is the last: it leaves an error of about its square.
-_LAST_STEP = 1e-5
+# A step of this relative size is the last: it leaves an error of about its square, and float32 one of 1e-7.
+_LAST_STEP, _LAST_FLOAT32_STEP = 1e-5, 3e-4
 
-# Fits of many rows let a sample of about so many say where to go.
-_SAMPLE_ROWS = 512
-_MAX_SAMPLE_STEPS = 6
-# They end where the error to be expected is this share of a weight; float32 arithmetic gives no more.
-_FLOAT32_ERROR, _FLOAT64_ERROR = 1e-6, 1e-10
+# Fits of at least so many rows begin at the minimum of a sample of 512 to 1,023.
+_SAMPLED_ROWS, _SAMPLE_ROWS = 3_000, 512
+# Passes over at least so many float32 logits compute with them as they are.
+_FLOAT32_ELEMENTS = 4_000_000
 # Rounding may raise the NLL by so much, relatively, where a step lowers it by less.
 _NOISE = 1e-7
 
@@ -103,7 +102,7 @@ class TemperatureFit:
         named = zip(prefixes or ("",), self.statuses, self.standard_errors, strict=True)
         found: dict[str, Any] = {"nll_before": self.nll_before, "nll_after": self.nll_after}
         for prefix, status, error in named:
-            found |= {f"{prefix}status": status, f"{prefix}standard_error": None if isnan(error) else error}
+            found |= {f"{prefix}status": status, f"{prefix}standard_error": None if math.isnan(error) else error}
         return found
 
 
@@ -142,98 +141,67 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
 
     Raises DataError as fit_temperature does.
     """
-    return solve_temperatures(Parts.of(sources, labels))
-
-
-def fit_bias_corrected(logits: Floats, labels: Ints, variance: float = PRIOR_VARIANCE) -> TemperatureFit:
-    """Fit T and a bias for each option of softmax(z / T + b) by the likelihood and a normal prior of every bias.
-
-    Alexandari, Kundaje and Shrikumar, Maximum likelihood with bias-corrected calibration, ICML 2020; the prior also
-    fixes what the likelihood leaves open, a constant added to all biases.
-    logits: float (N, K), raw, of rows that have all K options.   labels: int (N,), the right option.   variance: of
-    the prior. Raises DataError as fit_temperature does, and naming a row that lacks an option.
-
-    >>> import numpy as np
-    >>> logits = np.array([[3.0, 0.0], [3.0, 0.0], [0.0, 3.0], [0.0, 3.0]])
-    >>> fit_bias_corrected(logits, np.array([0, 1, 1, 1])).biases[1] > 0
-    True
-    """
-    parts = Parts.of([logits], labels)
-    if parts.facts.lacking:
-        raise DataError(f"row {min(parts.facts.lacking)} lacks some of the {logits.shape[1]} options; biases need all")
-    return solve_bias_corrected(parts, solve_temperatures(parts), variance)
+    labels = np.asarray(labels)
+    return solve_temperatures(Parts.of(ChainPart(tuple(sources), labels, np.arange(len(labels)))))
 
 
 class Each(Protocol):
-    """Asks every part's likelihood the same, and returns the answers in the parts' order."""
+    """Asks every part the same, and returns the answers in the parts' order."""
 
-    def __call__(self, ask: Callable[[Likelihood], T], /) -> list[T]:
+    def __call__(self, ask: Callable[[ChainPart], T], /) -> list[T]:
         """Ask all parts."""
         ...
 
 
 class Parts:
-    """The rows of a fit in one part or in several, here or elsewhere, of which only sums are asked.
+    """The rows of a fit in one part or in several, here or elsewhere, of which only sums and some rows are asked.
 
-    each: asks every part's likelihood the same.   narrow: whether they compute in float32.   facts: of all rows.
-    lowest, highest: between which the weights are sought, (P,).
+    each: asks every part the same.   n: rows of all parts.   lowest, highest: between which the weights are sought,
+    (P,).   flat: which arrays are constant, (P,).
     """
 
-    def __init__(self, each: Each, *, narrow: bool) -> None:
-        """Ask the parts what is known before any pass."""
-        self.each, self.narrow = each, narrow
-        self.facts = facts = reduce(Facts.__add__, each(Likelihood.facts))
-        # The mean NLL wherever all rows were visited: most searches begin where nll() is asked for too.
-        self._values: dict[bytes, float] = {}
-        self.n, spreads, counts = facts.n, facts.spreads / facts.n, facts.n_margins
-        margins = np.where(counts > 0, np.exp(facts.log_margins / np.maximum(counts, 1)), spreads)
+    def __init__(self, each: Each, n: int) -> None:
+        """Ask the parts for some rows."""
+        self.each, self.n = each, n
+        found = each(partial(sample, step=max(1, n // _SAMPLE_ROWS)))
+        ranks = np.concatenate([part.ranks for part in found])
+        order = np.argsort(ranks)
+        arrays = tuple(
+            np.concatenate([own[:] for own in of_parts])[order]
+            for of_parts in zip(*(part.logits for part in found), strict=True)
+        )
+        self.some = ChainPart(arrays, np.concatenate([part.labels for part in found])[order], ranks[order])
+        self.n_options = arrays[0].shape[1]
+        narrow = n * self.n_options >= _FLOAT32_ELEMENTS and all(own.dtype == np.float32 for own in arrays)
+        self._dtype: type[np.floating] = np.float32 if narrow else np.float64
+        self.last_step = _LAST_FLOAT32_STEP if narrow else _LAST_STEP
+        spreads, margins = np.array([_scales(own) for own in arrays]).T
         # Constant logits have neither.
         self.flat = spreads <= 0
         self.lowest = _LOWEST * (1.0 / np.where(self.flat, 1.0, spreads))
         self.highest = _HIGHEST / np.where(self.flat, 1.0, np.minimum(margins, spreads))
 
     @classmethod
-    def of(cls, sources: Sequence[Rows], labels: Ints, *, narrow: bool | None = None) -> Parts:
-        """Return rows that are all here; arguments are those of Likelihood."""
-        likelihood = Likelihood(sources, labels, narrow=narrow)
+    def of(cls, part: ChainPart) -> Parts:
+        """Return rows that are all here."""
 
-        def each(ask: Callable[[Likelihood], T], /) -> list[T]:
-            return [ask(likelihood)]
+        def each(ask: Callable[[ChainPart], T], /) -> list[T]:
+            return [ask(part)]
 
-        return cls(each, narrow=likelihood.dtype is np.float32)
-
-    @property
-    def n_options(self) -> int:
-        """Return K."""
-        return max(self.each(Likelihood.n_options))
-
-    @property
-    def perfect(self) -> float:
-        """Return the mean NLL below which every row gives its label more than half."""
-        return float(np.log(2.0)) / self.n
-
-    def sample(self, rows: int) -> Parts:
-        """Return every n-th row by rank, so that about so many are left, as one part."""
-        step = max(1, self.n // rows)
-        ranks, sources, labels = zip(*self.each(lambda part: part.sample(step)), strict=True)
-        order = np.argsort(np.concatenate(ranks))
-        arrays = [np.concatenate(of_parts)[order] for of_parts in zip(*sources, strict=True)]
-        return Parts.of(arrays, np.concatenate(labels)[order], narrow=self.narrow)
-
-    def nll(self, at: Floats) -> float:
-        """Return the mean NLL at these weights and biases, in nats."""
-        key = at.tobytes()
-        return self._values[key] if key in self._values else sum(self.each(lambda part: part.nll(at))) / self.n
+        return cls(each, len(part))
 
     def means(self, at: Floats) -> Sums:
         """Visit all rows once at these weights and biases, and return the means."""
-        means = reduce(Sums.__add__, self.each(lambda part: part.sums(at))) / self.n
-        self._values[at.tobytes()] = means.value
-        return means
+        dtype = self._dtype if len(at) == len(self.lowest) else np.float64
+        return reduce(Sums.__add__, self.each(partial(sums, at=at, dtype=dtype))) / self.n
+
+    def nll(self, at: Floats) -> float:
+        """Return the mean NLL at these weights, in nats."""
+        return sum(self.each(partial(nll, at=at, dtype=self._dtype))) / self.n
 
     def squares(self, at: Floats, directions: Floats) -> tuple[float, Floats]:
         """Return the mean NLL, and the mean squares of the rows' gradients along directions, (P, D)."""
-        totals = np.sum(self.each(lambda part: part.squares(at, directions)), axis=0) / self.n
+        totals = np.sum(self.each(partial(squares, at=at, directions=directions)), axis=0) / self.n
         return float(totals[0]), totals[1:]
 
     def clipped(self, at: Floats) -> Floats:
@@ -246,28 +214,46 @@ class Parts:
         return bool(((weights > 10 * self.lowest) & (weights < self.highest / 10)).all())
 
 
+def _scales(logits: Floats) -> tuple[float, float]:
+    """Return the spread of rows of logits, and their margin, the geometric mean."""
+    with np.errstate(invalid="ignore"):  # rows that cannot be fitted are refused by the first pass
+        top, there = logits.max(axis=1, keepdims=True), np.isfinite(logits)
+        spread = (top[:, 0] - np.where(there, logits, 0).sum(axis=1) / there.sum(axis=1)).mean(dtype=np.float64)
+        margins = top[:, 0] - np.where(logits < top, logits, -np.inf).max(axis=1)
+    margins = margins[np.isfinite(margins)]
+    return float(spread), float(np.exp(np.log(margins, dtype=np.float64).mean())) if len(margins) else float(spread)
+
+
 def solve_temperatures(parts: Parts) -> TemperatureFit:
     """Fit the temperatures of the arrays that parts hold."""
     p = len(parts.lowest)
     start = np.full(p, 1.0 / p)
-    # Constant logits say nothing, and nothing would move their weight.
-    initial = np.where(parts.flat, parts.lowest, parts.clipped(start))
-    found = None
-    if p == 1 and not parts.facts.n_missed and not parts.flat:
-        found = _Minimum(parts.highest, parts.means(parts.highest), separable=True)
-    elif parts.n >= 8 * _SAMPLE_ROWS:
-        found = _by_sample(parts, initial)
-    if found is None:
-        found = _newton(parts.means, initial, parts, parts.perfect)
+    initial = _begin(parts, start)
+    found = _newton(parts.means, initial, parts)
+    nll_before = found.first_value if (initial == start).all() else parts.nll(start)
     directions = _inverse(found.means, p)
     squares = np.diag(directions @ found.means.scatter @ directions.T)
-    return _fit(found, parts, squares, parts.nll(start), found.means.value)
+    return _fit(found, parts, squares, nll_before, found.means.value)
+
+
+def _begin(parts: Parts, start: Floats) -> Floats:
+    """Return the weights from which a search goes on: start, or of many rows those that some of them have."""
+    # Constant logits say nothing, and nothing would move their weight.
+    initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
+    if parts.n < _SAMPLED_ROWS:
+        return initial
+    of_some = _newton(Parts.of(parts.some).means, initial, parts).at
+    # They may be separable, or say nothing, where the whole is not, or the reverse.
+    return of_some if parts.inside(of_some) else initial
 
 
 def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = PRIOR_VARIANCE) -> TemperatureFit:
-    """Fit the temperature and biases of the one array that parts hold, of rows that have all options.
+    """Fit T and a bias for each option of softmax(z / T + b) by the likelihood and a normal prior of every bias.
 
-    alone: what the temperature is without them. Where it is clamped as separable so is this one, and biases are 0:
+    Alexandari, Kundaje and Shrikumar, Maximum likelihood with bias-corrected calibration, ICML 2020; the prior also
+    fixes what the likelihood leaves open, a constant added to all biases.
+    parts: of one array of logits z whose rows have all options.   variance: of the prior.
+    alone: what the temperature is without biases. Where it is clamped as separable so is this one, and biases are 0:
     there is no error left that they could correct.
     """
     k = parts.n_options
@@ -281,7 +267,8 @@ def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = 
         found.curvature[1:, 1:] += strength * np.eye(k)
         return replace(found, value=found.value + strength * float(biases @ biases) / 2)
 
-    found = _newton(means, np.concatenate([parts.clipped(np.array(alone.weights)), np.zeros(k)]), parts, -np.inf)
+    start = np.concatenate([parts.clipped(np.array(alone.weights)), np.zeros(k)])
+    found = _newton(means, start, parts)
     nll_after, squares = parts.squares(found.at, _inverse(found.means, 1))
     fit = _fit(found, parts, squares, alone.nll_before, nll_after)
     return replace(fit, biases=tuple(found.at[1:].tolist()))
@@ -308,69 +295,26 @@ def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_
 
 @dataclass(frozen=True, slots=True)
 class _Minimum:
-    """Weights and biases (D,), means there or within the last step of there, and whether the data are separable."""
+    """Weights and biases (D,), means there or within the last step of there, and whether the data are separable.
+
+    first_value: the value where the search began.
+    """
 
     at: Floats
     means: Sums
+    first_value: float
     separable: bool = False
 
 
-def _by_sample(parts: Parts, initial: Floats) -> _Minimum | None:
-    """Minimise in two or three passes over all rows, with a sample of them to say where to go.
-
-    After each pass the sample's NLL, bent by a quadratic so that value, slope and curvature agree with all
-    rows', is minimised in place of theirs: it errs only in what its third derivative differs by, times the
-    square of the step, where Newton's step errs by the whole of it. Returns None where that leads nowhere.
-    """
-    sample = parts.sample(_SAMPLE_ROWS)
-    weights = _newton(sample.means, initial, parts, sample.perfect, last_step=1e-3).at
-    last, last_size = np.inf, 0.1
-    enough = _FLOAT32_ERROR if parts.narrow else _FLOAT64_ERROR
-    for _ in range(_MAX_SAMPLE_STEPS):
-        # The sample may be separable, or say nothing, where the whole is not, or the reverse.
-        if not parts.inside(weights):
-            return None
-        whole = parts.means(weights)
-        if whole.value > last + _NOISE * (1 + abs(last)):
-            return None
-        bent = _newton(_bent(sample, whole, weights), weights, parts, perfect=-np.inf)
-        size = float((np.abs(bent.at - weights) / weights).max())
-        # The error that the last step left was this one's size; errors go with the squares of the steps.
-        if size**3 / last_size**2 < enough:
-            return _Minimum(bent.at, replace(whole, value=bent.means.value)) if parts.inside(bent.at) else None
-        weights, last, last_size = bent.at, whole.value, max(size, 1e-3)
-    return None
-
-
-def _bent(sample: Parts, whole: Sums, at: Floats) -> Callable[[Floats], Sums]:
-    """Return the sample's means, bent by a quadratic to those of all rows at the given weights."""
-    own = sample.means(at)
-    slope, curvature = whole.gradient - own.gradient, whole.curvature - own.curvature
-
-    def means(weights: Floats) -> Sums:
-        if weights is at:
-            return whole
-        here, step = sample.means(weights), weights - at
-        return Sums(
-            value=here.value + whole.value - own.value + float(slope @ step + step @ curvature @ step / 2),
-            gradient=here.gradient + slope + curvature @ step,
-            curvature=here.curvature + curvature,
-            scatter=here.scatter,
-        )
-
-    return means
-
-
-def _newton(
-    means_at: Callable[[Floats], Sums], at: Floats, parts: Parts, perfect: float, last_step: float = _LAST_STEP
-) -> _Minimum:
+def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Minimum:
     """Minimise by Newton's method, with the weights between parts' bounds.   at: where to start, (D,).
 
-    A step that raises the value is halved: the problem is convex, so a short one lowers it. Below perfect every row
-    gives its label more than half; more weight in the same proportion is then always better, and the weights go to
-    their bounds.
+    A step that raises the value is halved: the problem is convex, so a short one lowers it. Without biases a value
+    below log(2) / N means that every row gives its label more than half; more weight in the same proportion is then
+    always better, and the weights go to their bounds.
     """
     p, means = len(parts.lowest), means_at(at)
+    first_value, perfect = means.value, math.log(2) / parts.n if len(at) == p else -math.inf
     for _ in range(_MAX_STEPS):
         if means.value < perfect:
             break
@@ -378,17 +322,17 @@ def _newton(
         # Relative for weights; biases are log odds.
         size = float((np.abs(step) / np.append(at[:p], np.ones(len(at) - p))).max())
         target = parts.clipped(at + step)
-        if size < last_step:
-            return _Minimum(target, means)
+        if size < parts.last_step:
+            return _Minimum(target, means, first_value)
         trial = means_at(target)
-        while trial.value > means.value + _NOISE * (1.0 + abs(means.value)) and size > last_step:
+        while trial.value > means.value + _NOISE * (1.0 + abs(means.value)) and size > parts.last_step:
             step, size = step / 2, size / 2
             target = parts.clipped(at + step)
             trial = means_at(target)
         at, means = target, trial
     # Only a minimum at infinity keeps a safeguarded Newton iteration going for so long.
     at = np.append(at[:p] * (parts.highest / at[:p]).min(), at[p:])
-    return _Minimum(at, means_at(at), separable=True)
+    return _Minimum(at, means_at(at), first_value, separable=True)
 
 
 def _step(at: Floats, means: Sums, parts: Parts) -> Floats:

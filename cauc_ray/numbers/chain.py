@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.digest import digest_of_rows
-from cauc_ray.numbers.likelihood import Rows, suits_float32
 from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -26,18 +25,34 @@ _BLOCK_BYTES = 1 << 20
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+class Rows(Protocol):
+    """Logits of N rows, float (N, K), read by slices or positions: an array, or what is stored elsewhere."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (N, K)."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype[np.floating]:
+        """Return the type of what is read."""
+        ...
+
+    def __getitem__(self, rows: slice | Ints, /) -> Floats:
+        """Return some rows, float (n, K)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class ChainPart:
     """Some of a chain's examples with their logits, read in blocks.
 
     logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' positions among all.
-    cache: what questions keep here from one to the next.
     """
 
     logits: tuple[Rows, ...]
     labels: Ints
     ranks: Ints
-    cache: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,9 +63,8 @@ class ChainPart:
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
     def of_models(self, places: Sequence[int]) -> ChainPart:
-        """Return the part of some of the models, in the order of their positions here; its cache stays here, too."""
-        cache = self.cache.setdefault(f"of_models {list(places)}", {})
-        return ChainPart(tuple(self.logits[place] for place in places), self.labels, self.ranks, cache)
+        """Return the part of some of the models, in the order of their positions here."""
+        return ChainPart(tuple(self.logits[place] for place in places), self.labels, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +91,6 @@ class Chain(ABC):
     @abstractmethod
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask every part the same, and return the answers in the parts' order. Parts may be in other processes."""
-
-    @property
-    @abstractmethod
-    def narrow(self) -> bool:
-        """Return whether fits on the logits as they are compute in float32."""
 
     @property
     def logit_kinds(self) -> tuple[LogitKind, ...]:
@@ -142,11 +151,6 @@ class ChainLogits(Chain):
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask the one part that there is."""
         return [ask(self.part)]
-
-    @property
-    def narrow(self) -> bool:
-        """Return whether fits on the logits as they are compute in float32."""
-        return suits_float32(self.logits[0].shape, *(logits.dtype for logits in self.logits))
 
     def of_models(self, places: Sequence[int]) -> Self:
         """Return the chain of some of the models, in the order of their positions here."""

@@ -9,21 +9,21 @@ rounding is of the size of that of float32 arithmetic: it moves a fitted weight 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from cauc_ray.errors import DataError
+from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
-# A label's score, less the largest that its row could have, below which exp comes near the end of float32.
-_LOWEST_SCORE = -60.0
+# The sum of a row's terms, of which its label's is 1, beyond which float32 comes near its end.
+_LARGEST_SUM = 1e25
+# The gap of a missing option: no weight brings it near, and 0 times its square is 0, where 0 x inf would be NaN.
+_MISSING = -1e25
 
-# Float32 logits of at least so many elements are computed with as they are.
-_FLOAT32_ELEMENTS = 4_000_000
 # A block's arrays stay in the second-level cache of one core.
 _BLOCK_BYTES = 768 * 1024
 
@@ -31,42 +31,6 @@ _BLOCK_BYTES = 768 * 1024
 # this process, threads that wait for one another take many times as long; only large K are worth that, and blocks of
 # some rows.
 _ONE_THREAD, _SOME_ROWS, _MANY_OPTIONS_BYTES = 1 << 17, 8, 4 << 20
-
-
-class Rows(Protocol):
-    """Logits of N rows, float (N, K), read by slices or positions: an array, or what is stored elsewhere."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return (N, K)."""
-        ...
-
-    @property
-    def dtype(self) -> np.dtype[np.floating]:
-        """Return the type of what is read."""
-        ...
-
-    def __getitem__(self, rows: slice | Ints, /) -> Floats:
-        """Return some rows, float (n, K)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Facts(Summed):
-    """What is known of n rows before any pass.
-
-    n_missed: rows whose label is not their largest logit in some array.
-    spreads: (P,), the distances of a row's largest logit from its mean.   log_margins, n_margins: (P,), the logarithms
-    of that distance from the next smaller logit, and how many rows have one.
-    lacking: of each part that has some, the rank of its first row that lacks an option.
-    """
-
-    n: int
-    n_missed: int
-    spreads: Floats
-    log_margins: Floats
-    n_margins: Floats
-    lacking: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +51,100 @@ class Sums(Summed):
         return Sums(self.value / n, self.gradient / n, self.curvature / n, self.scatter / n)
 
 
+def sample(part: ChainPart, step: int) -> ChainPart:
+    """Return every row whose rank is a multiple of step. Raises DataError naming a row whose label is no option."""
+    (n, k), labels = part.logits[0].shape, part.labels
+    if n == 0 or k == 0:
+        raise DataError(f"a fit needs at least one row and one option, got logits of shape {(n, k)}")
+    if labels.shape != (n,) or any(source.shape != (n, k) for source in part.logits):
+        shapes = [source.shape for source in part.logits]
+        raise DataError(f"logits {shapes} and labels {labels.shape} do not describe the same rows")
+    _require(part.ranks, labels, (labels >= 0) & (labels < k), f"label {{}} is outside the {k} options")
+    rows = np.flatnonzero(part.ranks % step == 0)
+    return ChainPart(tuple(source[rows] for source in part.logits), labels[rows], part.ranks[rows])
+
+
+def first_lacking(part: ChainPart) -> int | None:
+    """Return the lowest rank of a row that lacks an option in some array, None where all have all."""
+    found = []
+    for rows in part.blocks():
+        lacking = np.logical_or.reduce([np.isneginf(source[rows]).any(axis=1) for source in part.logits])
+        found += part.ranks[rows][lacking].tolist()
+    return min(found, default=None)
+
+
+def _require_fit(part: ChainPart, rows: slice) -> None:
+    """Raise DataError naming a row that cannot be fitted, if there is one among some."""
+    ranks, labels = part.ranks[rows], part.labels[rows]
+    for logits in (source[rows] for source in part.logits):
+        top = logits.max(axis=1)
+        unfit = "largest logit is {}; NaN, +inf and rows of -inf cannot be fitted"
+        _require(ranks, top, np.isfinite(top), unfit)
+        gone = "label {} points at an option that the row does not have"
+        _require(ranks, labels, np.isfinite(logits[np.arange(len(labels)), labels]), gone)
+
+
+def _require(ranks: Ints, values: Any, good: Bools, why: str) -> None:
+    """Raise DataError naming the first row that is not good, by its rank.   why: with room for its value."""
+    if not good.all():
+        row = int(np.flatnonzero(~good)[0])
+        raise DataError(f"row {ranks[row]}: {why.format(values[row])}")
+
+
+def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
+    """Visit all rows once.   at: weights and biases, (D,).   dtype: to compute in.
+
+    Raises DataError naming a row that cannot be fitted.
+    """
+    p, d = len(part.logits), len(at)
+    value, gradient, curvature, scatter = 0.0, np.zeros(d), np.zeros((d, d)), np.zeros((p, p))
+    for block in _blocks(part, at, dtype):
+        means = block.means()
+        value += block.nll
+        for i in range(p):
+            weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
+            for j in range(i, p):
+                second = np.vecdot(weighted, block.gaps[j]) / block.sums
+                curvature[i, j] += (second - means[i] * means[j]).sum(dtype=np.float64)
+                curvature[j, i] = curvature[i, j]
+        gradient[:p] += means.sum(axis=1)
+        scatter += means @ means.T
+        if d > p:
+            probabilities = np.divide(block.terms, block.sums[:, None], out=block.terms)
+            of_options = probabilities.sum(axis=0)
+            gradient[p:] += of_options - np.bincount(block.labels, minlength=d - p)
+            for i in range(p):
+                centred = np.subtract(block.gaps[i], means[i][:, None], out=block.spare)
+                curvature[i, p:] += np.multiply(probabilities, centred, out=block.spare).sum(axis=0)
+            curvature[p:, p:] -= probabilities.T @ probabilities
+            curvature[p:, p:][np.diag_indices(d - p)] += of_options
+    curvature[p:, :p] = curvature[:p, p:].T
+    return Sums(value, gradient, curvature, scatter)
+
+
+def nll(part: ChainPart, at: Floats, dtype: type[np.floating]) -> float:
+    """Return the NLL alone, in nats, summed over the rows."""
+    return sum(block.nll for block in _blocks(part, at, dtype))
+
+
+def squares(part: ChainPart, at: Floats, directions: Floats) -> Floats:
+    """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
+    p = len(part.logits)
+    totals = np.zeros(1 + p)
+    for block in _blocks(part, at, np.float64):
+        of_biases = np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums - directions[:, p + block.labels]
+        along = directions[:, :p] @ block.means() + of_biases
+        totals += block.nll, *np.vecdot(along, along)
+    return totals
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Some rows of a pass.
 
-    gaps: logits less their row's largest, P arrays (rows, K).   terms: exp of their scores less their peak, (rows, K).
-    spare: room of that shape.   sums: of the terms, (rows,).   labels: (rows,).   label_gaps: (P, rows).   nll: summed
-    over the rows.
+    gaps: logits less their label's, P arrays (rows, K).   terms: exp of their scores less their label's, or less their
+    peak where that is far above it, (rows, K).   spare: room of that shape.   sums: of the terms, (rows,).
+    labels: (rows,).   nll: summed over the rows.
     """
 
     gaps: list[Floats]
@@ -101,7 +152,6 @@ class _Block:
     spare: Floats
     sums: Floats
     labels: Ints
-    label_gaps: Floats
     nll: float
 
     def means(self) -> Floats:
@@ -109,197 +159,49 @@ class _Block:
         return np.stack([np.vecdot(self.terms, gap) / self.sums for gap in self.gaps]).astype(np.float64)
 
 
-def suits_float32(shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> bool:
-    """Say whether logits of such a shape and of these types are computed with in float32."""
-    return math.prod(shape) >= _FLOAT32_ELEMENTS and all(dtype == np.float32 for dtype in dtypes)
+def _slices(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) -> list[slice]:
+    n, k = part.logits[0].shape
+    size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (len(part.logits) + 2))
+    if biased:
+        size = _ONE_THREAD // (k * k)
+        if size < _SOME_ROWS:
+            size = _MANY_OPTIONS_BYTES // (8 * k)
+    size = max(1, size)
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-class Likelihood:
-    """Logit arrays and labels, checked, with what every pass needs of each row."""
-
-    def __init__(
-        self,
-        sources: Sequence[Rows],
-        labels: Ints,
-        *,
-        narrow: bool | None = None,
-        ranks: Ints | None = None,
-    ) -> None:
-        """Look at all rows once. Raises DataError naming a row that cannot be fitted.
-
-        narrow: whether to compute in float32, None for what suits so many logits of such a type.
-        ranks: int (N,), the rows' positions among all where these are but a part of them.
-        """
-        n, k = sources[0].shape
-        self.sources, self.labels = list(sources), np.asarray(labels)
-        if n == 0 or k == 0:
-            raise DataError(f"a fit needs at least one row and one option, got logits of shape {(n, k)}")
-        if self.labels.shape != (n,) or any(s.shape != (n, k) for s in self.sources):
-            shapes = [s.shape for s in self.sources]
-            raise DataError(f"logits {shapes} and labels {self.labels.shape} do not describe the same rows")
-        self.ranks = np.arange(n) if ranks is None else ranks
-        self._require(self.labels, (self.labels < 0) | (self.labels >= k), f"label {{}} is outside the {k} options")
-        if narrow is None:
-            narrow = suits_float32((n, k), *(s.dtype for s in self.sources))
-        self.dtype: type[np.floating] = np.float32 if narrow else np.float64
-        self._tops = [np.empty((n, 1), dtype=self.dtype) for _ in self.sources]
-        self._label_gaps = np.empty((len(self.sources), n))
-        self._padded = False
-        self._lacking: list[int] = []
-        self._buffers: list[Floats] = []
-        self._spreads, self._log_margins, self._n_margins = np.zeros((3, len(self.sources)))
-        for rows in self._slices(self.dtype):
-            for place, source in enumerate(self.sources):
-                self._look(place, source[rows], rows)
-
-    def _require(self, values: Any, bad: Bools, why: str, rows: slice = slice(None)) -> None:
-        """Raise DataError naming the first bad row, int (n,), of some.   why: with room for its value."""
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise DataError(f"row {self.ranks[rows][row]}: {why.format(values[row])}")
-
-    def _look(self, place: int, logits: Floats, rows: slice) -> None:
-        """Note what every pass needs of a block of a source."""
-        top, labels = logits.max(axis=1), self.labels[rows]
-        unfit = "largest logit is {}; NaN, +inf and rows of -inf cannot be fitted"
-        self._require(top, ~np.isfinite(top), unfit, rows)
-        gap = np.float64(logits[np.arange(len(labels)), labels]) - np.float64(top)
-        self._require(labels, ~np.isfinite(gap), "label {} points at an option that the row does not have", rows)
-        # A missing option makes its row's sum -inf. Only the search's bounds need the sums: float32 will do.
-        total = np.vecdot(logits, np.ones(logits.shape[1], dtype=logits.dtype))
-        n_options: int | Ints = logits.shape[1]
-        if np.isneginf(total).any():
-            self._padded = True
-            self._lacking.append(int(self.ranks[rows][np.isneginf(total)].min()))
-            there = np.isfinite(logits)
-            total, n_options = np.where(there, logits, 0).sum(axis=1), there.sum(axis=1)
-        self._tops[place][rows, 0] = top
-        self._label_gaps[place, rows] = gap
-        self._spreads[place] += float((top - total / n_options).sum(dtype=np.float64))
-        margins = top - np.where(logits < top[:, None], logits, -np.inf).max(axis=1)
-        margins = margins[np.isfinite(margins)]
-        self._log_margins[place] += float(np.log(margins, dtype=np.float64).sum())
-        self._n_margins[place] += len(margins)
-
-    def n_options(self) -> int:
-        """Return K."""
-        return self.sources[0].shape[1]
-
-    def facts(self) -> Facts:
-        """Return what is known of the rows before any pass."""
-        return Facts(
-            n=len(self.labels),
-            n_missed=int(self._label_gaps.any(axis=0).sum()),
-            spreads=self._spreads,
-            log_margins=self._log_margins,
-            n_margins=self._n_margins,
-            lacking=(min(self._lacking),) if self._lacking else (),
-        )
-
-    def sample(self, step: int) -> tuple[Ints, list[Floats], Ints]:
-        """Return every row whose rank is a multiple of step: ranks (n,), P arrays (n, K), labels (n,)."""
-        places = np.flatnonzero(self.ranks % step == 0)
-        return self.ranks[places], [source[places] for source in self.sources], self.labels[places]
-
-    def nll(self, at: Floats) -> float:
-        """Return the NLL at these weights and biases, in nats, summed over the rows."""
-        return sum(block.nll for block in self._blocks(at))
-
-    def sums(self, at: Floats) -> Sums:
-        """Visit all rows once at these weights and biases."""
-        p, d = len(self.sources), len(at)
-        value, gradient, curvature, scatter = 0.0, np.zeros(d), np.zeros((d, d)), np.zeros((p, p))
-        for block in self._blocks(at):
-            means = block.means()
-            value += block.nll
-            for i in range(p):
-                weighted = np.multiply(block.terms, block.gaps[i], out=block.spare)
-                for j in range(i, p):
-                    second = np.vecdot(weighted, block.gaps[j]) / block.sums
-                    curvature[i, j] += (second - means[i] * means[j]).sum(dtype=np.float64)
-                    curvature[j, i] = curvature[i, j]
-            residuals = means - block.label_gaps
-            gradient[:p] += residuals.sum(axis=1)
-            scatter += residuals @ residuals.T
-            if d > p:
-                probabilities = np.divide(block.terms, block.sums[:, None], out=block.terms)
-                of_options = probabilities.sum(axis=0)
-                gradient[p:] += of_options - np.bincount(block.labels, minlength=d - p)
-                for i in range(p):
-                    centred = np.subtract(block.gaps[i], means[i][:, None], out=block.spare)
-                    curvature[i, p:] += np.multiply(probabilities, centred, out=block.spare).sum(axis=0)
-                curvature[p:, p:] -= probabilities.T @ probabilities
-                curvature[p:, p:][np.diag_indices(d - p)] += of_options
-        curvature[p:, :p] = curvature[:p, p:].T
-        return Sums(value, gradient, curvature, scatter)
-
-    def squares(self, at: Floats, directions: Floats) -> Floats:
-        """Return the NLL, and the squares of the rows' gradients along directions, (P, D), summed over the rows."""
-        p = len(self.sources)
-        totals = np.zeros(1 + p)
-        for block in self._blocks(at):
-            of_biases = (
-                np.vecdot(block.terms[None], directions[:, None, p:]) / block.sums - directions[:, p + block.labels]
-            )
-            along = directions[:, :p] @ (block.means() - block.label_gaps) + of_biases
-            totals += block.nll, *np.vecdot(along, along)
-        return totals
-
-    def _slices(self, dtype: type[np.floating], *, biased: bool = False) -> Iterator[slice]:
-        n, k = self.sources[0].shape
-        size = _BLOCK_BYTES // (k * np.dtype(dtype).itemsize * (len(self.sources) + 2))
+def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_Block]:
+    """Compute blocks of rows in buffers, which the next one overwrites."""
+    p, k = len(part.logits), part.logits[0].shape[1]
+    weights, biases = at[:p], at[p:]
+    biased = len(biases) > 0
+    slices = _slices(part, dtype, biased=biased)
+    # Fresh memory for each block would cost as much as what is computed in it.
+    buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
+    ones = np.ones(k, dtype=dtype)
+    for rows in slices:
+        *gaps, terms, spare = (array[: rows.stop - rows.start] for array in buffers)
+        labels = part.labels[rows]
+        for gap, source in zip(gaps, part.logits, strict=True):
+            logits = source[rows]
+            with np.errstate(invalid="ignore"):
+                np.subtract(logits, logits[np.arange(len(labels)), labels][:, None], out=gap, dtype=dtype)
+            np.maximum(gap, dtype(_MISSING), out=gap)
+        scores = np.multiply(gaps[0], dtype(weights[0]), out=spare)
+        for gap, weight in zip(gaps[1:], weights[1:], strict=True):
+            scores += np.multiply(gap, dtype(weight), out=terms)
         if biased:
-            size = _ONE_THREAD // (k * k)
-            if size < _SOME_ROWS:
-                size = _MANY_OPTIONS_BYTES // (8 * k)
-        size = max(1, size)
-        return (slice(start, min(start + size, n)) for start in range(0, n, size))
-
-    def _blocks(self, at: Floats) -> Iterator[_Block]:
-        """Compute blocks of rows in buffers, which the next one overwrites."""
-        p, k = len(self.sources), self.sources[0].shape[1]
-        weights, biases = at[:p], at[p:]
-        biased = len(biases) > 0
-        dtype = np.float64 if biased else self.dtype
-        slices = list(self._slices(dtype, biased=biased))
-        # Kept from pass to pass: fresh memory costs as much as what is computed in it.
-        if not (self._buffers and self._buffers[0].dtype == dtype and len(self._buffers[0]) == slices[0].stop):
-            self._buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
-        ones = np.ones(k, dtype=dtype)
-        label_scores = weights @ self._label_gaps
-        if biased:
-            label_scores += biases[self.labels]
-        for rows in slices:
-            *gaps, terms, spare = (array[: rows.stop - rows.start] for array in self._buffers)
-            for gap, source, top in zip(gaps, self.sources, self._tops, strict=True):
-                np.subtract(source[rows], top[rows], out=gap, dtype=dtype)
-            missing = self._drop_missing(gaps) if self._padded else None
-            np.multiply(gaps[0], dtype(weights[0]), out=terms)
-            for gap, weight in zip(gaps[1:], weights[1:], strict=True):
-                terms += np.multiply(gap, dtype(weight), out=spare)
-            if biased:
-                terms += biases
-            if missing is not None:
-                terms[missing] = -np.inf
-            peak_sum = 0.0
-            # Without biases no term exceeds 0. Where the label's own is not so low that the sums could vanish, no peak
-            # is missed.
-            if biased or float(label_scores[rows].min()) < _LOWEST_SCORE:
-                peaks = terms.max(axis=1, keepdims=True)
-                terms -= peaks
-                peak_sum = float(peaks.sum(dtype=np.float64))
-            np.exp(terms, out=terms)
+            scores += biases
+            scores -= biases[labels][:, None]
+        peaks = 0.0
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.exp(scores, out=terms)
             # By dot products: a matrix product would start threads of its own.
             sums = np.vecdot(terms, ones)
-            nll = float(np.log(sums).sum(dtype=np.float64)) + peak_sum - float(label_scores[rows].sum())
-            yield _Block(gaps, terms, spare, sums, self.labels[rows], self._label_gaps[:, rows], nll)
-
-    @staticmethod
-    def _drop_missing(gaps: list[Floats]) -> Bools:
-        """Mark the options that a row lacks and set them to 0, as 0 x exp(-inf) is 0 and -inf x 0 is NaN."""
-        missing = np.isneginf(gaps[0])
-        for gap in gaps[1:]:
-            missing |= np.isneginf(gap)
-        for gap in gaps:
-            gap[missing] = 0.0
-        return missing
+        if not sums.max() < _LARGEST_SUM:
+            _require_fit(part, rows)
+            highest = scores.max(axis=1, keepdims=True)
+            sums = np.vecdot(np.exp(scores - highest, out=terms), ones)
+            peaks = float(highest.sum(dtype=np.float64))
+        nll = float(np.log(sums).sum(dtype=np.float64)) + peaks
+        yield _Block(gaps, terms, spare, sums, labels, nll)

@@ -18,8 +18,8 @@ from cauc_ray.numbers.calibration import (
     solve_temperatures,
 )
 from cauc_ray.numbers.calibrators import KINDS, Calibrator, CalibratorKind, Isotonic, fit_isotonic
-from cauc_ray.numbers.chain import Chain, ChainPart
-from cauc_ray.numbers.likelihood import Likelihood, Rows
+from cauc_ray.numbers.chain import Chain, ChainPart, Rows
+from cauc_ray.numbers.likelihood import first_lacking
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.trace import of_rows
@@ -47,7 +47,7 @@ def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> tuple[Calib
 
     Raises DataError as fit_temperature does, and for offsets where an example lacks an option or a model has too many.
     """
-    parts = _parts(chain, _Own(stage), narrow=chain.narrow)
+    parts = _parts(chain, lambda part: part.of_models([stage]))
     fit = solve_temperatures(parts)
     if kind == "offsets":
         fit = _bias_corrected(chain, stage, parts, fit)
@@ -76,7 +76,8 @@ def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float
 
 
 def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFit) -> TemperatureFit:
-    lacking, n_options, model = parts.facts.lacking, parts.n_options, chain.models[stage]
+    n_options, model = parts.n_options, chain.models[stage]
+    lacking = [rank for rank in parts.each(first_lacking) if rank is not None]
     if lacking:
         raise DataError(
             f"{chain.source}: example {chain.example_ids[min(lacking)]!r} lacks some of the {n_options} options of "
@@ -92,39 +93,7 @@ def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFi
 
 def pair_of(chain: Chain, before: tuple[RFStage, ...], calibrator: Calibrator) -> TemperatureFit:
     """Fit alpha and beta of the stage after some others (paper, eq. 8-9).   calibrator: the stage's own."""
-    return solve_temperatures(_parts(chain, _Pair(before, calibrator), narrow=False))
-
-
-@dataclass(frozen=True, slots=True)
-class _Own:
-    """A stage's own logits, whose temperature is fitted."""
-
-    stage: int
-
-    def sources(self, part: ChainPart) -> list[Rows]:
-        return [part.logits[self.stage]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """r of the stages before, and the next one's calibrated logits, whose temperatures are fitted together."""
-
-    before: tuple[RFStage, ...]
-    calibrator: Calibrator
-
-    def sources(self, part: ChainPart) -> list[Rows]:
-        n = len(self.before)
-        return [_Computed(part.logits[:n], self._r), _Computed((part.logits[n],), self._scores)]
-
-    def _r(self, logits: list[Floats]) -> Floats:
-        r: Floats | None = None
-        for own, stage in zip(logits, self.before, strict=True):
-            r = stage.fold(stage.calibrator.scores(own), r)
-        assert r is not None
-        return r
-
-    def _scores(self, logits: list[Floats]) -> Floats:
-        return self.calibrator.scores(logits[0])
+    return solve_temperatures(_parts(chain, partial(_with_pair, before, calibrator)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +115,25 @@ class _Computed:
         return self.compute([own[rows] for own in self.logits])
 
 
-def _parts(chain: Chain, fitted: _Own | _Pair, *, narrow: bool) -> Parts:
-    def each(ask: Callable[[Likelihood], T], /) -> list[T]:
-        return chain.each(partial(_asked, fitted, narrow, ask))
+def _with_pair(before: tuple[RFStage, ...], calibrator: Calibrator, part: ChainPart) -> ChainPart:
+    """Return a part with r of the stages before, and the next one's calibrated logits, in place of the logits."""
 
-    return Parts(each, narrow=narrow)
+    def r(logits: list[Floats]) -> Floats:
+        found: Floats | None = None
+        for own, stage in zip(logits, before, strict=True):
+            found = stage.fold(stage.calibrator.scores(own), found)
+        assert found is not None
+        return found
+
+    n = len(before)
+    scores = _Computed(part.logits[n : n + 1], lambda logits: calibrator.scores(logits[0]))
+    return replace(part, logits=(_Computed(part.logits[:n], r), scores))
 
 
-def _asked(fitted: _Own | _Pair, narrow: bool, ask: Callable[[Likelihood], T], part: ChainPart) -> T:
-    """Ask the likelihood of a part, which stays there for the next question of the same fit."""
-    if part.cache.get("fitted") != fitted:
-        likelihood = Likelihood(fitted.sources(part), part.labels, narrow=narrow, ranks=part.ranks)
-        part.cache.update(fitted=fitted, likelihood=likelihood)
-    return ask(part.cache["likelihood"])
+def _parts(chain: Chain, sources: Callable[[ChainPart], ChainPart]) -> Parts:
+    """Return a chain's parts for a fit.   sources: replaces a part's logits by what is fitted."""
+
+    def each(ask: Callable[[ChainPart], T], /) -> list[T]:
+        return chain.each(lambda part: ask(sources(part)))
+
+    return Parts(each, len(chain))

@@ -22,7 +22,6 @@ from cauc_ray.execution.sharded import ShardActor, ShardRows, cut_rows, facts_of
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.likelihood import suits_float32
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from jobs.job import main
@@ -110,10 +109,6 @@ class LocalShards(Chain):
         shards = enumerate(zip(self.actors, self.rows, strict=True))
         question = ask if self.places is None else lambda part: ask(part.of_models(self.places))
         return [actor.ask((0, shard), own, question, self.width)[0] for shard, (actor, own) in shards]
-
-    @property
-    def narrow(self):
-        return suits_float32((len(self), self.width), np.dtype(np.float32))
 
     def of_models(self, places):
         held = range(len(self.models)) if self.places is None else self.places

@@ -5,18 +5,9 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import log_softmax
 from sklearn.linear_model import LogisticRegression
-from synthetic import planted
+from synthetic import fit_bias_corrected, planted
 
-from cauc_ray.errors import DataError
-from cauc_ray.numbers.calibration import (
-    FitStatus,
-    Parts,
-    fit_bias_corrected,
-    fit_temperature,
-    solve_bias_corrected,
-    solve_temperatures,
-)
-from cauc_ray.numbers.likelihood import Likelihood
+from cauc_ray.numbers.calibration import FitStatus, fit_temperature
 
 shapes = st.tuples(st.integers(20, 300), st.integers(2, 12))
 seeds = st.integers(0, 2**32 - 1)
@@ -154,9 +145,7 @@ def test_standard_error_is_the_spread_over_samples():
 
 def test_parts_give_what_the_whole_gives():
     logits, labels = biased(5, (700, 5))
-    parts = [Likelihood([logits[a:b]], labels[a:b], ranks=np.arange(a, b)) for a, b in ((0, 90), (90, 400), (400, 700))]
-    parts_of = Parts(lambda ask: [ask(part) for part in parts], narrow=False)
-    found, expected = solve_bias_corrected(parts_of, solve_temperatures(parts_of)), fit_bias_corrected(logits, labels)
+    found, expected = fit_bias_corrected(logits, labels, cuts=(90, 400)), fit_bias_corrected(logits, labels)
     assert found.temperature == pytest.approx(expected.temperature, rel=1e-9)
     assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
     np.testing.assert_allclose(found.biases, expected.biases, atol=1e-9)
@@ -203,11 +192,3 @@ def test_uninformative_and_constant_logits_leave_the_shares_of_the_options():
         assert np.isnan(fit.standard_error)
         shares = np.exp(fit.biases) / np.exp(fit.biases).sum()
         np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=1e-3)
-
-
-def test_a_row_without_all_options_is_named():
-    logits, labels = biased(10, (30, 3))
-    labels[[11, 17]] = 0
-    logits[[17, 11], 2] = -np.inf
-    with pytest.raises(DataError, match="row 11 lacks some of the 3 options"):
-        fit_bias_corrected(logits, labels)

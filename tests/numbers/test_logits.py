@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import planted
+from synthetic import fit_bias_corrected, planted
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.calibration import FitStatus, fit_bias_corrected, fit_pair, fit_temperature
+from cauc_ray.numbers.calibration import FitStatus, fit_pair, fit_temperature
 from cauc_ray.numbers.logits import SumsToOne, as_logits, kind_of, real_options
 
 MASKS = (-1e4, -65504.0, -1e9, float(np.finfo(np.float32).min))

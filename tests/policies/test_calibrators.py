@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
-from synthetic import chain
+from synthetic import chain, fit_bias_corrected
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
-from cauc_ray.numbers.calibration import fit_bias_corrected
 from cauc_ray.numbers.calibrators import Calibrator, Isotonic
 from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.metrics import nll as mean_nll
