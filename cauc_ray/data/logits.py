@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
 
 from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, read_head, unfit_row
 from cauc_ray.data.logit_part import read_part, typed_column
-from cauc_ray.data.table_info import TableInfo, read_info
+from cauc_ray.data.table_info import read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
 from cauc_ray.files.listing import hive_values
 from cauc_ray.files.parquet import parquet_files, read_parquet
@@ -32,6 +32,9 @@ from cauc_ray.numbers.types import Floats, Ints
 FAILED = "failed"
 # What is declared of a table's logits: one kind of all models, or kinds by model.
 LogitKinds: TypeAlias = str | Mapping[str, str] | None
+# What calls cost: of each model of a chain; each call's own where a table has them, else pool.json's ("per-call");
+# pool.json's ("per-model"); None, as "per-call" where a table has any.
+CallCosts: TypeAlias = Sequence[float] | Literal["per-call", "per-model"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,11 @@ _Rows = TypeVar("_Rows", bound=ModelHead)
 
 
 class LogitTable:
-    """A folder of logit tables, opened by its path."""
+    """A folder of logit tables, opened by its path.
+
+    models: those that it has rows of, by name.   info: what its pool.json declares, None where there is none.
+    kinds: of each model's logits: as given, as pool.json declares it, else raw.
+    """
 
     def __init__(
         self,
@@ -69,35 +76,26 @@ class LogitTable:
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
     ) -> None:
-        """Open a table.
+        """Open a table. Raises DataError where there is none or its pool.json is malformed.
 
         logit_kind: of all models or by model, which counts before what pool.json declares.   undeclared: of models
         whose kind neither declares; those that are not there either hold raw logits.
         """
         self.path = path_of(path)
-        self._undeclared = undeclared
         if not self.path.is_dir():
             raise DataError(f"there is no logit table at {self.path}: not a folder")
         self.models = hive_values(self.path, "model")
         if not self.models:
             raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")
-        self._given = given_kinds(str(self.path), self.models, logit_kind)
+        self.info = read_info(self.path)
+        declared = {model: self.info.kind(model) for model in self.models} if self.info else {}
+        known = {model: kind for model, kind in declared.items() if kind is not None}
+        self.kinds = model_kinds(str(self.path), self.models, logit_kind, {**undeclared, **known})
 
-    def info(self) -> TableInfo | None:
-        """Return what pool.json declares, None where there is none. Raises DataError if it is malformed."""
-        return read_info(self.path)
-
+    @property
     def declared_costs(self) -> dict[str, float]:
         """Return what pool.json says that a call of each model costs, nothing where there is none."""
-        info = self.info()
-        return info.costs if info else {}
-
-    def kind(self, model: str) -> LogitKind:
-        """Return the kind of a model's logits: as given, as pool.json declares it, else raw."""
-        if model in self._given:
-            return self._given[model]
-        info = self.info()
-        return (info.kind(model) if info else None) or self._undeclared.get(model, "raw")
+        return self.info.costs if self.info else {}
 
     def read_failed(self, model: str, split: str) -> pa.Array:
         """Return the ids of the rows of a split that a model could not answer, str (n,)."""
@@ -120,8 +118,9 @@ class LogitTable:
         that are probabilities, or are not, other than declared.
         """
         where = f"{self.path}: model {model!r}, split {split!r}"
-        kind = None if as_stored else self.kind(model)
-        parts = [read_part(file, model, kind) for file in self._files(model, split)]
+        files = self._files(model, split)
+        kind = None if as_stored else self.kinds[model]
+        parts = [read_part(file, model, kind) for file in files]
         require_no_probabilities(where, sum((part.sums for part in parts), SumsToOne()))
         head = joined_head([part.head for part in parts], where)
         width = max(part.logits.shape[1] for part in parts)
@@ -141,24 +140,15 @@ class LogitTable:
             raise DataError(f"{self.path}: model {model!r}: {unknown_name('split', split, splits)}")
         return parquet_files(self._folder(model) / f"split={split}")
 
-    def read_chain(
-        self,
-        models: Sequence[str],
-        split: str,
-        *,
-        costs: Sequence[float] | None = None,
-        per_call_costs: bool | None = None,
-    ) -> ChainLogits:
+    def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
         """Read a chain of models on one split, joined on example_id.
 
-        costs: of one call of each model, in the order of models; without them the calls' own where a model's
-        table has a column cost, and pool.json's for the other models. per_call_costs says whether the calls'
-        own count, as a policy does that was fitted with them; None takes them where there are any.
+        costs: of calls, of each model in the order of models or as the table has them; see CallCosts.
         Examples on record as failed for some model of the chain are left out, with a CaucWarning that counts them.
         Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
         costs are to be had; ConfigError when costs and models differ in number or a model is a duplicate.
         """
-        known, tables = self._read_joined(models, split, self.read_model, costs, per_call_costs)
+        known, tables = self._read_joined(models, split, self.read_model, costs)
         width = max(t.logits.shape[1] for t in tables)
         logits = tuple(_padded(t.logits, width) for t in tables)
         part = ChainPart(logits, known["labels"], np.arange(len(known["labels"])))
@@ -166,55 +156,37 @@ class LogitTable:
         require_fit_rows(known, [unfit_row(models, [table.n_options for table in tables], part, gaps=gaps)])
         return ChainLogits(logits=logits, **known)
 
-    def read_chain_heads(
-        self,
-        models: Sequence[str],
-        split: str,
-        *,
-        costs: Sequence[float] | None = None,
-        per_call_costs: bool | None = None,
-    ) -> ChainHeads:
+    def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
         """Read a chain as read_chain does, but for the logits, which stay where they are. Raises as it does."""
-        known, heads = self._read_joined(models, split, self.read_head, costs, per_call_costs)
+        known, heads = self._read_joined(models, split, self.read_head, costs)
         return ChainHeads(known, tuple(heads))
 
     def _read_joined(
-        self,
-        models: Sequence[str],
-        split: str,
-        read: Callable[[str, str], _Rows],
-        costs: Sequence[float] | None,
-        per_call: bool | None,
+        self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows], costs: CallCosts
     ) -> tuple[dict[str, Any], list[_Rows]]:
         """Return the arguments of a Chain but for its logits, and each model's rows of the examples of all."""
-        self.require_chain(models, costs)
-        tables = self._answered_by_all(models, split, read)
-        source = f"{self.path}, split {split!r}"
-        labels = joined_labels(source, models, tables)
-        own = [table.costs for table in tables]
-        if per_call is None:
-            per_call = costs is None and any(each is not None for each in own)
-        return {
-            "models": tuple(models),
-            "example_ids": tuple(tables[0].example_ids.to_pylist()),
-            "labels": labels,
-            "source": source,
-            "costs": self._costs(models, costs, own if per_call else None, len(labels)),
-            "per_call_costs": per_call,
-            "logit_kind": tuple(map(self.kind, models)),
-        }, tables
-
-    def require_chain(self, models: Sequence[str], costs: Sequence[float] | None) -> None:
-        """Raise ConfigError unless models are a chain of this table, with as many costs if there are any."""
         if not models:
             raise ConfigError("a chain needs at least one model")
         twice = next((m for m in models if list(models).count(m) > 1), None)
         if twice is not None:
             raise ConfigError(f"model {twice!r} is a duplicate in the chain")
-        if costs is not None and len(costs) != len(models):
+        if costs is not None and not isinstance(costs, str) and len(costs) != len(models):
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
-        for model in models:
-            self._folder(model)
+        tables = self._answered_by_all(models, split, read)
+        source = f"{self.path}, split {split!r}"
+        labels = joined_labels(source, models, tables)
+        own = [table.costs for table in tables]
+        if costs is None:
+            costs = "per-call" if any(each is not None for each in own) else "per-model"
+        return {
+            "models": tuple(models),
+            "example_ids": tuple(tables[0].example_ids.to_pylist()),
+            "labels": labels,
+            "source": source,
+            "costs": self._costs(models, costs, own, len(labels)),
+            "per_call_costs": costs == "per-call",
+            "logit_kind": tuple(self.kinds[model] for model in models),
+        }, tables
 
     def _answered_by_all(self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows]) -> list[_Rows]:
         """Read each model's rows without the examples that another one failed on."""
@@ -235,26 +207,26 @@ class LogitTable:
             )
         return kept
 
-    def _costs(
-        self, models: Sequence[str], given: Sequence[float] | None, own: Sequence[Floats | None] | None, n: int
-    ) -> Costs:
-        """Return the given costs, or each call's own where a model's table has them and else pool.json's."""
-        info = self.info()
-        unit = info.cost_unit if info else UNNAMED_UNIT
-        if given is not None:
-            return Costs(unit, np.array(given, dtype=np.float64))
-        if info is None:
+    def _costs(self, models: Sequence[str], costs: CallCosts, own: Sequence[Floats | None], n: int) -> Costs:
+        """Return the costs of n examples' calls.   own: of each model's calls, where its table has them."""
+        unit = self.info.cost_unit if self.info else UNNAMED_UNIT
+        if not isinstance(costs, str):
+            return Costs(unit, np.array(costs, dtype=np.float64))
+        if self.info is None:
             raise DataError(
                 f"{self.path} has no pool.json with the cost of a call of each model; "
                 "give --costs, one number for each of --models"
             )
         columns: list[Floats] = []
-        for model, calls in zip(models, own or [None] * len(models), strict=True):
-            if calls is None and model not in info.costs:
+        for model, calls in zip(models, own, strict=True):
+            if calls is not None and costs == "per-call":
+                columns.append(calls)
+            elif model in self.info.costs:
+                columns.append(np.array(self.info.costs[model]))
+            else:
                 raise DataError(f"{self.path / 'pool.json'} has no cost for model {model!r}; add it or give --costs")
-            columns.append(np.array(info.costs[model]) if calls is None else calls)
-        if own is None:
-            return Costs(unit, np.array(columns, dtype=np.float64))
+        if costs == "per-model":
+            return Costs(unit, np.array(columns))
         return Costs(unit, np.stack([np.broadcast_to(column, n) for column in columns], axis=1))
 
     def _folder(self, model: str) -> AnyPath:
@@ -263,15 +235,20 @@ class LogitTable:
         return self.path / f"model={model}"
 
 
-def given_kinds(where: str, models: Sequence[str], kinds: LogitKinds) -> dict[str, LogitKind]:
-    """Return the kinds that a caller declares, by model. Raises ConfigError for an unknown model or kind."""
-    given = dict.fromkeys(models, kinds) if isinstance(kinds, str) else dict(kinds or {})
-    for model, kind in given.items():
+def model_kinds(
+    where: str, models: Sequence[str], given: LogitKinds, declared: Mapping[str, LogitKind]
+) -> dict[str, LogitKind]:
+    """Return the kind of each model's logits: as given, as declared, else raw.
+
+    Raises ConfigError where an unknown model or kind is given.
+    """
+    kinds = dict.fromkeys(models, given) if isinstance(given, str) else dict(given or {})
+    for model, kind in kinds.items():
         if model not in models:
             raise ConfigError(f"{where}: {unknown_name('model', model, models)}")
         if kind not in LOGIT_KINDS:
             raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
-    return cast("dict[str, LogitKind]", given)
+    return {model: cast("LogitKind", kinds.get(model) or declared.get(model, "raw")) for model in models}
 
 
 def _padded(logits: Floats, width: int) -> Floats:

@@ -195,7 +195,7 @@ def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
 
 
 def _info(out: Path) -> TableInfo | None:
-    return LogitTable(out).info() if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
+    return LogitTable(out).info if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
 
 
 def _refuse_unanswered(work: Collection) -> None:

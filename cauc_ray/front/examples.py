@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import CallCosts, LogitTable
 from cauc_ray.data.queries import Texts, read_embeddings
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.front.sources import Source
@@ -62,7 +62,8 @@ def _embedding_call(table: LogitTable, name: str, chain: ChainLogits, split: str
         return None
     if name in chain.models:
         return EmbeddingCall(name, chain.models.index(name))
-    own = table.read_chain_heads([name], split, per_call_costs=chain.per_call_costs).known
+    counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"
+    own = table.read_chain_heads([name], split, costs=counted).known
     costs = own["costs"].per_call
     if costs.ndim == 1:
         return EmbeddingCall(name, None, float(costs[0]))

@@ -64,7 +64,7 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
 
 def _logit_table(path: Path) -> dict[str, Any]:
     table = LogitTable(path)
-    info = table.info()
+    info = table.info
     about = {} if info is None else {"cost_unit": info.cost_unit, "logit_kind": info.logit_kind, "note": info.note}
     parts = {"models": path, "failed": path / FAILED, "embeddings": path}
     kinds = {"models": "model", "failed": "model", "embeddings": "embedding"}

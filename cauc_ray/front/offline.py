@@ -186,7 +186,7 @@ def replace_model(
     )
     source = Source(logits, options, labels, example_ids, policy.kinds_by_model)
     if policy.costs == "per-call":
-        splits = source.read(models, None, per_call_costs=True)
+        splits = source.read(models, "per-call")
     else:
         kept = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
         splits = source.read(models, {**source.declared, **kept})

@@ -7,11 +7,11 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.data.logits import ChainHeads, LogitKinds, LogitTable, given_kinds
+from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, model_kinds
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.paths import RemotePath
@@ -25,6 +25,8 @@ from cauc_ray.policies.policy import Policy
 
 # A table by its path or URI, or arrays by model.
 Logits: TypeAlias = str | Path | Mapping[str, Any]
+# What calls cost: by model, else as CallCosts has it.
+ModelCosts: TypeAlias = Mapping[str, float] | Literal["per-call"] | None
 
 
 class LogitArrays:
@@ -43,27 +45,16 @@ class LogitArrays:
         self.models = list(next(iter(splits.values()))[0])
         if not self.models or not all(isinstance(model, str) for model in self.models):
             raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
-        self._kinds = {model: undeclared.get(model, "raw") for model in self.models}
-        self._kinds |= given_kinds(self.path, self.models, logit_kind)
+        self.kinds = model_kinds(self.path, self.models, logit_kind, undeclared)
+        self.declared_costs: dict[str, float] = {}  # arrays do not say what calls cost
 
     def splits(self, model: str) -> list[str]:
         """Return the names of the splits."""
         return list(self._splits)
 
-    def declared_costs(self) -> dict[str, float]:
-        """Return nothing: arrays do not say what calls cost."""
-        return {}
-
-    def read_chain(
-        self,
-        models: Sequence[str],
-        split: str,
-        *,
-        costs: Sequence[float] | None = None,
-        per_call_costs: bool | None = None,
-    ) -> ChainLogits:
+    def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
         """Return a chain on a split, in the order of example ids, as a table has it. Raises as LogitTable."""
-        if costs is None:
+        if costs is None or isinstance(costs, str):
             raise ConfigError("arrays do not say what a call of each model costs; give costs={model: cost}")
         if split not in self._splits:
             raise ConfigError(
@@ -78,7 +69,7 @@ class LogitArrays:
             models,
             labels,
             costs=Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64)),
-            kinds=self._kinds,
+            kinds=self.kinds,
             example_ids=ids[0] if ids else None,
             source=f"{self.path}, split {split!r}",
         )
@@ -115,7 +106,7 @@ class Source:
             if model not in self._source.models:
                 raise ConfigError(f"{self.path}: {unknown_name('model', model, self._source.models)}")
         self.costs = self._given_costs()
-        self.declared = self.costs if self.costs is not None else self._source.declared_costs()
+        self.declared = self.costs if self.costs is not None else self._source.declared_costs
         self.models = options.models or tuple(
             # Where a cost is missing, whoever reads the chain says so.
             sorted(self._source.models, key=lambda model: self.declared.get(model, 0.0))
@@ -147,34 +138,22 @@ class Source:
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
         return dict(zip(models, costs, strict=True))
 
-    def read(
-        self,
-        models: Sequence[str],
-        costs: Mapping[str, float] | None,
-        *,
-        per_call_costs: bool | None = None,
-    ) -> tuple[ChainLogits, ChainLogits | None]:
+    def read(self, models: Sequence[str], costs: ModelCosts) -> tuple[ChainLogits, ChainLogits | None]:
         """Read calibration, and validation where there is one, in the order of example ids, as a table has them.
 
-        models: of the source.   costs: of their calls, None for the source's.   per_call_costs: as LogitTable has it.
+        models: of the source.   costs: of their calls, None for the source's.
         """
-        chains = self.read_all(models, costs, per_call_costs=per_call_costs)
+        chains = self.read_all(models, costs)
         calibration, validation = self._options.splits
         return chains[calibration], chains.get(validation)
 
-    def read_all(
-        self,
-        models: Sequence[str],
-        costs: Mapping[str, float] | None,
-        *,
-        per_call_costs: bool | None = None,
-    ) -> dict[str, ChainLogits]:
+    def read_all(self, models: Sequence[str], costs: ModelCosts) -> dict[str, ChainLogits]:
         """Read all splits by name, validation only where there is one. Arguments are those of read."""
         priced, cuts = _in_order(costs, models), self._options.cuts
         shares = {split: cut for split, cut in cuts.items() if isinstance(cut, float)}
         calibration, validation = self._options.splits
         chains = {
-            split: self._read(models, split, priced, per_call_costs)
+            split: self._read(models, split, priced)
             for split in cuts
             if split not in shares and (split != validation or split in self._source.splits(models[0]))
         }
@@ -194,18 +173,16 @@ class Source:
             chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
         return chains
 
-    def _read(
-        self, models: Sequence[str], split: str, costs: Sequence[float] | None, per_call_costs: bool | None
-    ) -> ChainLogits:
-        chain = self._source.read_chain(models, split, costs=costs, per_call_costs=per_call_costs)
+    def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
+        chain = self._source.read_chain(models, split, costs=costs)
         unit = self._options.cost_unit
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
 
 
-def _in_order(costs: Mapping[str, float] | None, models: Sequence[str]) -> list[float] | None:
-    """Return costs in the order of models, None where there are none. Raises ConfigError naming one that is missing."""
-    if costs is None:
-        return None
+def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
+    """Return costs in the order of models, where they are given. Raises ConfigError naming one that is missing."""
+    if costs is None or isinstance(costs, str):
+        return costs
     missing = next((model for model in models if model not in costs), None)
     if missing is not None:
         raise ConfigError(f"costs: {unknown_name('model', missing, costs)}")
@@ -253,20 +230,18 @@ def read_policy_chain(
         return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
     _require_table(logits, labels, example_ids)
     table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
-    return table.read_chain(policy.models, split, **_costs_of(policy))
+    return table.read_chain(policy.models, split, costs=_costs_of(policy))
 
 
 def read_policy_heads(logits: str | Path, policy: Policy, options: EvaluateOptions) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
-    return table.read_chain_heads(policy.models, options.split, **_costs_of(policy))
+    return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
 
 
-def _costs_of(policy: Policy) -> dict[str, Any]:
-    """Return how a table's reader counts costs as the policy counts them."""
-    if policy.costs == "per-call":
-        return {"costs": None, "per_call_costs": True}
-    return {"costs": [stage.cost for stage in policy.stages], "per_call_costs": False}
+def _costs_of(policy: Policy) -> CallCosts:
+    """Return what calls cost as the policy counts them."""
+    return "per-call" if policy.costs == "per-call" else [stage.cost for stage in policy.stages]
 
 
 def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:

@@ -37,12 +37,12 @@ class SavedSpec(KindSpec):
         """Return the kind of the table's logits."""
         if self.logit_kind is not None:
             return self.logit_kind
-        return LogitTable(self.logits).kind(self.model)
+        return LogitTable(self.logits).kinds.get(self.model, "raw")
 
     @property
     def cost_unit(self) -> str | None:
         """Return the unit of the table's costs."""
-        info = LogitTable(self.logits).info()
+        info = LogitTable(self.logits).info
         return info.cost_unit if info else None
 
     def located(self, folder: Path) -> Self:

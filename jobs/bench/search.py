@@ -38,7 +38,7 @@ def missing(options: argparse.Namespace) -> str | None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Search with both methods."""
     with _table(options) as table:
-        info = LogitTable(table).info()
+        info = LogitTable(table).info
         assert info is not None
         models = [model.name for model in info.models][: options.models]
         found = {method: _search(table, models, method, options) for method in ("base", "rf")}

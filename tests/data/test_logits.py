@@ -189,7 +189,7 @@ def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):
     assert chain.per_call_costs
     assert set(chain.costs.per_call[:, 0]) == {1.0}
     assert chain.costs.means == pytest.approx([1.0, 4.0, 15.0])
-    assert not LogitTable(table).read_chain(MODELS, "test", per_call_costs=False).per_call_costs
+    assert not LogitTable(table).read_chain(MODELS, "test", costs="per-model").per_call_costs
 
 
 def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(table):

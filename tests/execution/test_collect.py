@@ -84,7 +84,7 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
     assert summary["splits"] == {"calibration": 375, "validation": 375, "test": 750}
     right = sum(np.argmax([len(c) for c in row["choices"]]) == row["label"] for row in rows.values())
     assert summary["models"][0]["accuracy"] == right / 1500
-    info = LogitTable(tmp_path / "L").info()
+    info = LogitTable(tmp_path / "L").info
     assert (info.cost_unit, [(m.name, m.cost) for m in info.models]) == ("s", [("long", 1), ("square", 1)])
     policy = cauc_ray.fit(tmp_path / "L", models=["long", "square"], method="rf", costs=[1, 2])
     assert cauc_ray.evaluate(tmp_path / "L", policy).measures.n == 750
@@ -230,7 +230,7 @@ def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_wha
         cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "good")) == 40
     table = LogitTable(tmp_path / "L")
-    assert [model.name for model in table.info().models] == ["good"]
+    assert [model.name for model in table.info.models] == ["good"]
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
     ):
         summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
     assert [model["cost"] for model in summary["models"]] == [12e-9, 12e-9, 24e-9]  # 4 x 3 multiply-adds
-    assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info().models}["counted"] == 12e-9
+    assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info.models}["counted"] == 12e-9
 
 
 @pytest.mark.slow
@@ -428,7 +428,7 @@ def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
     record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "_collect.json").read_text())
     assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 20)
     assert record["source"] == "python user_models:longest"
-    info = LogitTable(tmp_path / "L").info()
+    info = LogitTable(tmp_path / "L").info
     assert "25/25/50" in info.note
     assert info.logit_kind == info.models[0].logit_kind == "raw"
 
@@ -469,7 +469,7 @@ def test_embeddings_are_collected_the_same_way(tmp_path):
         assert row.keys() == {"example_id", "embedding"}
         own = np.array(row["embedding"]) @ state["classifier.1.weight"].numpy().T + state["classifier.1.bias"].numpy()
         assert own == pytest.approx(answers[example]["logits"], rel=1e-3, abs=1e-3)
-    (said,) = LogitTable(tmp_path / "L").info().models
+    (said,) = LogitTable(tmp_path / "L").info.models
     assert (said.name, said.cost) == ("mnasnet", pytest.approx(0.10, rel=0.1))  # GFLOPs, of TorchVision's metadata
     with pytest.raises(ConfigError, match="leave the models out"):
         cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", embedding="mnasnet", models=["mnasnet"])

@@ -123,7 +123,7 @@ def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
     ]
     path = write_pool(tmp_path, stages)
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "LOGITS")
-    info = LogitTable(tmp_path / "LOGITS").info()
+    info = LogitTable(tmp_path / "LOGITS").info
     assert [(model.name, model.logit_kind) for model in info.models] == [("m0", "probabilities"), ("m1", "raw")]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
     run(tmp_path, path, policy, tmp_path / "q.parquet")

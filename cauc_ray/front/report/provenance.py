@@ -54,7 +54,7 @@ def _fit_command(found: Found, models: Sequence[str]) -> list[str]:
     command = ["cauc", "fit", str(found.logits), "--models", ",".join(models), "--method", policy.method]
     if (calibrator := getattr(policy, "calibrator", "temperature")) != "temperature":
         command += ["--calibrator", calibrator]
-    info = LogitTable(found.logits).info()
+    info = LogitTable(found.logits).info
     declared = {} if info is None else {model.name: model.cost for model in info.models}
     if (
         policy.models == tuple(models)
