@@ -1,15 +1,21 @@
-"""The nine datasets of the paper: where they are published and what their columns are called there."""
+"""Where a dataset is: the paper's nine by their names, with what their columns are called, and anybody's by path."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cauc_ray.data.columns import Published
-from cauc_ray.data.folders import Openers, wilds_partitions
+from cauc_ray.data.folders import Openers, find_partitions, wilds_partitions
+from cauc_ray.data.rows import HubRows
 from cauc_ray.data.splits import Rule
+from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
 
 # The hub's own conversion to Parquet, of datasets whose repository holds a loading script.
 _CONVERTED = "refs/convert/parquet"
@@ -17,22 +23,23 @@ _CONVERTED = "refs/convert/parquet"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One dataset of the paper.
+    """One dataset of the paper, or another one of the hub, which has no name here.
 
     hub, config, revision: what the datasets library loads; hub is "" for a dataset that is not there.
     files: the files to load, where the other partitions are large and not needed.   tests: its test partitions, a
-    split each.   find: finds partitions in a folder as published, where that is no folder of tables or classes.
-    rule: how the paper splits it.   unsplit: published as one whole, which is cut 25/25/50 where it is given so.
+    split each.   find: finds its partitions in a folder.   rule: how the paper splits it, None where it says nothing.
+    unsplit: published as one whole, which is cut 25/25/50 where it is given so.
     """
 
-    hub: str
+    name: str = ""
+    hub: str = ""
     config: str | None = None
     revision: str | None = None
     files: Mapping[str, str] | None = None
     published: Published = field(default_factory=Published)
     tests: tuple[str, ...] = ("test",)
-    find: Callable[[Path], Openers | None] | None = None
-    rule: Rule = "halve-validation"
+    find: Callable[[Path], Openers] = find_partitions
+    rule: Rule | None = "halve-validation"
     unsplit: bool = False
 
 
@@ -46,38 +53,121 @@ def mathqa_choices(text: str) -> list[str] | None:
     return [option.strip() for option in found.groups()] if found else None
 
 
-BENCHMARKS: Mapping[str, Benchmark] = {
-    "mmlu": Benchmark("cais/mmlu", "all", published=Published({"label": "answer"})),
-    "logiqa": Benchmark(
+_PAPER = (
+    Benchmark("mmlu", "cais/mmlu", "all", published=Published({"label": "answer"})),
+    Benchmark(
+        "logiqa",
         "lucasmccabe/logiqa",
         revision=_CONVERTED,
         published=Published({"question": "query", "choices": "options", "label": "correct_option"}),
     ),
-    "mathqa": Benchmark(
+    Benchmark(
+        "mathqa",
         "allenai/math_qa",
         revision=_CONVERTED,
         published=Published(
             {"question": "Problem", "choices": "options", "label": "correct"}, split_choices=mathqa_choices
         ),
     ),
-    "medmcqa": Benchmark(
+    Benchmark(
+        "medmcqa",
         "openlifescienceai/medmcqa",
         published=Published({"choices": "opa+opb+opc+opd", "label": "cop", "subject": "subject_name"}),
         rule="sample-train",
     ),
-    "piqa": Benchmark(
+    Benchmark(
+        "piqa",
         "ybisk/piqa",
         revision=_CONVERTED,
         published=Published({"question": "goal", "choices": "sol1+sol2"}),
         rule="sample-train",
     ),
-    "socialiqa": Benchmark(
+    Benchmark(
+        "socialiqa",
         "allenai/social_i_qa",
         revision=_CONVERTED,
         published=Published({"choices": "answerA+answerB+answerC"}, first_label=1),
     ),
     # All 257 folders of 256_ObjectCategories are classes, 257.clutter too.
-    "caltech256": Benchmark("ilee0022/Caltech-256", unsplit=True),
-    "iwildcam": Benchmark("", tests=("test-id", "test-ood"), find=wilds_partitions),
-    "imagenet": Benchmark("ILSVRC/imagenet-1k", files={"validation": "data/validation-*"}, rule="three-way"),
-}
+    Benchmark("caltech256", "ilee0022/Caltech-256", unsplit=True),
+    Benchmark("iwildcam", "", tests=("test-id", "test-ood"), find=wilds_partitions),
+    Benchmark("imagenet", "ILSVRC/imagenet-1k", files={"validation": "data/validation-*"}, rule="three-way"),
+)
+BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _PAPER}
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDataset:
+    """A dataset's partitions, unopened.
+
+    dataset: names it, whatever the working folder.   name: for people.   place: where it was found, for errors.
+    benchmark: which of the paper's it is, if it is one.
+    """
+
+    dataset: str
+    name: str
+    place: str
+    openers: Openers
+    benchmark: Benchmark
+
+
+def find_dataset(text: str) -> FoundDataset:
+    """Find NAME (in the folder $CAUC_DATA, else on the hub), NAME=PATH, PATH, hub:ORG/NAME or hub:ORG/NAME:CONFIG.
+
+    Raises ConfigError where it is none of these, DataError where nothing is there or nothing that can be read.
+    """
+    if text.startswith("hub:"):
+        hub, _, config = text.removeprefix("hub:").partition(":")
+        if not hub or ".." in hub.split("/"):
+            raise ConfigError(f"{text!r} names no dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
+        return _on_hub(text, Benchmark(hub=hub, config=config or None, rule=None))
+    name, is_named, path = text.partition("=")
+    if name in BENCHMARKS:
+        if not is_named:
+            folder = os.environ.get("CAUC_DATA")
+            path = os.path.join(folder, name) if folder else ""
+            return _at_path(Path(path), BENCHMARKS[name]) if os.path.exists(path) else _on_hub(name, BENCHMARKS[name])
+        if not path:
+            raise ConfigError(f"{text!r} has no path: give {name}=PATH")
+        return _at_path(Path(path).expanduser(), BENCHMARKS[name])
+    if text and os.path.exists(text):
+        return _at_path(Path(text), Benchmark(rule=None))
+    raise ConfigError(
+        f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of a file or folder that is there, "
+        "NAME=PATH, or hub:ORG/NAME"
+    )
+
+
+def _at_path(path: Path, benchmark: Benchmark) -> FoundDataset:
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
+        raise DataError(f"there is no file or folder {path}")
+    path = path.absolute()
+    name, dataset = benchmark.name or path.name or str(path), str(path)
+    if benchmark.name:
+        dataset = f"{name}={path}"
+    return FoundDataset(dataset, name, str(path), benchmark.find(path), benchmark)
+
+
+def _on_hub(text: str, benchmark: Benchmark) -> FoundDataset:
+    """Load a dataset of the hub.   text: names it."""
+    name, hub, config = benchmark.name, benchmark.hub, benchmark.config
+    remedy = f"give {name}=PATH, its files" if name else "give the path of its files"
+    if not hub:
+        raise DataError(f"{name} is not on the hub: {remedy}")
+    try:
+        library: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        library_missing = "datasets of the hub need the datasets library: pip install 'cauc-ray[datasets]'"
+        raise ConfigError(f"{library_missing}, or {remedy}") from error
+    files = benchmark.files and dict(benchmark.files)
+    try:
+        loaded = library.load_dataset(hub, config, revision=benchmark.revision, data_files=files)
+    except Exception as error:  # the library, the network and the hub fail in many ways; all are the user's to hear
+        reason = first_line(error.__cause__ or error)
+        raise DataError(f"cannot load {hub!r} from the hub: {reason}; {remedy}") from error
+    title = f"{hub} ({config})" if config else hub
+    openers: Openers = {
+        "validation" if split in ("val", "valid") else str(split): partial(HubRows, rows, f"{title}, {split}")
+        for split, rows in loaded.items()
+    }
+    return FoundDataset(text, name or hub, f"{hub} on the hub", openers, benchmark)

@@ -56,9 +56,7 @@ class Reading:
         return list(dict.fromkeys(name for names in self.own.values() for name in names))
 
 
-def find_columns(
-    part: Rows, given: Mapping[str, str], published: Published | None = None, benchmark: str = ""
-) -> Reading:
+def find_columns(part: Rows, given: Mapping[str, str], published: Published, benchmark: str = "") -> Reading:
     """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
 
     Raises ConfigError when a canonical name is unknown, DataError when a column is not there.
@@ -72,8 +70,7 @@ def find_columns(
         several = {"choices"} - {name for name in named if named[name] in there}
         return {name: tuple(own.split("+")) if name in several else (own,) for name, own in named.items()}
 
-    names = own_columns({**published.columns, **given}) if published else {}
-    if published is None or any(each not in there for own in names.values() for each in own):
+    if any(each not in there for own in own_columns({**published.columns, **given}).values() for each in own):
         published = Published()
     same = {"example_id": "id"} if "id" in there else {}
     same |= {name: name for name in CANONICAL if name in there}

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 import pyarrow.compute as pc
 
+from cauc_ray.data.benchmarks import FoundDataset, find_dataset
 from cauc_ray.data.blocks import InputBlock, ids_digest
-from cauc_ray.data.catalog import FoundDataset, find_dataset
 from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
 from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
@@ -117,21 +117,12 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     for part in parts.values():
         if part.n_rows == 0:
             raise DataError(f"{part.source} holds no rows")
-    published, benchmark = (found.benchmark.published, found.name) if found.benchmark else (None, "")
-    readings = {name: find_columns(part, source.columns, published, benchmark) for name, part in parts.items()}
+    benchmark = found.benchmark
+    readings = {
+        name: find_columns(part, source.columns, benchmark.published, benchmark.name) for name, part in parts.items()
+    }
     if len({reading.task for reading in readings.values()}) > 1:
         raise DataError(f"{found.name}: the partitions {' and '.join(names)} are of different tasks")
-    tests = found.benchmark.tests if found.benchmark else ("test",)
-    sizes = {name: part.n_rows for name, part in parts.items()}
-    try:
-        splits = split_by_rule(
-            rule, {"test" if name == tests[0] else name: n for name, n in sizes.items()}, source.seed
-        )
-    except DataError as error:
-        raise DataError(f"{found.name}: {error}") from error
-    if tests != ("test",):
-        del splits["test"]
-        splits |= {test: SplitRows(test, np.arange(sizes[test])) for test in tests}
     return Dataset(
         replace(source, dataset=found.dataset),
         name=found.name,
@@ -139,7 +130,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
         ids=ids_digest([_unique_ids(part, readings[name]) for name, part in parts.items()]),
         parts=parts,
         readings=readings,
-        splits=splits,
+        splits=split_by_rule(rule, {name: part.n_rows for name, part in parts.items()}, source.seed, found.name),
         only=names[0] if len(found.openers) == 1 else None,
     )
 
@@ -147,18 +138,19 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
 def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
     """Return the rule and the partitions that it takes rows from."""
     there, benchmark = tuple(found.openers), found.benchmark
-    whole = benchmark is not None and benchmark.unsplit and len(there) == 1
-    rule = choose_rule(there, found.place) if benchmark is None or whole else benchmark.rule
-    if rule == "three-way" and len(there) == 1:
+    alone = len(there) == 1
+    rule = benchmark.rule
+    if rule is None or (benchmark.unsplit and alone):
+        rule = choose_rule(there, found.place)
+    if rule == "three-way" and alone:
         return rule, there
-    tests = benchmark.tests if benchmark else ("test",)
-    needed = tuple(each for name in RULE_PARTITIONS[rule] for each in (tests if name == "test" else (name,)))
+    needed = tuple(each for name in RULE_PARTITIONS[rule] for each in (benchmark.tests if name == "test" else (name,)))
     missing = next((name for name in needed if name not in there), None)
     if missing is None:
         return rule, needed
     remedy = f"give {found.name}=PATH, a folder that has all of them"
     if "=" in found.dataset:
-        remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if len(there) == 1 else 'what there is'}"
+        remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if alone else 'what there is'}"
     raise DataError(
         f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.place} has no {missing} "
         f"(it has {', '.join(there) or 'none'}); {remedy}"

@@ -37,15 +37,16 @@ def find_partitions(path: Path) -> Openers:
         return {_stem(path): partial(_open_tables, [path])}
 
 
-def wilds_partitions(path: Path) -> Openers | None:
+def wilds_partitions(path: Path) -> Openers:
     """Find the partitions of a WILDS folder of images: metadata.csv (split, filename, y) and train/ with all images.
 
-    Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. None where there is no such file.
+    Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. A folder without such a file is read
+    as find_partitions does.
     """
     folders = [path, *(_visible_folders(path) if path.is_dir() else [])]
     folder = next((folder for folder in folders if (folder / "metadata.csv").is_file()), None)
     if folder is None:
-        return None
+        return find_partitions(path)
     file = folder / "metadata.csv"
     table = read_csv(file)
     missing = [name for name in ("split", "filename", "y") if name not in table.column_names]

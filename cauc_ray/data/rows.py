@@ -1,10 +1,12 @@
-"""Numbered rows of files, of which only some are read: tables in Parquet, JSONL and CSV, and images."""
+"""Numbered rows, of which only some are read: tables in Parquet, JSONL and CSV, images, and splits of the hub."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +19,8 @@ from cauc_ray.files.parquet import cast_table, footer_digest, open_parquet, plai
 from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.types import Ints
 
+# Of remote files.
+_OPENED_AT_ONCE = 16
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
@@ -81,29 +85,26 @@ class ParquetRows(_Files):
 
         Raises DataError when a file is unreadable, lacks ids or has other columns than the first.
         """
-        lengths, ends = [], []
-        self.n_bytes = 0
+        read = partial(_read_footer, ids=ids)
+        if isinstance(files[0], RemotePath):  # opening is waiting; of local files threads would take twice as long
+            with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+                footers = list(pool.map(read, files))
+        else:
+            footers = list(map(read, files))
         self._schemas: dict[pa.Schema, AnyPath] = {}
-        self._footers: list[str] = []
-        for file in files:
-            with open_parquet(file) as opened:
-                schema = plain_schema(opened.schema_arrow)
-                row_groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
-                self._footers.append(footer_digest(opened))
-            if ids is not None:
-                _require_ids(file, schema, row_groups, ids)
-            first = next(iter(self._schemas), schema)
-            if sorted(schema.names) != sorted(first.names):
+        for file, footer in zip(files, footers, strict=True):
+            first = next(iter(self._schemas), footer.schema)
+            if sorted(footer.schema.names) != sorted(first.names):
                 raise DataError(
-                    f"{file} has the columns {', '.join(schema.names)}, but {files[0]} has {', '.join(first.names)}"
+                    f"{file} has the columns {', '.join(footer.schema.names)}, but {files[0]} has "
+                    f"{', '.join(first.names)}"
                 )
-            self._schemas.setdefault(schema, file)
-            lengths.append(sum(each.num_rows for each in row_groups))
-            ends += [each.num_rows for each in row_groups]
-            self.n_bytes += sum(each.total_byte_size for each in row_groups)
-        super().__init__(files, lengths)
+            self._schemas.setdefault(footer.schema, file)
+        super().__init__(files, [sum(footer.group_rows) for footer in footers])
+        self._digests = [footer.digest for footer in footers]
         self.columns: Sequence[str] = next(iter(self._schemas)).names
-        self.row_group_ends = np.cumsum(ends, dtype=np.int64)
+        self.n_bytes = sum(footer.n_bytes for footer in footers)
+        self.row_group_ends = np.cumsum([n for footer in footers for n in footer.group_rows], dtype=np.int64)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """Return columns with the types that those of all files widen to. Raises DataError where there are none."""
@@ -139,7 +140,7 @@ class ParquetRows(_Files):
             file, start, end = self.files[number], self.starts[number], self.starts[number + 1]
             first, last = np.searchsorted(rows, [start, end])
             with open_parquet(file, streamed=True) as opened:
-                if footer_digest(opened) != self._footers[number]:
+                if footer_digest(opened) != self._digests[number]:
                     raise DataError(
                         f"{file} has changed since it was first opened; restore it and go on with --resume, or start "
                         "a new run"
@@ -152,16 +153,34 @@ class ParquetRows(_Files):
                     yield fitted
 
 
-def _require_ids(file: AnyPath, schema: pa.Schema, row_groups: Sequence[Any], ids: str) -> None:
-    if ids not in schema.names:
-        raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(schema.names))}")
-    if pa.types.is_nested(schema.field(ids).type):
-        raise DataError(f"{file}: column {ids!r} ({schema.field(ids).type}) holds no ids")
-    for row_group in row_groups:
-        columns = (row_group.column(number) for number in range(row_group.num_columns))
-        statistics = next(column for column in columns if column.path_in_schema == ids).statistics
-        if statistics is not None and statistics.null_count:
-            raise DataError(f"{file}: a row has no {ids}")
+@dataclass(frozen=True, slots=True)
+class _Footer:
+    """What a Parquet file's footer states.   n_bytes: of its rows, uncompressed.   digest: of the footer."""
+
+    schema: pa.Schema
+    group_rows: list[int]
+    n_bytes: int
+    digest: str
+
+
+def _read_footer(file: AnyPath, ids: str | None) -> _Footer:
+    """Read a footer. Raises DataError where the file is unreadable, or lacks the column ids for some row."""
+    with open_parquet(file) as opened:
+        schema, meta = plain_schema(opened.schema_arrow), opened.metadata
+        row_groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+        digest = footer_digest(opened)
+    if ids is not None:
+        if ids not in schema.names:
+            raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(schema.names))}")
+        if pa.types.is_nested(schema.field(ids).type):
+            raise DataError(f"{file}: column {ids!r} ({schema.field(ids).type}) holds no ids")
+        for row_group in row_groups:
+            columns = (row_group.column(number) for number in range(row_group.num_columns))
+            statistics = next(column for column in columns if column.path_in_schema == ids).statistics
+            if statistics is not None and statistics.null_count:
+                raise DataError(f"{file}: a row has no {ids}")
+    n_bytes = sum(each.total_byte_size for each in row_groups)
+    return _Footer(schema, [each.num_rows for each in row_groups], n_bytes, digest)
 
 
 class TextRows(_Files):
@@ -228,6 +247,32 @@ class ImageRows:
     def place(self, row: int) -> str:
         """Name the row's file."""
         return str(self.folder / self.names[row].as_py())
+
+
+class HubRows:
+    """A split of a loaded dataset: Arrow files that the library maps into memory."""
+
+    def __init__(self, rows: Any, source: str) -> None:
+        """Take a datasets.Dataset. As Arrow tables its images stay encoded."""
+        self.source = source
+        self.columns: Sequence[str] = rows.column_names
+        self.n_rows: int = rows.num_rows
+        info = rows.info.splits[rows.split] if rows.info.splits and rows.split in rows.info.splits else None
+        self.identity: list[Any] = [source, self.n_rows, info.num_bytes if info else None, sorted(self.columns)]
+        self._rows = rows.with_format("arrow")
+
+    def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
+        """Read the rows. Raises DataError where a cached file is damaged."""
+        picked = self._rows.select_columns(list(columns))
+        for start in range(0, len(rows), size):
+            try:
+                yield picked[rows[start : start + size].tolist()]
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{self.source} cannot be read: {first_line(error)}") from error
+
+    def place(self, row: int) -> str:
+        """Name the row."""
+        return f"{self.source}, row {row}"
 
 
 def is_image(file: AnyPath) -> bool:

@@ -7,7 +7,7 @@ they are, and a train set sampled as sample-train does, but beside a test set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -18,7 +18,8 @@ from cauc_ray.numbers.types import Ints
 
 Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-beside-test"]
 
-# What each rule takes rows from; three-way cuts the only partition there is, whatever its name.
+# What each rule takes rows from, those drawn from first; three-way also cuts the only partition there is, whatever its
+# name.
 RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
     "halve-validation": ("validation", "test"),
     "sample-train": ("train", "validation"),
@@ -55,18 +56,18 @@ def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rul
     )
 
 
-def describe_rule(rule: Rule, partitions: Collection[str], seed: int = 0) -> str:
-    """Say in one phrase how a rule splits a dataset of these partitions.
+def describe_rule(rule: Rule, partitions: Sequence[str], seed: int = 0) -> str:
+    """Say in one phrase how a rule splits a dataset, given the partitions that it takes rows from.
 
     >>> describe_rule("halve-validation", ["validation", "test"])
     'validation halved into calibration and validation (seed 0)'
     """
+    drawn = partitions[0]
     if rule == "as-published":
         return "calibration, validation and test as published"
     if rule == "three-way":
-        return f"{_cut(partitions)} cut 25/25/50 into calibration, validation and test (seed {seed})"
-    drawn, tested = RULE_PARTITIONS[rule]
-    sampled = f", at most as many rows as {tested} has," if drawn == "train" else ""
+        return f"{drawn} cut 25/25/50 into calibration, validation and test (seed {seed})"
+    sampled = f", at most as many rows as {partitions[1]} has," if drawn == "train" else ""
     return f"{drawn}{sampled} halved into calibration and validation (seed {seed})"
 
 
@@ -75,46 +76,40 @@ def split_by_rule(
 ) -> dict[str, SplitRows]:
     """Return where the calibration, validation and test examples of a dataset come from.
 
-    partition_sizes: rows of each published partition. Tasks with a labelled test set halve their validation
+    partition_sizes: rows of each partition that the rule takes rows from, in the order of RULE_PARTITIONS; where there
+    are several test partitions, each is a split of its own name. Tasks with a labelled test set halve their validation
     set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
     validation set is cut 25/25/50. An odd row goes to calibration.
-    Raises DataError, which begins with the source, when a partition is missing or too small.
+    Raises DataError, which begins with the source, when a partition is too small.
 
     >>> splits = split_by_rule("sample-train", {"train": 16113, "validation": 1838})
     >>> {name: (split.partition, len(split.rows)) for name, split in splits.items()}
     {'calibration': ('train', 919), 'validation': ('train', 919), 'test': ('validation', 1838)}
     """
-    rng = np.random.default_rng(seed)
-
-    def size(partition: str) -> int:
-        if partition_sizes.get(partition, 0) < 4:
-            raise DataError(f"{source}: splitting by {rule!r} needs a partition {partition!r} of at least four rows")
-        return partition_sizes[partition]
-
+    for name, n in partition_sizes.items():
+        if n < 4:
+            raise DataError(f"{source}: splitting by {rule!r} needs a partition {name!r} of at least four rows")
+    whole = {name: SplitRows(name, np.arange(n)) for name, n in partition_sizes.items()}
     if rule == "as-published":
-        return {name: SplitRows(name, np.arange(size(name))) for name in RULE_PARTITIONS[rule]}
+        return whole
+    rng = np.random.default_rng(seed)
+    drawn, *tested = partition_sizes
+    n = partition_sizes[drawn]
     if rule == "three-way":
-        drawn = tested = _cut(partition_sizes)
-        n = size(drawn)
         pool, test = np.split(rng.permutation(n), [(n + 1) // 2])
         half = (n + 3) // 4
+        tests = {"test": SplitRows(drawn, np.sort(test))}
     else:
-        drawn, tested = RULE_PARTITIONS[rule]
-        test = np.arange(size(tested))
-        n = min(size(drawn), len(test))
-        if rule == "sample-train" and n < len(test):
+        n_tested = partition_sizes[tested[0]]
+        if rule == "sample-train" and n < n_tested:
             raise DataError(
-                f"{source}: a train set of {n} rows cannot give a sample of {len(test)}, the test set's size"
+                f"{source}: a train set of {n} rows cannot give a sample of {n_tested}, the test set's size"
             )
-        pool = rng.permutation(size(drawn)) if rule == "halve-validation" else rng.choice(size(drawn), n, replace=False)
+        pool = rng.permutation(n) if drawn == "validation" else rng.choice(n, min(n, n_tested), replace=False)
         half = (len(pool) + 1) // 2
-    rows = {"calibration": (drawn, pool[:half]), "validation": (drawn, pool[half:]), "test": (tested, test)}
-    return {name: SplitRows(partition, np.sort(own)) for name, (partition, own) in rows.items()}
-
-
-def _cut(partitions: Collection[str]) -> str:
-    """Return the partition that three-way cuts: the only one, else validation."""
-    return next(iter(partitions)) if len(partitions) == 1 else "validation"
+        tests = {"test" if len(tested) == 1 else name: whole[name] for name in tested}
+    halves = {"calibration": pool[:half], "validation": pool[half:]}
+    return {name: SplitRows(drawn, np.sort(rows)) for name, rows in halves.items()} | tests
 
 
 def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str, Ints]:

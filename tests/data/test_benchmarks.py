@@ -11,7 +11,7 @@ import pytest
 from cauc_ray.data.benchmarks import BENCHMARKS, mathqa_choices
 from cauc_ray.data.datasets import DatasetSource, open_dataset
 from cauc_ray.data.prompts import PROMPTS
-from cauc_ray.data.splits import split_by_rule
+from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -119,7 +119,8 @@ def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name,
     folder = write_partitions(tmp_path / "data", published)
     opened = open_dataset(DatasetSource(on_hub(name, folder) if where == "hub" else f"{name}={folder}", seed=5))
     assert (opened.name, opened.task) == (name, "multiple-choice")
-    splits = split_by_rule(BENCHMARKS[name].rule, SIZES, 5)
+    rule = BENCHMARKS[name].rule
+    splits = split_by_rule(rule, {partition: SIZES[partition] for partition in RULE_PARTITIONS[rule]}, 5)
     for split in ("calibration", "validation", "test"):
         picked = splits[split]
         found = list(rows_of(opened, split))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cauc_ray.data.benchmarks import BENCHMARKS
-from cauc_ray.data.splits import split_by_rule, split_shares
+from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule, split_shares
 from cauc_ray.errors import ConfigError, DataError
 
 sizes = st.fixed_dictionaries(
@@ -14,14 +14,15 @@ sizes = st.fixed_dictionaries(
 
 @given(st.sampled_from(sorted(BENCHMARKS)), sizes, st.integers(0, 99))
 def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_sizes, seed):
-    splits = split_by_rule(BENCHMARKS[dataset].rule, partition_sizes, seed)
+    rule = BENCHMARKS[dataset].rule
+    taken_from = {name: partition_sizes[name] for name in RULE_PARTITIONS[rule]}
+    splits = split_by_rule(rule, taken_from, seed)
     parts = splits.values()
     taken = [(p.partition, row) for p in parts for row in p.rows.tolist()]
     assert len(taken) == len(set(taken))
     for part in parts:
         assert 0 <= part.rows.min() <= part.rows.max() < partition_sizes[part.partition]
     n = partition_sizes["validation"]
-    rule = BENCHMARKS[dataset].rule
     assert abs(len(splits["calibration"].rows) - len(splits["validation"].rows)) <= 1
     if rule == "three-way":
         assert {p.partition for p in parts} == {"validation"}
@@ -32,13 +33,13 @@ def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_s
         assert splits["test"].partition == ("validation" if rule == "sample-train" else "test")
         assert len(splits["test"].rows) == partition_sizes[splits["test"].partition]
         assert splits["calibration"].partition == ("train" if rule == "sample-train" else "validation")
-    again = split_by_rule(BENCHMARKS[dataset].rule, partition_sizes, seed)
+    again = split_by_rule(rule, taken_from, seed)
     assert (again["calibration"].rows == splits["calibration"].rows).all()
 
 
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(DataError, match="needs a partition 'test'"):
-        split_by_rule("halve-validation", {"validation": 100})
+        split_by_rule("halve-validation", {"validation": 100, "test": 3})
     with pytest.raises(DataError, match="cannot give a sample of 50"):
         split_by_rule("sample-train", {"train": 40, "validation": 50})
     with pytest.raises(ConfigError, match="sum to 1"):
