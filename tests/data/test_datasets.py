@@ -1,12 +1,8 @@
-import csv
-import json
 import os
 import pickle
 import shutil
 import string
 import tempfile
-from collections import Counter
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,62 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stored import DATA, damage, dataset, questions, real_data, rows_of, values_of, write, write_images
 
-from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
+from cauc_ray.data.datasets import open_dataset
+from cauc_ray.data.splits import choose_rule, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
-
-DATA = Path(__file__).parents[3] / "shared" / "data"
-real_data = pytest.mark.skipif(not DATA.is_dir(), reason="the real data (../shared/data) is not here")
-
-
-def dataset(path, seed=0, **columns) -> Dataset:
-    return open_dataset(DatasetSource(str(path), columns, seed))
-
-
-def rows_of(opened, split, rows=1000, done=frozenset()):
-    """Every row of a split as a dict, with its label, and the numbers of the blocks."""
-    blocks = list(opened.blocks(split, rows, done))
-    found = []
-    for _, block in blocks:
-        for place, example in enumerate(block.example_ids):
-            row = {name: column[place] for name, column in block.columns.items()}
-            assert row.pop("example_id") == example
-            label = None if block.labels is None else int(block.labels[place])
-            found.append({"id": example, "label": label, **row})
-    return found
-
-
-def questions(n, first=0):
-    return [
-        {"id": f"q{i}", "question": f"what is {i}?", "choices": [f"{i}", "none", "both"], "label": i % 3}
-        for i in range(first, first + n)
-    ]
-
-
-def write(path, rows):
-    """Write rows as the file's name says; in CSV choices are JSON lists."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            for row in rows:
-                cells = {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
-                writer.writerow({k: "" if v is None else v for k, v in cells.items()})
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_images(folder, classes, n=3):
-    """Write n files for each class; their bytes say where they lie, no image is ever decoded."""
-    for name in classes:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(n):
-            (folder / name / f"{i}.JPG").write_bytes(f"{folder.name}/{name}/{i}".encode())
-
 
 texts = st.text(
     st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=8
@@ -102,6 +47,7 @@ def test_every_format_gives_the_same_rows(rows):
         assert read == {**row, "label": -1 if row["label"] is None else row["label"]}
 
 
+# Of a folder's partitions, those that splits are taken from.
 LAYOUTS = {
     "calibration validation test": ("calibration", "validation", "test"),
     "validation test": ("validation", "validation", "test"),
@@ -111,51 +57,29 @@ LAYOUTS = {
     "train": ("train", "train", "train"),
     "questions": ("questions", "questions", "questions"),
 }
-SIZES = {"train": 60, "validation": 31, "val": 31, "test": 40, "calibration": 10, "dev": 5, "questions": 41}
+SIZES = {"train": 60, "validation": 31, "test": 40, "calibration": 10, "dev": 5, "questions": 41}
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_partitions_of_a_folder_become_disjoint_splits(tmp_path, layout, ending):
+def test_partitions_of_a_folder_become_splits_by_a_rule(tmp_path, layout, ending):
     published = {}
     for name in layout.split():
-        rows = [{**row, "id": f"{name}-{row['id']}"} for row in questions(SIZES[name])]
-        published["validation" if name == "val" else name] = [row["id"] for row in rows]
+        partition = "validation" if name == "val" else name
+        published[partition] = [f"{partition}-{i}" for i in range(SIZES[partition])]
+        rows = [{**row, "id": example} for row, example in zip(questions(1000), published[partition], strict=False)]
         write(tmp_path / f"{name}.{ending}", rows)
-    opened = dataset(tmp_path)
-    ids = {split: [row["id"] for row in rows_of(opened, split, 7)] for split in opened.split_sizes}
-    assert {split: len(found) for split, found in ids.items()} == opened.split_sizes
-    assert list(ids) == ["calibration", "validation", "test"]
-    assert max(Counter(chain.from_iterable(ids.values())).values()) == 1
-    for (split, found), partition in zip(ids.items(), LAYOUTS[layout], strict=True):
-        assert found == [each for each in published[partition] if each in set(found)], split  # in the file's order
-
-    sizes = opened.split_sizes
+    opened, other = dataset(tmp_path, seed=3), dataset(tmp_path, seed=4)
+    taken = dict.fromkeys(LAYOUTS[layout])
+    splits = split_by_rule(choose_rule(published), {name: SIZES[name] for name in taken}, 3)
+    assert [splits[split].partition for split in opened.split_sizes] == list(LAYOUTS[layout])
+    for split, picked in splits.items():
+        ids = [published[picked.partition][row] for row in picked.rows]
+        assert values_of(opened, "id", split) == ids
+        assert opened.split_sizes[split] == len(ids)
     if "calibration" not in layout:
-        assert 0 <= sizes["calibration"] - sizes["validation"] <= 1
-    if "train " in layout:
-        tested = layout.split()[1]
-        assert ids["test"] == published[tested]
-        assert sizes["calibration"] + sizes["validation"] == SIZES[tested]
-    elif " " in layout:
-        assert ids["test"] == published["test"]
-        assert set(published["validation"]) >= set(ids["validation"])
-    else:
-        assert sum(sizes.values()) == SIZES[layout]
-        assert abs(sizes["test"] - SIZES[layout] / 2) <= 1
-
-    same, other = dataset(tmp_path), dataset(tmp_path, seed=1)
-    for split in ids:
-        assert [row["id"] for row in rows_of(same, split)] == ids[split]
-    if "calibration" not in layout:
-        assert [row["id"] for row in rows_of(other, "validation")] != ids["validation"]
-    assert same.fingerprint == opened.fingerprint != other.fingerprint
-
-
-def test_a_train_set_smaller_than_the_test_set_is_used_up(tmp_path):
-    write(tmp_path / "train.jsonl", questions(9))
-    write(tmp_path / "test.jsonl", questions(30))
-    assert dataset(tmp_path).split_sizes == {"calibration": 5, "validation": 4, "test": 30}
+        assert values_of(other, "id", "validation") != values_of(opened, "id", "validation")
+    assert dataset(tmp_path, seed=3).fingerprint == opened.fingerprint != other.fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -184,10 +108,9 @@ def test_row_groups_and_shards_are_one_sequence_of_rows(tmp_path):
     rows = questions(50)
     whole = write(tmp_path / "whole" / "validation.parquet", rows)
     table = pq.read_table(whole)
-    (tmp_path / "cut").mkdir()
     for shard, (start, end) in enumerate([(0, 17), (17, 18), (18, 50)]):
         name = f"validation-{shard:05}-of-00003.parquet"
-        pq.write_table(table.slice(start, end - start), tmp_path / "cut" / name, row_group_size=5)
+        write(tmp_path / "cut" / name, table.slice(start, end - start), row_group_size=5)
     shutil.copytree(tmp_path / "cut", tmp_path / "deep" / "validation")
     expected = {split: rows_of(dataset(whole), split, 6) for split in ("calibration", "validation", "test", "all")}
     assert expected["all"] == rows
@@ -200,48 +123,59 @@ def test_row_groups_and_shards_are_one_sequence_of_rows(tmp_path):
 
 
 def test_row_groups_that_nobody_wants_are_not_read(tmp_path):
-    path = tmp_path / "x.parquet"
-    rows = [{"id": i, "image": bytes([i]) * 2000, "label": 0} for i in range(40)]
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=10, compression="none", use_dictionary=False)
-    images = pq.ParquetFile(path).metadata.row_group(0).column(1)
-    damaged = bytearray(path.read_bytes())
-    start = images.data_page_offset
-    damaged[start : start + images.total_compressed_size] = b"\xff" * images.total_compressed_size
-    path.write_bytes(damaged)
-    opened = dataset(path)
-    left = rows_of(opened, "all", 10, done={0})
-    assert [row["id"] for row in left] == [str(i) for i in range(10, 40)]
-    assert all(row["image"] == bytes([int(row["id"])]) * 2000 for row in left)
+    rows = [{"id": str(i), "label": 0, "image": bytes([i]) * 2000} for i in range(40)]
+    path = write(tmp_path / "x.parquet", rows, row_group_size=10, compression="none", use_dictionary=False)
+    damage(path, 0, 2)
+    assert rows_of(dataset(path), "all", 10, done={0}) == rows[10:]
     with pytest.raises(DataError, match=r"x\.parquet cannot be read"):
-        rows_of(opened, "all", 10)
+        rows_of(dataset(path), "all", 10)
 
 
-def test_labels_are_numbers_or_letters(tmp_path):
-    def labels(values, ending="jsonl"):
-        rows = [{**row, "label": value} for row, value in zip(questions(len(values)), values, strict=True)]
-        return [row["label"] for row in rows_of(dataset(write(tmp_path / f"x.{ending}", rows)), "all")]
+def with_labels(folder, values, ending="jsonl"):
+    rows = [{**row, "label": value} for row, value in zip(questions(len(values)), values, strict=True)]
+    return dataset(write(folder / f"x.{ending}", rows))
 
-    assert labels([0, 1, 2, None]) == labels(["A", "b", "C", None]) == labels(["0", " 1", "2 ", ""]) == [0, 1, 2, -1]
-    assert labels([0.0, 1.0, 2.0, None]) == labels([0, "B", "c", None]) == labels(["0.0", "1.0", "2.0", ""], "csv")
-    assert labels([-1, 0, 0, -1]) == [-1, 0, 0, -1]
-    assert labels([None] * 4) == [-1] * 4
-    for bad in ("cat", "1.5", "²", "-2", -2, 1.5, 2**40):
-        with pytest.raises(DataError, match=r"x\.jsonl, row 2: label .* is neither the number of an option"):
-            labels([0, 1, bad, None])
-    with pytest.raises(DataError, match=r"x\.jsonl, row 3: label 3, counted from 0, is outside its 3 choices"):
-        labels(["a", "b", "c", "d"])
-    with pytest.raises(DataError, match="the column of labels holds bool"):
-        labels([True, False, True, False])
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0, 1, 2, None], [0, 1, 2, -1]),
+        (["A", "b", "C", None], [0, 1, 2, -1]),
+        (["0", " 1", "2 ", ""], [0, 1, 2, -1]),
+        ([0.0, 1.0, 2.0, None], [0, 1, 2, -1]),
+        ([0, "B", "c", None], [0, 1, 2, -1]),
+        ([-1, 0, 0, -1], [-1, 0, 0, -1]),
+        ([None] * 4, [-1] * 4),
+    ],
+)
+def test_labels_are_numbers_or_letters(tmp_path, values, labels):
+    assert values_of(with_labels(tmp_path, values), "label") == labels
+    assert values_of(with_labels(tmp_path, ["0.0", "1.0", "2.0", ""], "csv"), "label") == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        *[([0, 1, bad, None], "row 2: label .* is neither the number of") for bad in ("cat", "1.5", "²", "-2")],
+        *[([0, 1, bad, None], "row 2: label .* is neither the number of") for bad in (-2, 1.5, 2**40)],
+        (["a", "b", "c", "d"], "row 3: label 3, counted from 0, is outside its 3 choices"),
+        ([True, False, True, False], "the column of labels holds bool"),
+    ],
+)
+def test_other_labels_are_refused(tmp_path, values, says):
+    with pytest.raises(DataError, match=rf"x\.jsonl.*{says}"):
+        rows_of(with_labels(tmp_path, values))
 
 
 def test_csv_cells_are_text_and_empty_ones_null(tmp_path):
     cells = 'id,question,choices,label\r\n007,"1\n2","[""NA"", ""2013-06-05""]",""\r\n08,,,1\r\n'
     (tmp_path / "x.csv").write_bytes(("\ufeff" + cells + '9,"",,b\r\n\r\n010,NA,"[""a"",""b""]",A\r\n').encode())
-    found = rows_of(dataset(tmp_path / "x.csv"), "all")
-    assert [row["id"] for row in found] == ["007", "08", "9", "010"]
-    assert [row["question"] for row in found] == ["1\n2", None, None, "NA"]
-    assert [row["choices"] for row in found] == [["NA", "2013-06-05"], None, None, ["a", "b"]]
-    assert [row["label"] for row in found] == [-1, 1, 1, 0]
+    assert [list(row.values()) for row in rows_of(dataset(tmp_path / "x.csv"))] == [
+        ["007", -1, "1\n2", ["NA", "2013-06-05"]],
+        ["08", 1, None, None],
+        ["9", 1, None, None],
+        ["010", 0, "NA", ["a", "b"]],
+    ]
 
 
 def test_rows_without_labels_have_none(tmp_path):
@@ -272,82 +206,87 @@ def test_texts_and_lists_of_every_type_are_read(tmp_path):
         assert [(row["question"], row["label"]) for row in found] == [("?", 0), ("?", 1), ("?", 1), ("?", -1)]
 
 
-def test_columns_are_named_and_gathered(tmp_path):
+NAMES = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "example_id": "nr"}
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_columns_are_named_and_gathered(tmp_path, ending):
     rows = [
-        {"nr": i, "stem": f"q{i}", "opa": "x", "opb": "y", "opc": None if i else "z", "opd": None, "key": "B"}
+        {
+            "nr": i,
+            "stem": f"q{i}",
+            "opa": "x",
+            "opb": None if i == 3 else "y",
+            "opc": None if i == 1 else "z",
+            "key": "B",
+        }
         for i in range(4)
     ]
-    names = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "example_id": "nr"}
-    for ending in ("parquet", "jsonl", "csv"):
-        opened = dataset(write(tmp_path / f"x.{ending}", rows), **names)
-        found = rows_of(opened, "all")
-        assert [row["choices"] for row in found] == [["x", "y", "z"], ["x", "y"], ["x", "y"], ["x", "y"]]
-        assert [(row["id"], row["question"], row["label"]) for row in found] == [(str(i), f"q{i}", 1) for i in range(4)]
+    path = write(tmp_path / f"x.{ending}", [{**row, "opd": None} for row in rows])
+    found = rows_of(dataset(path, **NAMES))
     # An option that is missing before others would move those to other letters: it stays, as no text.
-    rows = [{**row, "opb": None, "opc": "z", "key": "C"} for row in rows]
-    found = rows_of(dataset(write(tmp_path / "x.jsonl", rows), **names), "all")
-    assert found[0]["choices"] == ["x", None, "z"]
-    with pytest.raises(DataError, match=r"no column 'root' for question; it has nr, stem, .* --columns"):
-        dataset(tmp_path / "x.jsonl", **{**names, "question": "root"})
-    with pytest.raises(DataError, match="no column 'opx' for choices"):
-        dataset(tmp_path / "x.jsonl", **{**names, "choices": "opa+opx"})
-    with pytest.raises(ConfigError, match="unknown column to read 'questoin'; did you mean 'question'"):
-        dataset(tmp_path / "x.jsonl", questoin="stem")
+    assert [row["choices"] for row in found] == [["x", "y", "z"], ["x", "y"], ["x", "y", "z"], ["x", None, "z"]]
+    assert [(row["id"], row["question"], row["label"]) for row in found] == [(str(i), f"q{i}", 1) for i in range(4)]
+    for names, says in (
+        ({**NAMES, "question": "root"}, r"no column 'root' for question; it has nr, stem, .* --columns"),
+        ({**NAMES, "choices": "opa+opx"}, "no column 'opx' for choices"),
+        ({"questoin": "stem"}, "unknown column to read 'questoin'; did you mean 'question'"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=says):
+            dataset(path, **names)
 
 
-def test_ids_are_the_files_or_made(tmp_path):
-    bare = [{"question": "?", "choices": ["a", "b"], "other": i} for i in range(5)]
-    assert [row["id"] for row in rows_of(dataset(write(tmp_path / "v.jsonl", bare)), "all", 2)] == [
-        f"v-{i}" for i in range(5)
-    ]
-    both = [{**row, "id": i, "example_id": 10 + i} for i, row in enumerate(bare)]
-    assert [row["id"] for row in rows_of(dataset(write(tmp_path / "v.parquet", both)), "all")] == [
-        str(10 + i) for i in range(5)
-    ]
-    texts = [{**row, "id": f"00{i}"} for i, row in enumerate(bare)]
-    assert [row["id"] for row in rows_of(dataset(write(tmp_path / "v.csv", texts)), "all")][:2] == ["000", "001"]
-    for ending in ("parquet", "jsonl", "csv"):
-        twice = write(tmp_path / f"t.{ending}", [*texts, {**texts[3], "id": "001"}])
-        with pytest.raises(DataError, match=r"row 5: example id '001' is a duplicate of that at .*, row 1"):
-            dataset(twice)
-        null = write(tmp_path / f"n.{ending}", [*texts, {**texts[3], "id": None}])
-        with pytest.raises(DataError, match="row 5: the row has no example_id"):
-            dataset(null)
-    with pytest.raises(DataError, match="the column of example ids holds double"):
-        dataset(write(tmp_path / "f.jsonl", [{**row, "id": 0.5 + i} for i, row in enumerate(bare)]))
+BARE = [{"question": "?", "choices": ["a", "b"], "other": i} for i in range(5)]
 
 
-def test_rows_with_nulls_pass_through(tmp_path):
-    rows = [{"question": "?", "choices": ["a", "b"], "label": 0}, {"question": None, "choices": None, "label": 1}] * 2
-    found = rows_of(dataset(write(tmp_path / "x.parquet", rows)), "all")
-    assert [(row["question"], row["choices"]) for row in found] == [("?", ["a", "b"]), (None, None)] * 2
-    images = {
-        "bytes": pa.array([b"a", None, b"c", None]),
-        "fixed": pa.array([b"ab", None, b"cd", None], pa.binary(2)),
-        "struct": pa.array([{"bytes": b"a", "path": None}, None, {"bytes": b"c", "path": "x.png"}, {"bytes": None}]),
-        "lists": pa.array([[1, 2], None, [3, 4], None]),
-        "fixed lists": pa.array([[1, 2], None, [3, 4], None], pa.list_(pa.uint8(), 2)),
-    }
-    for name, column in images.items():
-        pq.write_table(pa.table({"image": column, "label": [0, 1, 2, 3]}), tmp_path / "x.parquet")
-        found = [row["image"] for row in rows_of(dataset(tmp_path / "x.parquet"), "all")]
-        assert [image is None for image in found] == [False, True, False, True], name
-        assert found[0] in (b"a", b"ab") if "list" not in name else found[0].tolist() == [1, 2]
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_ids_are_the_files_or_made(tmp_path, ending):
+    def with_ids(**columns):
+        rows = [{**row, **{name: ids[i] for name, ids in columns.items()}} for i, row in enumerate(BARE)]
+        return dataset(write(tmp_path / f"v.{ending}", rows))
+
+    assert values_of(with_ids(), "id") == [f"v-{i}" for i in range(5)]
+    assert values_of(with_ids(id=range(5), example_id=range(10, 15)), "id") == [str(10 + i) for i in range(5)]
+    texts = [f"00{i}" for i in range(5)]
+    assert values_of(with_ids(id=texts), "id") == texts
+    with pytest.raises(DataError, match=r"row 4: example id '001' is a duplicate of that at .*, row 1"):
+        with_ids(id=[*texts[:4], "001"])
+    with pytest.raises(DataError, match="row 4: the row has no example_id"):
+        with_ids(id=[*texts[:4], None])
+    if ending != "csv":
+        with pytest.raises(DataError, match="the column of example ids holds double"):
+            with_ids(id=[0.5, 1.5, 2.5, 3.5, 4.5])
 
 
-def test_images_stay_as_they_are_stored(tmp_path):
-    (tmp_path / "a.png").write_bytes(b"from its file")
-    column = [{"bytes": b"a", "path": "a.png"}, {"bytes": None, "path": str(tmp_path / "a.png")}] * 2
-    pq.write_table(pa.table({"image": column}), tmp_path / "x.parquet")
-    found = [row["image"] for row in rows_of(dataset(tmp_path / "x.parquet"), "all")]
-    assert found == [b"a", b"from its file"] * 2
-    arrays = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
-    pq.write_table(pa.table({"image": pa.FixedShapeTensorArray.from_numpy_ndarray(arrays)}), tmp_path / "x.parquet")
-    (_, block), *_ = dataset(tmp_path / "x.parquet").blocks("all", 10)
-    assert block.columns["image"].dtype == np.uint8
-    assert (block.columns["image"] == arrays).all()
-    with pytest.raises(DataError, match="column 'image' holds string; images are bytes or arrays"):
-        rows_of(dataset(write(tmp_path / "x.csv", [{"image": "a.png", "label": 0}] * 4)), "all")
+def test_questions_with_nulls_pass_through(tmp_path):
+    whole = {"label": 0, "question": "?", "choices": ["a", "b"]}
+    rows = [{"id": str(i), **(dict.fromkeys(whole) if i % 2 else whole)} for i in range(4)]
+    found = rows_of(dataset(write(tmp_path / "x.parquet", rows)))
+    assert found == [{**row, "label": -1 if row["label"] is None else 0} for row in rows]
+
+
+ARRAYS = np.arange(4 * 2 * 3, dtype=np.uint8).reshape(4, 2, 3)
+LISTS = [[1, 2], None, [3, 4], None]
+STRUCTS = [{"bytes": b"a", "path": "a.png"}, None, {"bytes": None, "path": "b.png"}, {"bytes": None}]
+IMAGES = {
+    "bytes": (pa.array([b"a", None, b"c", b""]), [b"a", None, b"c", b""]),
+    "bytes of one length": (pa.array([b"ab", None, b"cd", None], pa.binary(2)), [b"ab", None, b"cd", None]),
+    "structs": (pa.array(STRUCTS), [b"a", None, b"its file's", None]),
+    "lists": (pa.array(LISTS), LISTS),
+    "lists of one length": (pa.array(LISTS, pa.list_(pa.uint8(), 2)), LISTS),
+    "tensors": (pa.FixedShapeTensorArray.from_numpy_ndarray(ARRAYS), ARRAYS.tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_stay_as_they_are_stored(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("b.png").write_bytes(b"its file's")
+    column, expected = IMAGES[kind]
+    found = values_of(dataset(write(tmp_path / "x.parquet", pa.table({"image": column}))), "image")
+    assert [image.tolist() if isinstance(image, np.ndarray) else image for image in found] == expected
+    if kind == "tensors":
+        assert found[0].dtype == np.uint8
 
 
 def test_class_folders_are_labels(tmp_path):
@@ -361,11 +300,10 @@ def test_class_folders_are_labels(tmp_path):
     assert [row["id"] for row in found] == sorted(f"{name}/{i}.JPG" for name in classes for i in range(3))
     assert {row["id"].split("/")[0]: row["label"] for row in found} == {"Ant": 0, "bee": 1, "train": 2, "zebra": 3}
     assert all(row["image"].decode() == f"{tmp_path.name}/{row['id'].removesuffix('.JPG')}" for row in found)
-    assert sum(opened.split_sizes.values()) == len(found) == 12
-    for ending in ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "PNG"):
-        (tmp_path / "cow").mkdir(exist_ok=True)
-        (tmp_path / "cow" / f"{ending}.{ending}").write_bytes(b"")
-    assert sum(dataset(tmp_path).split_sizes.values()) == 12 + 8
+    endings = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "PNG")
+    for ending in endings:
+        write_images(tmp_path, ["cow"], 1, ending)
+    assert sum(dataset(tmp_path).split_sizes.values()) == 12 + len(endings)
 
 
 def test_partitions_above_class_folders(tmp_path):
@@ -388,18 +326,16 @@ def test_images_of_blocks_that_are_done_are_not_read(tmp_path, monkeypatch):
     whole = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or whole(path))
     opened = dataset(tmp_path)
-    opened.fingerprint  # noqa: B018
+    assert opened.fingerprint
     assert not read
-    numbers = [number for number, _ in opened.blocks("all", 3, done={0, 2})]
-    assert numbers == [1, 3]
+    assert [number for number, _ in opened.blocks("all", 3, done={0, 2})] == [1, 3]
     assert len(read) == 6
-    blocks = opened.blocks("all", 3)
-    next(blocks)
+    next(opened.blocks("all", 3))
     assert len(read) == 9  # only the block at hand
     (tmp_path / "a" / "1.JPG").unlink()
     (tmp_path / "b" / "0.JPG").unlink()
     os.mkfifo(tmp_path / "b" / "0.JPG")  # which would be waited for indefinitely
-    assert [row["id"] for row in rows_of(opened, "all") if not row["image"]] == ["a/1.JPG", "b/0.JPG"]
+    assert [row["id"] for row in rows_of(opened) if not row["image"]] == ["a/1.JPG", "b/0.JPG"]
 
 
 def test_links_that_lead_back_hold_nothing_new(tmp_path):
@@ -427,29 +363,21 @@ def test_a_dataset_opens_anew_in_another_process_and_folder(tmp_path, monkeypatc
 
 
 def test_the_fingerprint_changes_with_the_content_not_with_the_place(tmp_path):
-    write(tmp_path / "a" / "x.jsonl", questions(20))
-    first = dataset(tmp_path / "a").fingerprint
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    seen = {first}
-
-    def changed(fingerprint):
-        assert fingerprint not in seen
-        seen.add(fingerprint)
-
-    assert dataset(tmp_path / "b").fingerprint == first
-    changed(dataset(tmp_path / "a", seed=1).fingerprint)
-    changed(dataset(tmp_path / "a", context="question").fingerprint)
-    write(tmp_path / "a" / "x.jsonl", questions(21))
-    changed(dataset(tmp_path / "a").fingerprint)
-    write(tmp_path / "b" / "test.jsonl", questions(20))
-    (tmp_path / "b" / "x.jsonl").rename(tmp_path / "b" / "validation.jsonl")
-    changed(dataset(tmp_path / "b").fingerprint)
-    write_images(tmp_path / "c", ["a", "b"])
-    changed(dataset(tmp_path / "c").fingerprint)
-    (tmp_path / "c" / "a" / "0.JPG").write_bytes(b"longer than it was before")
-    changed(dataset(tmp_path / "c").fingerprint)
-    (tmp_path / "c" / "a" / "0.JPG").rename(tmp_path / "c" / "b" / "00.JPG")
-    changed(dataset(tmp_path / "c").fingerprint)
+    a, b, c = (tmp_path / name for name in "abc")
+    write(a / "x.jsonl", questions(20))
+    shutil.copytree(a, b)
+    assert dataset(a).fingerprint == dataset(b).fingerprint
+    seen = [dataset(a).fingerprint, dataset(a, seed=1).fingerprint, dataset(a, context="question").fingerprint]
+    write(a / "x.jsonl", questions(21))
+    write(b / "test.jsonl", questions(20))
+    (b / "x.jsonl").rename(b / "validation.jsonl")
+    write_images(c, ["a", "b"])
+    seen += [dataset(each).fingerprint for each in (a, b, c)]
+    (c / "a" / "0.JPG").write_bytes(b"longer than it was before")
+    seen.append(dataset(c).fingerprint)
+    (c / "a" / "0.JPG").rename(c / "b" / "00.JPG")
+    seen.append(dataset(c).fingerprint)
+    assert len(set(seen)) == len(seen)
 
 
 def both(first, second):
@@ -462,6 +390,8 @@ def both(first, second):
     return make
 
 
+FIVE = questions(5)
+UNFIT = [{**row, "label": [1]} for row in questions(5, 5)]
 # What cannot be read, a file's content or what makes a folder, and what is said of it.
 REFUSED = {
     "list.json": ('[{"question": "?"}]', "line 1: one JSON object a line is expected, got a list"),
@@ -479,33 +409,22 @@ REFUSED = {
     "unchosen.jsonl": ('{"question": "?", "label": 0}', "no column choices; it has question, label.*--columns"),
     "few.jsonl": ('{"question": "?", "choices": ["a", "b"]}\n' * 3, "a partition 'few' of at least four rows"),
     "unlisted.csv": ("question,choices\n" + "?,a or b\n" * 4, r"row \d: choices are not a JSON list .*: 'a or b'"),
-    "numbers.jsonl": (
-        '{"question": "?", "choices": [1.5]}\n' * 4,
-        "'choices' holds list<.*>; choices are lists of texts",
-    ),
+    "numbers.jsonl": ('{"question": "?", "choices": [1.5]}\n' * 4, "'choices' holds list<.*>; choices are lists"),
     "mixed.jsonl": ('{"question": {"a": 1}, "choices": ["a"]}\n' * 4, "column 'question' holds struct<.*>, not text"),
+    "text.csv": ("image,label\n" + "a.png,0\n" * 4, "column 'image' holds string; images are bytes or arrays"),
     "none": (Path.mkdir, "holds no .parquet, .jsonl or .csv files and no folders of images"),
-    "formats": (both(("train.csv", questions(5)), ("test.jsonl", questions(5))), "are of different formats"),
-    "names": (both(("val.jsonl", questions(5)), ("validation.jsonl", questions(5))), "both the partition 'validation'"),
+    "formats": (both(("train.csv", FIVE), ("test.jsonl", FIVE)), "are of different formats"),
+    "names": (both(("val.jsonl", FIVE), ("validation.jsonl", FIVE)), "both the partition 'validation'"),
     "columns": (
-        both(("val/0.parquet", questions(5)), ("val/1.parquet", [{"question": "?"}])),
-        r"1\.parquet has the columns question, but .*0\.parquet",
+        both(("val/0.parquet", FIVE), ("val/1.parquet", [{"question": "?"}])),
+        r"columns question, but .*0\.par",
     ),
-    "types": (
-        both(("val/0.parquet", questions(5)), ("val/1.parquet", [{**row, "label": [1]} for row in questions(5, 5)])),
-        r"1\.parquet does not fit the files before it",
-    ),
-    "rule": (
-        both(("train.jsonl", questions(5)), ("dev.jsonl", questions(5))),
-        "no rule splits .* dev, train; name them",
-    ),
-    "kinds": (both(("train.jsonl", questions(5)), ("images", ["a", "b"])), "is mixed: train.jsonl and images hold"),
+    "types": (both(("val/0.parquet", FIVE), ("val/1.parquet", UNFIT)), r"1\.parquet does not fit the files before it"),
+    "rule": (both(("train.jsonl", FIVE), ("dev.jsonl", FIVE)), "no rule splits .* dev, train; name them"),
+    "kinds": (both(("train.jsonl", FIVE), ("images", ["a", "b"])), "is mixed: train.jsonl and images hold"),
     "flat": (both(("a.png", [{}]), ("b.png", [{}])), "holds images directly; put each into a folder of its class"),
     "classless": (lambda folder: write_images(folder, ["train", "test"]), "test holds images directly; put each into"),
-    "tasks": (
-        both(("validation.jsonl", questions(5)), ("test.jsonl", [{"image": [1, 2]}] * 5)),
-        "the partitions validation and test are of different tasks",
-    ),
+    "tasks": (both(("validation.jsonl", FIVE), ("test.jsonl", [{"image": [1, 2]}] * 5)), "are of different tasks"),
 }
 
 
@@ -523,21 +442,25 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, kind):
     assert kind in str(refused.value)
 
 
-def test_unknown_datasets_and_splits_are_refused(tmp_path):
-    for name in ("mmluu", "mmluu=/tmp", "", "no/such.parquet", "a\0b", "x" * 5000):
-        with pytest.raises(ConfigError, match=r"unknown dataset .*Available: .*mmlu.* path of a file or folder"):
-            dataset(name)
-    with pytest.raises(ConfigError, match="'hub::x' names no dataset"):
-        dataset("hub::x")
-    with pytest.raises(ConfigError, match="'mmlu=' has no path: give mmlu=PATH"):
-        dataset("mmlu=")
-    with pytest.raises(DataError, match="there is no file or folder x"):
-        dataset(f"mmlu={'x' * 5000}")
-    with pytest.raises(DataError, match=r"there is no file or folder .*absent"):
-        dataset(f"mmlu={tmp_path / 'absent'}")
-    opened = dataset(write(tmp_path / "x.jsonl", questions(8)))
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        *[(name, "unknown dataset .*Available: .*mmlu.* path of a file") for name in ("mmluu", "mmluu=/tmp", "")],
+        *[(name, "unknown dataset .*Available: .*mmlu") for name in ("no/such.parquet", "a\0b", "x" * 5000)],
+        ("hub::x", "'hub::x' names no dataset"),
+        ("mmlu=", "'mmlu=' has no path: give mmlu=PATH"),
+        (f"mmlu={'x' * 5000}", "there is no file or folder x"),
+        ("mmlu=/absent", "there is no file or folder /absent"),
+    ],
+)
+def test_unknown_datasets_are_refused(name, says):
+    with pytest.raises((ConfigError, DataError), match=says):
+        dataset(name)
+
+
+def test_unknown_splits_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="unknown split 'tset'; did you mean 'test'"):
-        opened.blocks("tset", 5)
+        dataset(write(tmp_path / "x.jsonl", questions(8))).blocks("tset", 5)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read every folder")
@@ -549,23 +472,22 @@ def test_a_folder_that_may_not_be_read_is_refused(tmp_path):
 
 
 @real_data
-def test_real_images_and_questions():
+def test_real_images():
     opened = dataset(DATA / "cifar10_test.parquet")
     table = pq.read_table(DATA / "cifar10_test.parquet")
     assert opened.split_sizes == {"calibration": 2500, "validation": 2500, "test": 5000}
-    seen = 0
-    for _, block in opened.blocks("calibration", 700):
-        expected = table.take([int(example) for example in block.example_ids])
-        assert block.labels.tolist() == expected["label"].to_pylist()
-        assert block.columns["image"].tolist() == expected["image"].to_pylist()
-        seen += len(block.example_ids)
-    assert seen == 2500
+    found = rows_of(opened, "calibration", 700)
+    expected = table.take([int(row["id"]) for row in found])
+    assert len(found) == 2500
+    for name in ("label", "image"):
+        assert [row[name] for row in found] == expected[name].to_pylist()
+    photographs = rows_of(dataset(DATA / "imagenet_nips17_1000.parquet", image="jpeg"), "all", 300)
+    assert len(photographs) == 1000
+    assert all(row["image"].startswith(b"\xff\xd8") and 0 <= row["label"] < 1000 for row in photographs)
 
-    photographs = dataset(DATA / "imagenet_nips17_1000.parquet", image="jpeg")
-    found = rows_of(photographs, "all", 300)
-    assert len(found) == 1000
-    assert all(row["image"].startswith(b"\xff\xd8") and 0 <= row["label"] < 1000 for row in found)
 
+@real_data
+def test_real_questions():
     for path in sorted((DATA / "questions").iterdir()):
         for file in sorted(path.iterdir()):
             if path.name == "logiqa2":  # as published: some of its questions stand there twice

@@ -3,47 +3,60 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.data.benchmarks import BENCHMARKS
-from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule, split_shares
+from cauc_ray.data.splits import RULE_PARTITIONS, choose_rule, split_by_rule, split_shares
 from cauc_ray.errors import ConfigError, DataError
 
-sizes = st.fixed_dictionaries(
-    {"train": st.integers(300, 400), "validation": st.integers(4, 300), "test": st.integers(4, 300)}
+partition_sizes = st.fixed_dictionaries(
+    {
+        "train": st.integers(4, 400),
+        "validation": st.integers(4, 300),
+        "test": st.integers(4, 300),
+        "calibration": st.integers(4, 300),
+    }
 )
 
 
-@given(st.sampled_from(sorted(BENCHMARKS)), sizes, st.integers(0, 99))
-def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(dataset, partition_sizes, seed):
-    rule = BENCHMARKS[dataset].rule
-    taken_from = {name: partition_sizes[name] for name in RULE_PARTITIONS[rule]}
-    splits = split_by_rule(rule, taken_from, seed)
-    parts = splits.values()
-    taken = [(p.partition, row) for p in parts for row in p.rows.tolist()]
+@given(st.sampled_from(sorted(RULE_PARTITIONS)), partition_sizes, st.integers(0, 99))
+def test_splits_are_disjoint_seeded_and_of_the_papers_sizes(rule, sizes, seed):
+    sizes["train"] += sizes["validation"] if rule == "sample-train" else 0
+    sizes = {name: sizes[name] for name in RULE_PARTITIONS[rule]}
+    splits = split_by_rule(rule, sizes, seed)
+    assert list(splits) == ["calibration", "validation", "test"]
+    taken = [(part.partition, row) for part in splits.values() for row in part.rows.tolist()]
     assert len(taken) == len(set(taken))
-    for part in parts:
-        assert 0 <= part.rows.min() <= part.rows.max() < partition_sizes[part.partition]
-    n = partition_sizes["validation"]
-    assert abs(len(splits["calibration"].rows) - len(splits["validation"].rows)) <= 1
+    for part in splits.values():
+        assert part.rows.tolist() == sorted(part.rows)
+        assert 0 <= part.rows.min() <= part.rows.max() < sizes[part.partition]
+    n = {split: len(part.rows) for split, part in splits.items()}
+    if rule == "as-published":
+        assert n == sizes
+        return
+    assert 0 <= n["calibration"] - n["validation"] <= 1
+    assert {splits["calibration"].partition, splits["validation"].partition} == {next(iter(sizes))}
     if rule == "three-way":
-        assert {p.partition for p in parts} == {"validation"}
-        assert len(taken) == n
-        assert abs(len(splits["test"].rows) - n / 2) <= 1
+        assert len(taken) == sizes["validation"]
+        assert abs(n["test"] - sizes["validation"] / 2) <= 1
     else:
-        assert len(splits["calibration"].rows) + len(splits["validation"].rows) == n
-        assert splits["test"].partition == ("validation" if rule == "sample-train" else "test")
-        assert len(splits["test"].rows) == partition_sizes[splits["test"].partition]
-        assert splits["calibration"].partition == ("train" if rule == "sample-train" else "validation")
-    again = split_by_rule(rule, taken_from, seed)
+        drawn, tested = sizes
+        assert (splits["test"].partition, n["test"]) == (tested, sizes[tested])
+        whole = sizes["validation"] if drawn == "validation" else min(sizes.values())
+        assert n["calibration"] + n["validation"] == whole
+    again = split_by_rule(rule, sizes, seed)
     assert (again["calibration"].rows == splits["calibration"].rows).all()
 
 
-def test_what_cannot_be_split_is_refused():
-    with pytest.raises(DataError, match="needs a partition 'test'"):
-        split_by_rule("halve-validation", {"validation": 100, "test": 3})
-    with pytest.raises(DataError, match="cannot give a sample of 50"):
-        split_by_rule("sample-train", {"train": 40, "validation": 50})
-    with pytest.raises(ConfigError, match="sum to 1"):
-        split_shares(10, {"a": 0.5, "b": 0.6})
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        (lambda: split_by_rule("halve-validation", {"validation": 100, "test": 3}), "needs a partition 'test' of at"),
+        (lambda: split_by_rule("sample-train", {"train": 40, "validation": 50}), "cannot give a sample of 50"),
+        (lambda: split_shares(10, {"a": 0.5, "b": 0.6}), "sum to 1"),
+        (lambda: choose_rule(["train", "dev"]), "no rule splits .* dev, train; name them"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(split, says):
+    with pytest.raises((ConfigError, DataError), match=says):
+        split()
 
 
 @given(st.integers(4, 500), st.integers(0, 9))
