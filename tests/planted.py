@@ -8,7 +8,7 @@ import numpy as np
 
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import Examples
 
 

@@ -13,7 +13,7 @@ from cauc_ray.numbers.softmax import log_softmax, top_option
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import Examples, measure_replay
 
 CONVENTIONS: Mapping[str, str] = {

@@ -29,8 +29,7 @@ from cauc_ray.front.sources import Logits, Source
 from cauc_ray.front.tables import number
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.predictions import pandas_frame
 

@@ -17,8 +17,7 @@ from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferra
 from cauc_ray.numbers.intervals import paired_difference, share
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.method import Curve, Fitted, Fitting, Method
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
 from cauc_ray.policies.trace import Answers, Examples
 
 # CPT is told for these shares of the gap between the two models.

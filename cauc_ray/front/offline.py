@@ -28,8 +28,7 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.fitting import fit_policy, refit
-from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.methods import method_named
+from cauc_ray.policies.methods import Fitting, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains

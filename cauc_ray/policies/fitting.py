@@ -16,11 +16,10 @@ from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.certificates import RiskLimit
-from cauc_ray.numbers.chain import Chain, ChainPart
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.sweep import STOP_NONE
-from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.answers_sums import AnswerSums, sum_answers
 from cauc_ray.policies.calibrated import calibrator_of, pair_of, require_calibrator
 from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
@@ -30,7 +29,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_file import POLICY_CLASSES
 from cauc_ray.policies.safe import Fit, fit_safe
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import answers_alone, of_rows, trace_policy
+from cauc_ray.policies.trace import answers_alone, trace_policy
 
 
 def fit_policy(
@@ -130,9 +129,17 @@ def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
     candidate = _fusing(policy, admitted)
     if validation is None or not admitted:
         return candidate
-    fused = trace_policy(candidate, validation).predictions[:, -1] == validation.labels
-    alone = answers_alone(policy, validation)[:, -1] == validation.labels
-    return candidate if signs_of(fused, alone).gains else _fusing(policy, [])
+    return candidate if _fusion_gains(candidate, validation) else _fusing(policy, [])
+
+
+def _fusion_gains(policy: Policy, validation: Chain) -> bool:
+    """Return whether validation establishes that the fused answers of the last stage are better than its own.
+
+    validation: of the policy's models, all rows labelled.
+    """
+    fused = trace_policy(policy, validation).predictions[:, -1]
+    own = answers_alone(policy, validation)[:, -1]
+    return signs_of(fused == validation.labels, own == validation.labels).gains
 
 
 def _fusing(policy: BasePolicy, fused: Sequence[BaseStage]) -> BasePolicy:
@@ -163,6 +170,7 @@ def fit_rf(
     """
     require_calibrator(calibrator, "rf", len(calibration.models))
     _require_labels(calibration)
+    of_splits = _of_splits(calibration, validation, names, rule)
     stages: list[RFStage] = []
     for place in range(len(calibration.models)):
         own, fit = _calibrate(calibration, place, calibrator)
@@ -175,29 +183,12 @@ def fit_rf(
             beta=beta,
             pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
         )
-        if safe and stages and validation is not None and not _fold_gains(validation, (*stages, stage)):
-            stage = stage.model_copy(update={"fused": False})
         stages.append(stage)
-    policy = RFPolicy(**_of_splits(calibration, validation, names, rule), stages=tuple(stages))
-    return choose_threshold(policy, calibration, validation, rule)
-
-
-def _fold_gains(validation: Chain, stages: tuple[RFStage, ...]) -> bool:
-    """Return whether validation establishes that the last stage's folded answers are better than its own.
-
-    stages: up to the one in question.   validation: of these and maybe more models, all rows labelled.
-    """
-    folded, own = of_rows(validation, partial(_folded_and_own, stages))
-    return signs_of(folded == validation.labels, own == validation.labels).gains
-
-
-def _folded_and_own(stages: tuple[RFStage, ...], part: ChainPart, rows: slice) -> tuple[Ints, Ints]:
-    r: Floats | None = None
-    for logits, stage in zip(part.logits, stages, strict=False):
-        own = stage.calibrator.scores(logits[rows])
-        r = stage.fold(own, r)
-    assert r is not None
-    return r.argmax(axis=1), own.argmax(axis=1)
+        if safe and place and validation is not None:
+            so_far = RFPolicy(**of_splits, stages=tuple(stages))
+            if not _fusion_gains(so_far, validation.of_models(range(place + 1))):
+                stages[place] = stage.model_copy(update={"fused": False})
+    return choose_threshold(RFPolicy(**of_splits, stages=tuple(stages)), calibration, validation, rule)
 
 
 def _require_labels(calibration: Chain) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.drift import ShareDrift
 from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.metrics import CalibrationSums, calibration_error, equal_width_bins
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 from cauc_ray.policies.evidence import N_BINS, N_GROUPS, N_LIKELIEST, Reference, StageReference
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, Trace
@@ -81,7 +81,7 @@ def _reference_counts(reference: Reference) -> Mapping[str, Ints]:
 
 
 @dataclass(frozen=True, slots=True)
-class StageSums:
+class StageSums(Summed):
     """What has been seen of one stage's answers; sums of several sets of rows add up.
 
     n, confidence, cost, squared_cost: over all answers.   outcomes, n_right: over those with a known label.
@@ -96,9 +96,6 @@ class StageSums:
     n_right: int = 0
     n_compared: int = 0
     n_agreed: int = 0
-
-    def __add__(self, other: StageSums) -> StageSums:
-        return StageSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @classmethod
     def of_answers(cls, confidences: Floats, costs: Floats) -> StageSums:

@@ -164,7 +164,14 @@ class PolicyFile(FrozenModel):
         Called on Policy it returns a policy of the file's method. Raises PolicyError when the file is missing,
         not JSON, of another format or version, or holds a number or key that the format does not allow.
         """
-        return cls.of(_read_policy_json(path_of(path)), str(path))
+        file = path_of(path)
+        try:
+            if not file.is_file():
+                raise PolicyError(f"there is no policy file {file}")
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise PolicyError(f"{file} is not a readable policy file: {error}") from error
+        return cls.of(content, str(path))
 
     @classmethod
     def of(cls, content: Mapping[str, Any], source: str = "the policy") -> Self:
@@ -194,13 +201,3 @@ class PolicyFile(FrozenModel):
     def to_json(self) -> str:
         """Return the policy as the text of its file."""
         return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
-
-
-def _read_policy_json(path: AnyPath) -> Any:
-    try:
-        if not path.is_file():
-            raise PolicyError(f"there is no policy file {path}")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is not a readable policy file: {error}") from error
-    return content

@@ -7,7 +7,7 @@ a fit of its models alone would be: by the steps that fits and replays take.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,21 +40,13 @@ _Answers: TypeAlias = tuple[Ints, Floats]
 class SubChain:
     """What a fitted chain of S of a pool's models answers on validation, whatever its threshold.
 
-    indices: of the models in the pool.   predictions: int32 (N, S).   confidences: float64 (N, S - 1).
-    reference: the threshold where nothing chooses one; None for the best on validation.
+    indices: of the models in the pool.   steps: S.   reference: the threshold where nothing chooses one; None for the
+    best on validation.
     """
 
     indices: tuple[int, ...]
-    predictions: Ints
-    confidences: Floats
+    steps: tuple[_Answers, ...]
     reference: float | None = None
-
-    @classmethod
-    def of(cls, indices: tuple[int, ...], steps: Iterable[_Answers], reference: float | None = None) -> SubChain:
-        """Return what a chain answers by its steps, each step's answers and confidences."""
-        predictions, confidences = zip(*steps, strict=True)
-        # One stage after another in memory, as a sweep reads them.
-        return cls(indices, np.stack(predictions).T, np.stack(confidences)[:-1].T, reference)
 
 
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
@@ -75,7 +67,7 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
                 alpha, beta = fit_pair(state[0], r, calibration.labels).temperatures
                 r, r_validation = fold(r, alpha, beta, state[0]), fold(r_validation, alpha, beta, state[1])
             longer, answered = (*indices, index), (*steps, top_option(r_validation))
-            yield SubChain.of(longer, answered)
+            yield SubChain(longer, answered)
             yield from after(longer, (r, r_validation), answered)
 
     return after((), None, ())
@@ -104,8 +96,8 @@ def _ending(
     """
     last = len(policy.stages) - 1
     steps = *(own[index] for index in indices), end
-    answers = ((step.predictions, step.confidences) for step in steps)
-    yield SubChain.of((*indices, last), answers, policy.threshold)
+    answers = tuple((step.predictions, step.confidences) for step in steps)
+    yield SubChain((*indices, last), answers, policy.threshold)
     for index in range(indices[-1] + 1 if indices else 0, last):
         after = state, end
         if policy.stages[index].fused:
@@ -114,10 +106,7 @@ def _ending(
         yield from _ending(policy, own, (*indices, index), *after)
 
 
-_METHODS: Mapping[str, Callable[..., Iterator[SubChain]]] = {
-    "base": sub_chains_of_base,
-    "rf": sub_chains_of_rf,
-}
+_METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
 
 
 def check_pool(models: Iterable[str]) -> None:
@@ -199,12 +188,13 @@ class _Found:
 def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Ints, ...]) -> _Found:
     given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
     of_chain = validation.costs.of_models(one.indices)
+    predictions, confidences = (np.stack(of) for of in zip(*one.steps, strict=True))
 
     def swept(rows: Ints) -> Frontier:
         costs = of_chain if of_chain.per_call.ndim == 1 else Costs(of_chain.unit, of_chain.per_call[rows])
-        confidences = one.confidences.T.take(rows, axis=1).T
-        predictions = one.predictions.T.take(rows, axis=1).T
-        return sweep(confidences, predictions, validation.labels[rows], costs, rule.objective)
+        # One stage after another in memory, as a sweep reads them.
+        inner, answers = confidences[:-1].take(rows, axis=1).T, predictions.take(rows, axis=1).T
+        return sweep(inner, answers, validation.labels[rows], costs, rule.objective)
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -190,28 +190,9 @@ def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints
     return np.stack([chain.logits[model].argmax(axis=1) for model in chosen], axis=1).astype(np.int32)
 
 
-class Cascade(Protocol):
-    """A method with one threshold: what it answers, and how sure it is, after each step."""
-
-    def trace(self, examples: Examples) -> Trace:
-        """Return its answers and confidences at every step."""
-        ...
-
-
 def calls_in_turn(n_models: int) -> Bools:
     """Return the calls of a cascade, bool (M, M): each step's own model and all before it."""
     return np.tri(n_models, dtype=bool)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyCascade:
-    """A fitted policy, seen as a cascade whose threshold is still open."""
-
-    policy: Policy
-
-    def trace(self, examples: Examples) -> Trace:
-        """Take every step of every example."""
-        return trace_policy(self.policy, examples.chain)
 
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:

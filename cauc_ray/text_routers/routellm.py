@@ -18,7 +18,7 @@ from cauc_ray.numbers.softmax import log_softmax
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.routing import FirstOrLast, note_on_the_middle
 from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.method import Fitted, Fitting, Thresholded
+from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.trace import Examples
 from cauc_ray.text_routers.reader import Labelled, Reader, Recipe, drawn_from, fine_tune, load_pretrained
 

@@ -27,7 +27,7 @@ from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.trace import Examples, PolicyCascade
+from cauc_ray.policies.trace import trace_policy
 from jobs.bench.cascades import write_input, write_pool
 from jobs.bench.ledgers import StageCalls, read_calls
 from jobs.bench.part import absent
@@ -164,7 +164,7 @@ def planted_labels(answers: dict[str, Floats]) -> Ints:
 def fitted(table: Path, deferral: float) -> Policy:
     """Fit CAUC-RF with the threshold at which the wanted share of the calibration images is deferred."""
     first = cauc_ray.fit(table, models=list(NAMES), method="rf", threshold=0.5)
-    trace = PolicyCascade(first).trace(Examples(LogitTable(table).read_chain(list(NAMES), "calibration")))
+    trace = trace_policy(first, LogitTable(table).read_chain(list(NAMES), "calibration"))
     threshold = float(np.quantile(trace.confidences[:, 0], deferral))
     return cauc_ray.fit(table, models=list(NAMES), method="rf", threshold=threshold)
 

@@ -321,7 +321,7 @@ def test_no_figure_is_left_out_on_a_narrow_terminal(table, monkeypatch):
 
 def test_methods_whose_packages_are_missing_are_told_and_not_replaced(table, monkeypatch):
     found = {"torch": None}
-    monkeypatch.setattr("cauc_ray.policies.method.find_spec", lambda name: found.get(name, name))
+    monkeypatch.setattr("cauc_ray.policies.methods.find_spec", lambda name: found.get(name, name))
     whole = compare(table, models=MODELS)
     missing = {each["method"]: each["why"] for each in whole.not_run}
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}

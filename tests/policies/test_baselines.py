@@ -56,8 +56,8 @@ def small(method, m=3, *, embedded=True):
 def numbers(own, test):
     """Return all that a fitted method says of examples whose labels it does not see."""
     if hasattr(own, "cascade"):
-        return own.cascade.trace(test.without_labels()).confidences
-    return np.stack([scorer.distances(test.without_labels()) for scorer in own.scorers])
+        return own.cascade(test.without_labels()).confidences
+    return np.stack([scorer(test.without_labels()) for scorer in own.scorers])
 
 
 @learned
@@ -215,6 +215,6 @@ def test_where_costs_are_equal_points_are_what_their_settings_give_on_validation
 
 @pytest.mark.parametrize("method", ["routellm-bert", "routellm-causal"])
 def test_text_routers_are_an_extra_of_their_own_which_errors_name(method, monkeypatch):
-    monkeypatch.setattr("cauc_ray.policies.method.find_spec", lambda name: None if name == "transformers" else name)
+    monkeypatch.setattr("cauc_ray.policies.methods.find_spec", lambda name: None if name == "transformers" else name)
     with pytest.raises(ConfigError, match=r"needs transformers: pip install 'cauc-ray\[text-routers\]'"):
         method_named(method)

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from synthetic import chain
 
 from cauc_ray.errors import CaucWarning, PolicyError
-from cauc_ray.policies.baselines.simple import RawCascade, margins
+from cauc_ray.policies.baselines.simple import margins, raw_cascade
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade, measure_replay, replay
+from cauc_ray.policies.trace import Examples, measure_replay, replay, trace_policy
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -21,7 +21,7 @@ def test_the_sweep_equals_a_replay_at_every_operating_point(seed, fit, ragged, p
     calibration = chain(seed, 120, ragged=ragged, per_call=per_call)
     test = chain(seed, 40, ragged=ragged, per_call=per_call, shift=1)
     policy = fit(calibration, rule=ThresholdRule(threshold=0.5))
-    frontier = PolicyCascade(policy).trace(Examples(test)).frontier(test)
+    frontier = trace_policy(policy, test).frontier(test)
     deepest = np.zeros(len(test), int)
     for point, threshold in enumerate(frontier.thresholds):
         result, measures = measure_replay(policy.model_copy(update={"threshold": threshold}), test)
@@ -72,7 +72,7 @@ def test_a_chain_that_is_not_the_policys_is_refused_and_another_kind_of_logits_t
 @settings(max_examples=20)
 def test_margin_sampling_is_the_gap_of_the_two_best(seed):
     test = chain(seed, 30, ragged=True)
-    trace = RawCascade(margins).trace(Examples(test))
+    trace = raw_cascade(margins, Examples(test))
     for j, logits in enumerate(test.logits):
         for i, row in enumerate(logits.astype(float)):
             p = np.exp(row[np.isfinite(row)] - row.max())

@@ -9,7 +9,7 @@ from synthetic import chain, softmax
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade, replay
+from cauc_ray.policies.trace import replay, trace_policy
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -115,7 +115,7 @@ def test_a_last_stage_that_nothing_joins_answers_as_it_is():
     test = chain(3, 200, shift=1)
     policy = fit_base(chain(3, 300), rule=ThresholdRule(threshold=2.0))
     alone = tuple(s.model_copy(update={"fused": j == 2}) for j, s in enumerate(policy.stages))
-    trace = PolicyCascade(policy.model_copy(update={"stages": alone})).trace(Examples(test))
+    trace = trace_policy(policy.model_copy(update={"stages": alone}), test)
     assert (trace.predictions[:, -1] == test.logits[-1].argmax(axis=1)).all()
     own = [softmax(row / policy.stages[-1].temperature).max() for row in np.float64(test.logits[-1])]
     assert trace.confidences[:, -1] == pytest.approx(own)

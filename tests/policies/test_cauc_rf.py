@@ -8,7 +8,7 @@ from synthetic import chain, nll, softmax
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade, replay
+from cauc_ray.policies.trace import replay, trace_policy
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -60,7 +60,7 @@ def test_two_models_that_never_stop_are_the_asymmetric_duo(seed):
 
 def test_the_threshold_is_the_best_on_validation_by_brute_force():
     calibration, validation = chain(1, 300), chain(1, 250, shift=1)
-    trace = PolicyCascade(fit_rf(calibration, rule=ThresholdRule(threshold=2.0))).trace(Examples(validation))
+    trace = trace_policy(fit_rf(calibration, rule=ThresholdRule(threshold=2.0)), validation)
     costs = validation.costs.cumulative
     for budget in (1.0, 3.0, 6.5, 12.0, 20.0):
         policy = fit_rf(calibration, validation, ThresholdRule(budget=budget))

@@ -16,7 +16,7 @@ from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade, measure_replay
+from cauc_ray.policies.trace import measure_replay, trace_policy
 
 seeds = st.integers(0, 2**32 - 1)
 fits = st.sampled_from([fit_base, fit_rf])
@@ -44,8 +44,9 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
     def fitted(budget):
         return fit(calibration, validation, ThresholdRule(budget=budget, objective=objective))
 
-    unsteered = PolicyCascade(fit(calibration, rule=ThresholdRule(threshold=2.0)))
-    frontier = unsteered.trace(Examples(validation)).frontier(validation, objective)
+    frontier = trace_policy(fit(calibration, rule=ThresholdRule(threshold=2.0)), validation).frontier(
+        validation, objective
+    )
     assert len(frontier.cost) <= MOST_CURVE_POINTS
     cheapest = frontier.cost[0]
     assume(first >= cheapest)
@@ -102,7 +103,7 @@ def test_the_points_are_what_a_replay_gives_and_none_is_left_out(seed, fit, obje
         _, measures = measure_replay(policy.with_threshold(point.threshold), validation)
         assert point.cost == pytest.approx(measures.cost, rel=1e-12)
         assert point.quality == pytest.approx(quality(measures, objective), abs=1e-9)
-    confidences = PolicyCascade(policy).trace(Examples(validation)).confidences[:, :-1]
+    confidences = trace_policy(policy, validation).confidences[:, :-1]
     for threshold in (0.0, *np.unique(confidences), 2.0):
         _, measures = measure_replay(policy.with_threshold(threshold), validation)
         within = [point for point in policy.curve if point.cost <= measures.cost * (1 + 1e-9)]
@@ -115,7 +116,7 @@ def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(
     calibration = chain(seed, 1000, strengths=(0.5, 3.0))
     validation = chain(seed, 3000, strengths=(0.5, 3.0), shift=1)
     policy = fit(calibration, validation, ThresholdRule(threshold=0.5))
-    frontier = PolicyCascade(policy).trace(Examples(validation)).frontier(validation)
+    frontier = trace_policy(policy, validation).frontier(validation)
     points = frontier.points()
     assert len(points.pareto(10**6).cost) > MOST_CURVE_POINTS
     assert MOST_CURVE_POINTS / 2 < len(policy.curve) <= MOST_CURVE_POINTS

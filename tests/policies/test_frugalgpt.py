@@ -189,7 +189,7 @@ def test_scores_are_the_likeliest_of_the_penalties_on_validation():
         for c in frugalgpt.INVERSE_PENALTIES:
             fit = LogisticRegression(C=c, max_iter=1000).fit(scaler.transform(rows[0]), right[0])
             losses.append(log_loss(right[1], fit.predict_proba(scaler.transform(rows[1]))))
-        assert log_loss(right[1], 1 - scorer.distances(fitting.validation)) == pytest.approx(min(losses), abs=1e-4)
+        assert log_loss(right[1], 1 - scorer(fitting.validation)) == pytest.approx(min(losses), abs=1e-4)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -202,7 +202,7 @@ def test_a_model_that_is_always_right_or_never(right):
         return replace(part, chain=replace(part.chain, logits=logits))
 
     fitted = fit_frugalgpt(changed(fitting, made))
-    distances = fitted.scorers[1].distances(made(test))
+    distances = fitted.scorers[1](made(test))
     assert (distances == distances[0]).all()
     assert distances[0] == pytest.approx(0.0 if right else 1.0, abs=0.01)
     answers = fitted.answers(made(test).without_labels(), fitted.default)

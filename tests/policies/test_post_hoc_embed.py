@@ -9,12 +9,12 @@ from cauc_ray.policies.trace import calls_in_turn
 
 
 def predicted_gains(fitted, test):
-    return -fitted.cascade.trace(test.without_labels()).confidences
+    return -fitted.cascade(test.without_labels()).confidences
 
 
 def test_each_stage_answers_for_itself_and_pays_for_all_before():
     fitting, test = problem(0, n=100, n_test=80, m=3, ragged=True)
-    seen = fit_post_hoc_embed(fitting).cascade.trace(test.without_labels())
+    seen = fit_post_hoc_embed(fitting).cascade(test.without_labels())
     for stage, logits in enumerate(test.chain.logits):
         assert (seen.predictions[:, stage] == logits.argmax(axis=1)).all()
     assert (seen.calls == calls_in_turn(3)).all()

@@ -21,7 +21,7 @@ def test_it_calls_the_last_model_where_its_win_is_likelier_than_the_threshold(fi
     cascade = fit(fitting).cascade
     wins = cascade.wins(test)
     calls_last = wins > np.median(wins)
-    answers = cascade.trace(test).answers(1 - np.median(wins))
+    answers = cascade(test).answers(1 - np.median(wins))
     assert (answers.calls == np.eye(m, dtype=bool)[np.where(calls_last, m - 1, 0)]).all()
 
 
@@ -30,7 +30,7 @@ def test_models_that_never_disagree_have_even_odds(fit):
     fitting, test = problem(5, n=60, n_test=40)
     same = changed(fitting, alike)
     fitted = fit(same)
-    assert (fitted.cascade.trace(test).confidences[:, 0] == 0.5).all()
+    assert (fitted.cascade(test).confidences[:, 0] == 0.5).all()
     assert fitted.answers(same.validation, fitted.default).costs(same.validation.chain).max() == 1.0
 
 

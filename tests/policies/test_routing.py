@@ -13,10 +13,9 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines.controls import random_numbers
 from cauc_ray.policies.baselines.routing import routed
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.method import Fitting
-from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.methods import METHODS, Fitting
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, PolicyCascade, own_answers
+from cauc_ray.policies.trace import Examples, own_answers, trace_policy
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -73,11 +72,11 @@ def test_every_point_is_what_its_threshold_gives_where_prices_are_equal_or_gains
 def test_duo_is_rf_that_never_stops():
     duo, test = fitted("duo", strengths=(1.0, 1.6))
     calibration = chain(3, 300, strengths=(1.0, 1.6))
-    rf = PolicyCascade(fit_rf(calibration, rule=ThresholdRule(threshold=2.0))).trace(test)
+    rf = trace_policy(fit_rf(calibration, rule=ThresholdRule(threshold=2.0)), test.chain)
     answers = duo.answers(test, duo.default)
     assert (answers.predictions == rf.predictions[:, -1]).all()
     assert answers.calls.all()
-    own = duo.cascade.trace(test)
+    own = duo.cascade(test)
     assert own.confidences[:, 0] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
 
 

@@ -107,8 +107,9 @@ def test_every_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
         places = found.indices
         policy = fit_policy(method, calibration.of_models(places), None, ThresholdRule(threshold=0.5), NAMES)
         expected = trace_policy(policy, validation.of_models(places))
-        np.testing.assert_array_equal(found.predictions, expected.predictions)
-        np.testing.assert_array_equal(found.confidences, expected.confidences[:, :-1])
+        for stage, (predictions, confidences) in enumerate(found.steps):
+            np.testing.assert_array_equal(predictions, expected.predictions[:, stage])
+            np.testing.assert_array_equal(confidences, expected.confidences[:, stage])
         seen.append(places)
     assert sorted(seen) == sorted(sub_chains(len(POOL)))
 

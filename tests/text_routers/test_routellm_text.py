@@ -6,7 +6,7 @@ from planted import examples, gain_over_mixture
 from synthetic import chain, softmax
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.policies.method import Fitting
+from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 pytest.importorskip("transformers", reason="the text routers need transformers: pip install 'cauc-ray[text-routers]'")
@@ -105,11 +105,11 @@ def test_a_telling_word_is_learnt(kind, checkpoints):
     fit, recipe = FITS[kind]
     fitted = fit(Fitting(queries(0)[0], queries(1)[0], 0, checkpoints[kind]), recipe)
     test, hard = queries(2)
-    stays = fitted.cascade.trace(test.without_labels()).confidences[:, 0]
+    stays = fitted.cascade(test.without_labels()).confidences[:, 0]
     assert stays[~hard].min() > stays[hard].max()
     assert gain_over_mixture(fitted, test) > 0.06
     assert fitted.note.startswith(f"fine-tuned from {kind}; ")
-    again = fitted.cascade.trace(test)
+    again = fitted.cascade(test)
     assert (again.confidences[:, 0] == stays).all()
 
 
@@ -158,7 +158,7 @@ def test_the_seed_decides_and_the_global_generators_stay_as_they_were(kind, chec
         torch.rand(1)  # wherever the global generator stands
         before = torch.get_rng_state()
         fitted = fit(Fitting(calibration, validation, seed, checkpoints[kind]), recipe)
-        found.append(fitted.cascade.trace(validation).confidences[:, 0])
+        found.append(fitted.cascade(validation).confidences[:, 0])
         assert torch.equal(torch.get_rng_state(), before)
     assert (found[0] == found[1]).all()
     assert (found[0] != found[2]).any()

@@ -18,9 +18,8 @@ from cauc_ray.front.report.measured import Measured
 from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.sweep import OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.method import Fitted, Fitting, Method, Thresholded
-from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.trace import Examples, PolicyCascade, single_model_accuracy
+from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Method, Thresholded, cascade_of
+from cauc_ray.policies.trace import Examples, single_model_accuracy
 
 # Fitted in a second or two from logits alone, in the order of legends.
 COMPUTED = ("base", "rf", "duo", "margin", "max-probability", "random")
@@ -95,7 +94,7 @@ def trace_methods(found: Found, measured: Measured) -> MethodCurves:
     if measured.validation is None:
         return MethodCurves((), singles, None, len(chain))
     validation, test = Examples(measured.validation), Examples(chain)
-    own = Thresholded(PolicyCascade(measured.policy), validation, given=measured.policy.threshold)
+    own = Thresholded(cascade_of(measured.policy), validation, given=measured.policy.threshold)
     at = own.curve(validation, np.array([own.default]))
     matched = float(at.cost[0])
     curves = [_curve(METHODS[measured.policy.method], own, test, matched, is_own=True)]

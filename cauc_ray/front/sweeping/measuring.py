@@ -19,8 +19,7 @@ from cauc_ray.front.sources import Source
 from cauc_ray.front.sweeping.config import BudgetKind
 from cauc_ray.front.sweeping.redrawing import redraw
 from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.method import Fitted, Fitting, Method
-from cauc_ray.policies.methods import method_named
+from cauc_ray.policies.methods import Fitted, Fitting, Method, method_named
 from cauc_ray.policies.trace import Examples
 
 # measured; no operating point is within the budget; there is no value, and a reason why.

@@ -10,7 +10,7 @@ from sklearn.neighbors import NearestNeighbors
 from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.baselines.features import QueryVectors
 from cauc_ray.policies.baselines.routing import fit_router
-from cauc_ray.policies.method import Fitted, Fitting
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 # Numbers of neighbours tried besides all of them, in square roots of the number of known queries.

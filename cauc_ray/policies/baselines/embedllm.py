@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from cauc_ray.policies.baselines.features import QueryVectors
 from cauc_ray.policies.baselines.routing import Values, fit_router
-from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train, with_noise
-from cauc_ray.policies.method import Fitted, Fitting
+from cauc_ray.policies.baselines.training import Schedule, learned, linear, one_thread, train, with_noise
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 DIMENSION = 232
@@ -74,7 +74,7 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
     optimiser = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = Schedule(max(PAIRS_PER_STEP // n_models, 1), N_STEPS, CHECK_EVERY, PATIENCE)
     train(network, optimiser, loss, validation_loss, len(queries), schedule, generator)
-    return Learned(vectors, network.probabilities)
+    return learned(vectors, network.probabilities)
 
 
 def _table(examples: Examples, vectors: QueryVectors) -> tuple[torch.Tensor, torch.Tensor]:

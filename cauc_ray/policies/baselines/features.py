@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,41 +51,30 @@ def scaler_of(features: Floats) -> Any:
     return scaler
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerVectors:
-    """What is known once a model has answered: its outputs, and the query's embedding where there is one.
+def answer_vectors(calibration: Examples, stage: int, *, with_answer: bool = False) -> Callable[[Examples], Floats]:
+    """Return what is known once a model has answered: its outputs, and the query's embedding where there is one.
 
-    stage: index of the model.   n_options: K in the calibration split.   with_answer: whether the option that it
-    chose is a feature.   scaler: standardises all of these as the calibration split has them.
+    stage: index of the model.   with_answer: whether the option that it chose is a feature. The function returned
+    gives the vectors of examples, float32 (N, d), standardised as the calibration split has them.
     """
+    n_options = calibration.chain.logits[stage].shape[1]
 
-    stage: int
-    n_options: int
-    with_answer: bool
-    scaler: Any
+    def features(examples: Examples) -> Floats:
+        logits = examples.chain.logits[stage]
+        found = [option_features(logits, n_options)]
+        if examples.embeddings is not None:
+            found.append(np.asarray(examples.embeddings, dtype=np.float32))
+        if with_answer:
+            found.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
+        return np.column_stack(found)
 
-    @classmethod
-    def of(cls, calibration: Examples, stage: int, *, with_answer: bool = False) -> AnswerVectors:
-        """Measure the scale of a split's features."""
-        n_options = calibration.chain.logits[stage].shape[1]
-        scaler = scaler_of(_features(calibration, stage, n_options, with_answer))
-        return cls(stage, n_options, with_answer, scaler)
+    scaler = scaler_of(features(calibration))
 
-    def __call__(self, examples: Examples) -> Floats:
-        """Return the examples' vectors, float32 (N, d)."""
-        features = _features(examples, self.stage, self.n_options, self.with_answer)
-        vectors: Floats = self.scaler.transform(features)
-        return vectors
+    def vectors(examples: Examples) -> Floats:
+        scaled: Floats = scaler.transform(features(examples))
+        return scaled
 
-
-def _features(examples: Examples, stage: int, n_options: int, with_answer: bool) -> Floats:
-    logits = examples.chain.logits[stage]
-    found = [option_features(logits, n_options)]
-    if examples.embeddings is not None:
-        found.append(np.asarray(examples.embeddings, dtype=np.float32))
-    if with_answer:
-        found.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
-    return np.column_stack(found)
+    return vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +88,13 @@ class QueryVectors:
     these.
     """
 
-    outputs: AnswerVectors | None
+    outputs: Callable[[Examples], Floats] | None
     embedding_note: str = ""
 
     @classmethod
     def of(cls, calibration: Examples) -> QueryVectors:
         """Choose what is read, and measure its scale where it needs one."""
-        outputs = None if calibration.embeddings is not None else AnswerVectors.of(calibration, 0)
+        outputs = None if calibration.embeddings is not None else answer_vectors(calibration, 0)
         return cls(outputs, calibration.embedding_note)
 
     @property

@@ -6,9 +6,10 @@ first whose distance is below the threshold of its stage is taken, and the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import TypeAlias
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
@@ -17,8 +18,8 @@ from threadpoolctl import threadpool_limits
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints, pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.baselines.features import AnswerVectors
-from cauc_ray.policies.method import Curve, Fitted, Fitting
+from cauc_ray.policies.baselines.features import answer_vectors
+from cauc_ray.policies.methods import Curve, Fitted, Fitting
 from cauc_ray.policies.trace import Answers, Examples, own_answers, with_embedding_paid
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
@@ -28,29 +29,14 @@ _MOST_ITERATIONS = 2000
 LONGEST = 3
 N_QUANTILES = 40
 
+# A model's distances from being right, float64 (N,): 1 less the probability, to full precision where that is near 1.
+Scorer: TypeAlias = Callable[[Examples], Floats]
+
 # Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
 MOST_SOLUTIONS = 1000
 
 # Solutions whose costs differ by less are one to a budget, which is kept but for rounding.
 _COST_TOLERANCE = 1e-8
-
-
-@dataclass(frozen=True, slots=True)
-class Scorer:
-    """A model's reliability: the probability that its answer is right, by logistic regression.
-
-    vectors: what is known once it has answered.   weights: float64 (d,).
-    """
-
-    vectors: AnswerVectors
-    weights: Floats
-    intercept: float
-
-    def distances(self, examples: Examples) -> Floats:
-        """Return 1 less the probability, float64 (N,), to full precision where that is near 1."""
-        log_odds = self.vectors(examples) @ self.weights + self.intercept
-        distances: Floats = np.exp(-np.logaddexp(0.0, log_odds))
-        return distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +138,32 @@ def _costs_to_come(examples: Examples) -> Floats:
 
 
 def _fit_scorer(fitting: Fitting, model: int) -> Scorer:
-    """Fit under the penalty that gives validation the highest likelihood."""
-    vectors = AnswerVectors.of(fitting.calibration, model, with_answer=True)
+    """Fit a model's reliability, the probability that its answer is right, by logistic regression.
+
+    The penalty is the one that gives validation the highest likelihood.
+    """
+    vectors = answer_vectors(fitting.calibration, model, with_answer=True)
     right = fitting.calibration.correct()[:, model]
     # In float64: the solver's line search gives up early in float32.
     inputs, unseen = (vectors(split).astype(np.float64) for split in (fitting.calibration, fitting.validation))
     if right.all() or not right.any():  # nothing to learn but the rate, with half a row more of each kind
-        log_odds = np.log((right.sum() + 0.5) / ((~right).sum() + 0.5))
-        return Scorer(vectors, np.zeros(inputs.shape[1]), float(log_odds))
-    signs = np.where(fitting.validation.correct()[:, model], 1.0, -1.0)
-    with threadpool_limits(1):  # on fits so small several threads only wait for each other
-        fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
-    best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
-    return Scorer(vectors, best.coef_[0], float(best.intercept_[0]))
+        weights, intercept = np.zeros(inputs.shape[1]), np.log((right.sum() + 0.5) / ((~right).sum() + 0.5))
+    else:
+        signs = np.where(fitting.validation.correct()[:, model], 1.0, -1.0)
+        with threadpool_limits(1):  # on fits so small several threads only wait for each other
+            fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
+        best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
+        weights, intercept = best.coef_[0], best.intercept_[0]
+
+    def distances(examples: Examples) -> Floats:
+        found: Floats = np.exp(-np.logaddexp(0.0, vectors(examples) @ weights + intercept))
+        return found
+
+    return distances
 
 
 def _distances(scorers: tuple[Scorer, ...], examples: Examples) -> Floats:
-    return np.stack([scorer.distances(examples) for scorer in scorers], axis=1)
+    return np.stack([distances(examples) for distances in scorers], axis=1)
 
 
 def _replayed(solution: Solution, examples: Examples, answers: Ints, distances: Floats) -> Answers:

@@ -14,7 +14,7 @@ from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.baselines.features import QueryVectors, scaler_of
 from cauc_ray.policies.baselines.routing import Values, fit_router
 from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
-from cauc_ray.policies.method import Fitted, Fitting
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 WIDTH = 8  # of an aligned query, and of the task; a node is the two side by side

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,10 +10,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.features import AnswerVectors
-from cauc_ray.policies.baselines.routing import Values
-from cauc_ray.policies.baselines.training import Learned, Schedule, one_thread, train
-from cauc_ray.policies.method import Fitted, Fitting, Thresholded
+from cauc_ray.policies.baselines.features import answer_vectors
+from cauc_ray.policies.baselines.training import Schedule, learned, one_thread, train
+from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers, with_embedding_paid
 
 WIDTH, DROPOUT = 128, 0.1
@@ -54,25 +52,6 @@ class GainNetwork(nn.Module):
         return output
 
 
-@dataclass(frozen=True, slots=True)
-class PostHocEmbed:
-    """A cascade that defers where the last model is expected to gain.
-
-    gains: for every stage but the last, how much likelier the last model is to be right than the stage itself,
-    float64 (N,).
-    """
-
-    gains: tuple[Values, ...]
-
-    def trace(self, examples: Examples) -> Trace:
-        """Return each stage's own answer; its confidence is minus the gain of deferring."""
-        chain = examples.chain
-        gains = [gain(examples) for gain in self.gains]
-        confidences = -np.stack([*gains, np.zeros(len(examples))], axis=1)
-        trace = Trace(own_answers(chain), confidences, calls_in_turn(len(chain.models)))
-        return with_embedding_paid(trace, examples) if self.gains else trace
-
-
 def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     """Fit a network for each stage but the last, by MSE to g = y_last - y_own in {-1, 0, 1}.
 
@@ -86,12 +65,19 @@ def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     correct = calibration.correct().astype(np.float32)
     gains = []
     for stage in range(n_stages - 1):
-        vectors = AnswerVectors.of(calibration, stage)
+        vectors = answer_vectors(calibration, stage)
         network = _trained(vectors(calibration), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
-        gains.append(Learned(vectors, network.gains))
+        gains.append(learned(vectors, network.gains))
+
+    def cascade(examples: Examples) -> Trace:
+        """Return each stage's own answer; its confidence is minus the gain of deferring to the last model."""
+        confidences = -np.stack([*(gain(examples) for gain in gains), np.zeros(len(examples))], axis=1)
+        trace = Trace(own_answers(examples.chain), confidences, calls_in_turn(n_stages))
+        return with_embedding_paid(trace, examples) if gains else trace
+
     seen = "log-probabilities" if calibration.embeddings is None else "log-probabilities and the embedding"
     notes = f"{seen} in place of hidden states", calibration.embedding_note if n_stages > 1 else ""
-    return Thresholded(PostHocEmbed(tuple(gains)), fitting.validation, note="; ".join(filter(None, notes)))
+    return Thresholded(cascade, fitting.validation, note="; ".join(filter(None, notes)))
 
 
 @one_thread()

@@ -16,8 +16,8 @@ from torch.nn import functional
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.features import QueryVectors, unit_rows
 from cauc_ray.policies.baselines.routing import Values, fit_first_or_last
-from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train, with_noise
-from cauc_ray.policies.method import Fitted, Fitting
+from cauc_ray.policies.baselines.training import Schedule, learned, linear, one_thread, train, with_noise
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 DIMENSION = 128
@@ -78,7 +78,7 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
     network = MatrixFactorisation(queries.shape[1], len(fitting.calibration.chain.models), generator)
     if not len(own):
         nn.init.zeros_(network.classifier.weight)  # nothing to learn from: even odds
-        return Learned(vectors, network.wins)
+        return learned(vectors, network.wins)
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
         which, winners, losers = own[rows].T
@@ -93,7 +93,7 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
         len(own), BATCH_SIZE, N_EPOCHS, PATIENCE, most_steps=MOST_STEPS, most_between=CHECK_WITHIN
     )
     train(network, optimiser, loss, validation_loss, len(own), schedule, generator)
-    return Learned(vectors, network.wins)
+    return learned(vectors, network.wins)
 
 
 def battles(examples: Examples) -> Ints:

@@ -16,8 +16,8 @@ from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.features import QueryVectors
 from cauc_ray.policies.baselines.routing import Values, fit_router
-from cauc_ray.policies.baselines.training import Learned, Schedule, linear, one_thread, train
-from cauc_ray.policies.method import Fitted, Fitting
+from cauc_ray.policies.baselines.training import Schedule, learned, linear, one_thread, train
+from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 DIMENSION = 768
@@ -90,7 +90,7 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
 
     optimiser = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE)
     train(network, optimiser, loss, validation_loss, len(queries), SCHEDULE, generator)
-    return Learned(vectors, network.shares)
+    return learned(vectors, network.shares)
 
 
 def answer_quality(examples: Examples) -> Floats:

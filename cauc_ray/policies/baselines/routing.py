@@ -12,7 +12,7 @@ from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.baselines.features import QueryVectors
 from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.method import Fitted, Fitting, Thresholded
+from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.trace import Examples, Trace, own_answers, with_embedding_paid
 
 # What a fitted router expects of each example: float64 (N, M), of each model's answer in one unit for all models, or
@@ -35,7 +35,7 @@ class Router:
     prices: Floats
     paid: bool
 
-    def trace(self, examples: Examples) -> Trace:
+    def __call__(self, examples: Examples) -> Trace:
         """Return the choices at every price; threshold 0 is that of no price: quality first."""
         trace = routed(self.values(examples), self.prices, examples.chain, paid=self.paid)
         return with_embedding_paid(trace, examples)
@@ -76,7 +76,7 @@ class FirstOrLast:
     wins: Values
     vectors: QueryVectors | None = None
 
-    def trace(self, examples: Examples) -> Trace:
+    def __call__(self, examples: Examples) -> Trace:
         """Return both models' answers; the first's are trusted by the probability that it does not lose."""
         chain = examples.chain
         ends = np.array([0, len(chain.models) - 1])

@@ -127,21 +127,20 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
-    """A trained network's output for examples.
+def learned(
+    vectors: Callable[[Examples], Floats], output: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Examples], Floats]:
+    """Return a trained network's output for examples, float64 (N, ...).
 
-    vectors: what it reads of them, float32 (N, d).   output: from these vectors to the output, float64 (N, ...).
+    vectors: what it reads of them, float32 (N, d).   output: from these vectors to the output.
     """
 
-    vectors: Callable[[Examples], Floats]
-    output: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, examples: Examples) -> Floats:
-        """Return the output, float64 (N, ...)."""
+    def of(examples: Examples) -> Floats:
         with torch.inference_mode(), one_thread():
-            output: Floats = self.output(torch.from_numpy(self.vectors(examples))).numpy()
-        return output
+            found: Floats = output(torch.from_numpy(vectors(examples))).numpy()
+        return found
+
+    return of
 
 
 def linear(n_in: int, n_out: int, generator: torch.Generator, *, bias: bool = True) -> nn.Linear:
