@@ -138,7 +138,8 @@ def _fusion_gains(policy: Policy, validation: Chain) -> bool:
     validation: of the policy's models, all rows labelled.
     """
     fused = trace_policy(policy, validation).predictions[:, -1]
-    own = answers_alone(policy, validation)[:, -1]
+    last = policy.model_copy(update={"stages": policy.stages[-1:]})
+    own = answers_alone(last, validation.of_models([len(policy.stages) - 1]))[:, 0]
     return signs_of(fused == validation.labels, own == validation.labels).gains
 
 
