@@ -9,6 +9,7 @@ True
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ __all__ = [
     "sweep",
     "write_logits",
 ]
+if find_spec("sklearn") is None:  # the classifier needs it, and a plain install does not bring it
+    __all__[:] = [name for name in __all__ if name != "CascadeClassifier"]  # mypy knows .remove() as final
 __version__ = "0.1.0"
 
 

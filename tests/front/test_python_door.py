@@ -257,6 +257,7 @@ while queue:
         except PackageNotFoundError:
             pass  # of another platform
 hidden = {top for top, dists in packages_distributions().items() if not brought & {name_of(dist) for dist in dists}}
+hidden.discard("psutil")  # Ray brings a copy
 
 class Plain:
     def find_spec(self, name, path=None, target=None):
@@ -269,6 +270,8 @@ table = cauc_ray.sample_logits()
 policy = cauc_ray.fit(table, method="rf", budget=4.0)
 print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy), cauc_ray.sweep(table).num_rows)
 print(cauc_ray.compare(table))
+from cauc_ray import *
+assert fit is cauc_ray.fit and "CascadeClassifier" not in globals()
 """
 
 
