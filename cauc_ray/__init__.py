@@ -76,7 +76,7 @@ __all__ = [
     "write_logits",
 ]
 if find_spec("sklearn") is None:  # the classifier needs it, and a plain install does not bring it
-    __all__[:] = [name for name in __all__ if name != "CascadeClassifier"]  # mypy knows .remove() as final
+    __all__[:] = [name for name in __all__ if name != "CascadeClassifier"]
 __version__ = "0.1.0"
 
 

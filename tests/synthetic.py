@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from hypothesis import strategies as st
 
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
@@ -13,6 +14,8 @@ from cauc_ray.numbers.chain import ChainLogits, ChainPart
 from cauc_ray.numbers.costs import Costs
 
 SPLITS = ("calibration", "validation", "test")
+
+seeds = st.integers(0, 2**32 - 1)
 
 
 def planted(rng, n, k, strengths, *, ragged=False, dtype=np.float32):
@@ -45,6 +48,11 @@ def chain(seed=0, n=400, k=5, strengths=(1.0, 1.7, 2.4), *, ragged=False, per_ca
         source="planted",
         logit_kind="raw",
     )
+
+
+def splits(seed=0, n=150, n_splits=2, **options):
+    """Return that many chains of the same models on different rows."""
+    return tuple(chain(seed, n, shift=shift, **options) for shift in range(n_splits))
 
 
 def write_table(folder: Path, *, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True):

@@ -1,128 +1,184 @@
-import copy
+"""The policy file: what comes back from it, what is refused in one line, and what its id is of."""
+
 import json
 import math
 import warnings
-from dataclasses import replace
-from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
-from synthetic import chain
+from synthetic import chain, splits
 
 import cauc_ray
 from cauc_ray.errors import CaucWarning, PolicyError
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.policies.cauc_base import BasePolicy
 from cauc_ray.policies.cauc_rf import RFPolicy
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 from cauc_ray.schemas import SCHEMAS, schema_path
 
+KINDS = ("base", "rf", "offsets", "isotonic", "certified")
+kinds = pytest.mark.parametrize("kind", KINDS)
+methods = pytest.mark.parametrize("method", ["base", "rf"])
+
 
 @pytest.fixture(scope="module")
 def policies():
-    calibration, validation = chain(21, 200), chain(21, 150, shift=1)
-    rule = ThresholdRule(budget=9.0)
-    return {"base": fit_base(calibration, validation), "rf": fit_rf(calibration, validation, rule)}
-
-
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_a_policy_comes_back_from_its_file_to_the_bit(policies, method, tmp_path):
-    path = tmp_path / "policy.json"
-    path.write_text(policies[method].to_json())
-    loaded = cauc_ray.Policy.load(path)
-    assert loaded == policies[method]
-    assert loaded.id == policies[method].id
-    assert type(loaded) is {"base": BasePolicy, "rf": RFPolicy}[method]
-
-
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_the_fixed_keys_are_there(policies, method):
-    content = json.loads(policies[method].to_json())
-    assert {"format", "method", "cost_unit", "threshold", "budget", "stages"} <= set(content)
-    assert content["format"] == "cauc-policy/1"
-    own = {"base": {"mean", "std", "complementarity_rate", "fused"}, "rf": {"alpha", "beta"}}[method]
-    for stage in content["stages"]:
-        assert {"name", "cost", "temperature"} | own <= set(stage)
-    if method == "base":
-        assert content["stages"][-1]["fused"] is True
-        assert content["stages"][-1]["complementarity_rate"] is None
-    else:
-        assert content["stages"][0]["alpha"] is content["stages"][0]["beta"] is None
-
-
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_files_from_before_a_field_was_there_are_read_and_keep_their_id(policies, method):
-    content = json.loads(policies[method].to_json())
-    for name in ("safe", "guards", "reference", "curve", "search"):
-        del content[name]
-    del content["expected"]["cost_deviation"]
-    for stage in content["stages"]:
-        for name in {"offsets", "isotonic", "n_gain", "n_loss"} & stage.keys():
-            del stage[name]
-        if method == "rf":
-            del stage["fused"]
-    old = cauc_ray.Policy.of(content)
-    assert old.id == policies[method].id
-    assert old != policies[method]
+    data = splits(21, 400)
+    two = [own.of_models([0, 1]) for own in data]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)
+        return {
+            "base": fit_base(*data),
+            "rf": fit_rf(*data, ThresholdRule(budget=9.0)),
+            "offsets": fit_base(*data, calibrator="offsets"),
+            "isotonic": fit_base(*two, calibrator="isotonic"),
+            "certified": fit_rf(*data, ThresholdRule(certify=RiskLimit(0.3, 0.9))),
+        }
 
 
 def edited(policy, changes):
+    """Return the content of a policy's file with other values under some keys, or functions of the values there."""
     content = json.loads(policy.to_json())
     for key, value in changes.items():
-        *parents, last = key.split("__")
+        *parents, last = (int(part) if part.isdigit() else part for part in key.split("__"))
         at = content
         for parent in parents:
-            at = at[int(parent) if parent.isdigit() else parent]
-        at[last] = value
-    return json.dumps(content)
+            at = at[parent]
+        at[last] = value(at[last]) if callable(value) else value
+    return content
+
+
+@kinds
+def test_a_policy_comes_back_from_its_file_to_the_bit(policies, kind, tmp_path):
+    policy = policies[kind]
+    dearest = policy.curve[-1].cost
+    for own in (policy, policy.with_budget(dearest), policy.with_budget(20), policy.with_threshold(np.float64(0.25))):
+        (tmp_path / "policy.json").write_text(own.to_json())
+        loaded = Policy.load(tmp_path / "policy.json")
+        assert loaded == own
+        assert loaded.id == own.id
+        assert type(loaded) is {"base": BasePolicy, "rf": RFPolicy}[policy.method]
+        assert loaded.calibrator_kind == (kind if kind in ("offsets", "isotonic") else "temperature")
+
+
+@kinds
+def test_the_fixed_keys_are_there_as_the_published_schema_has_them(policies, kind):
+    content = json.loads(policies[kind].to_json())
+    assert {"format", "method", "cost_unit", "threshold", "budget", "stages"} <= set(content)
+    assert content["format"] == "cauc-policy/1"
+    assert list(content)[-1] == "curve"  # the longest
+    own = {"base": {"mean", "std", "complementarity_rate", "fused"}, "rf": {"alpha", "beta"}}[content["method"]]
+    for stage in content["stages"]:
+        assert {"name", "cost", "temperature"} | own <= set(stage)
+        assert [stage[name] is not None for name in ("offsets", "isotonic")] == [kind == "offsets", kind == "isotonic"]
+    if content["method"] == "base":
+        assert (content["stages"][-1]["fused"], content["stages"][-1]["complementarity_rate"]) == (True, None)
+    else:
+        assert content["stages"][0]["alpha"] is content["stages"][0]["beta"] is None
+    schema = json.loads(schema_path("policy").read_text())
+    jsonschema.validate(content, schema)
+    content["stages"][0]["temperature"] = "warm"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content, schema)
+
+
+@methods
+def test_files_from_before_a_field_was_there_are_read_and_are_the_same_policy(policies, method):
+    content = json.loads(policies[method].to_json())
+    del content["search"], content["safe"], content["threshold_choice"]["certificate"]
+    for stage in content["stages"]:
+        del stage["offsets"], stage["isotonic"]
+        if method == "rf":
+            del stage["fused"]
+    assert Policy.of(content) == policies[method]
+    for name in ("guards", "reference", "curve"):
+        del content[name]
+    del content["expected"]["cost_deviation"]
+    for stage in content["stages"]:
+        for name in {"n_gain", "n_loss"} & stage.keys():
+            del stage[name]
+    old = Policy.of(content)
+    assert old.id == policies[method].id
+    assert old.curve == ()
+    test = chain(21, 100, shift=2)
+    assert (replay(old, test).predictions == replay(policies[method], test).predictions).all()
+
+
+def curve(*points):
+    return {"curve": [dict(zip(("threshold", "cost", "quality"), point, strict=True)) for point in points]}
+
+
+def reference(**changes):
+    return {"reference__stages__0": lambda stage: stage | changes}
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("kind", "changes", "says"),
     [
-        ({"format": "cauc-policy/2"}, "its format is 'cauc-policy/2'; this version of cauc-ray reads 'cauc-policy/1'"),
-        ({"format": None}, "its format is None"),
-        ({"method": "margin"}, "method 'margin' is none of base, rf"),
-        ({"threshold": "0.5"}, "threshold: "),
-        ({"stages__0__temperature": 1e-320}, "stages.0.temperature: "),
-        ({"stages__1__mean": 1e308}, "stages.1.mean: "),
-        ({"stages__1__name": "m0"}, "two stages are named 'm0'"),
-        ({"stages__1__name": "m9"}, "the stages are m0, m9, m2, what is expected is of m0, m1, m2"),
-        ({"expected__n": 0}, "expected.n: "),
-        ({"threshold": float("nan")}, "threshold: "),
-        ({"stages": []}, "stages: "),
-        ({"stages__0__temperature": -1.0}, "stages.0.temperature: "),
-        ({"stages__0__temprature": 1.0}, "unknown key 'stages.0.temprature'"),
-        ({"stages__2__fused": False}, "the last stage must be fused"),
+        ("base", {"format": "cauc-policy/2"}, "its format is 'cauc-policy/2'; this version of cauc-ray reads 'cauc-po"),
+        ("base", {"format": None}, "its format is None"),
+        ("base", {"method": "margin"}, "method 'margin' is none of base, rf"),
+        ("base", {"threshold": "0.5"}, "threshold: "),
+        ("base", {"threshold": float("nan")}, "threshold: "),
+        ("base", {"stages__0__temperature": 1e-320}, "stages.0.temperature: "),
+        ("base", {"stages__0__temperature": -1.0}, "stages.0.temperature: "),
+        ("base", {"stages__1__mean": 1e308}, "stages.1.mean: "),
+        ("base", {"stages__1__name": "m0"}, "two stages are named 'm0'"),
+        ("base", {"stages__1__name": "m9"}, "the stages are m0, m9, m2, what is expected is of m0, m1, m2"),
+        ("base", {"expected__n": 0}, "expected.n: "),
+        ("base", {"stages": []}, "stages: "),
+        ("base", {"stages__0__temprature": 1.0}, "unknown key 'stages.0.temprature'"),
+        ("base", {"stages__2__fused": False}, "the last stage must be fused"),
+        ("rf", {"stages__1__alpha": None}, "alpha and beta must be null for the first stage"),
+        ("offsets", {"stages__0__offsets": None}, "must be of all stages or of none"),
+        ("offsets", {"stages__0__offsets": lambda own: own[:-1]}, "different numbers of offsets, 4, 5"),
+        ("isotonic", {"stages__1__offsets": [0.0]}, "has both offsets and an isotonic map"),
+        ("isotonic", {"stages__1__isotonic__confidences": lambda own: own[:-1]}, "breakpoints take confidences from 0"),
+        ("isotonic", {"stages__1__isotonic__accuracies": lambda own: own[::-1]}, "breakpoints take"),
+        ("rf", {"threshold_choice__rule": "certified"}, "a certificate belongs to a certified threshold"),
+        ("rf", curve((0.5, 2.0, 0.7), (0.6, 2.0, 0.8)), "curve: each point must cost more and be better"),
+        ("rf", curve((0.5, 2.0, 0.7), (0.6, 3.0, 0.7)), "curve: each point must cost more and be better"),
+        ("rf", curve((-0.5, 2.0, 0.7)), "curve.0.threshold: "),
+        ("rf", curve((0.5, 2.0, 1.7)), "curve.0.quality: "),
+        ("rf", curve((0.5, "2", 0.7)), "curve.0.cost: "),
+        ("rf", curve(*((0.5, 1.0 + n, n / 200) for n in range(MOST_CURVE_POINTS + 1))), "curve: "),
+        ("rf", reference(name="other"), "the reference is of"),
+        ("rf", reference(right=[9999] + [0] * 9), "contradict"),
+        ("rf", reference(agreed=9999), "contradict"),
+        ("rf", reference(confidences=[1, 2]), "10 bins"),
+        ("rf", reference(likeliest={"012": 1}), "contradict"),
+        ("rf", reference(likeliest={"012": -1}), "contradict"),
+        ("rf", reference(likeliest={"018": 1}), "likeliest"),
+        ("rf", reference(likeliest={"01": 1}), "likeliest"),
     ],
 )
-def test_a_file_that_is_no_such_policy_is_refused_in_one_line(policies, tmp_path, changes, says):
-    path = tmp_path / "policy.json"
-    path.write_text(edited(policies["base"], changes))
+def test_a_file_that_is_no_such_policy_is_refused_in_one_line(policies, tmp_path, kind, changes, says):
+    (tmp_path / "policy.json").write_text(json.dumps(edited(policies[kind], changes)))
     with pytest.raises(PolicyError) as error:
-        cauc_ray.Policy.load(path)
+        cauc_ray.Policy.load(tmp_path / "policy.json")
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_rf_needs_its_pairs(policies, tmp_path):
-    path = tmp_path / "policy.json"
-    path.write_text(edited(policies["rf"], {"stages__1__alpha": None}))
-    with pytest.raises(PolicyError, match="alpha and beta must be null for the first stage"):
-        cauc_ray.Policy.load(path)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", '"policy"', "\x00\xff"])
-def test_what_is_no_json_object_is_refused(tmp_path, text):
-    path = tmp_path / "policy.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(PolicyError):
-        cauc_ray.Policy.load(path)
-    with pytest.raises(PolicyError, match="no policy file"):
-        cauc_ray.Policy.load(tmp_path / "absent.json")
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        *((text, "not a readable policy file") for text in ("", "{", "\x00\xff")),
+        *((text, "JSON object, got ") for text in ("[1, 2]", '"policy"', "3", "null")),
+        (None, "no policy file"),
+    ],
+)
+def test_what_is_no_json_object_is_named_so(tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "policy.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(PolicyError, match=says) as error:
+        Policy.load(tmp_path / "policy.json")
+    assert "policy.json" in str(error.value)
 
 
 # Every key of a policy's file and of its stages: what it is changed to where it decides an answer, and where not.
@@ -133,7 +189,7 @@ DECIDING = {
         "stages__0__temperature": 1.25,
         "stages__0__mean": 0.5,
         "stages__0__std": 9.5,
-        "stages__0__fused": "not",
+        "stages__0__fused": lambda fused: not fused,
     },
     "rf": {
         "threshold": 0.123,
@@ -141,11 +197,17 @@ DECIDING = {
         "stages__2__temperature": 1.25,
         "stages__2__alpha": 3.5,
         "stages__2__beta": 3.5,
-        "stages__2__fused": "not",
+        "stages__2__fused": lambda fused: not fused,
     },
-    "offsets": {"stages__0__offsets": [0.5, 0.0, 0.0, 0.0, -0.5]},
-    "isotonic": {"stages__0__isotonic": {"confidences": [0.0, 0.7, 1.0], "accuracies": [0.1, 0.2, 0.9]}},
+    "offsets": {"stages__2__offsets": lambda own: [own[0] + 1e-9, *own[1:]]},
+    "isotonic": {"stages__1__isotonic__accuracies": lambda own: [own[0], own[1] - 1e-12, *own[2:]]},
 }
+
+
+def next_up(number):
+    return math.nextafter(number, 9)
+
+
 ONE = {"models": ["m0"], "quality": 0.5, "cost": 1.0, "holdout_quality": None, "holdout_cost": None}
 SEARCH = {"pool": ["m0"], "split": "validation", "objective": "accuracy", "budget": None, "runners_up": []}
 SEARCH |= dict.fromkeys(("n_chains", "n_measured", "n_halves", "n_same"), 1)
@@ -165,54 +227,40 @@ SILENT = {
     "reference": None,
     "curve": [],
     "stages__0__cost": 0.25,
-    "stages__0__diagnostics__nll_after": "next",
-    "stages__0__diagnostics__nll_before": "next",
+    "stages__0__diagnostics__nll_after": next_up,
+    "stages__0__diagnostics__nll_before": next_up,
     "stages__0__diagnostics__logits_fingerprint": "0",
 }
-OF_BASE = {"stages__0__complementarity_rate": "next", "stages__0__n_gain": None, "stages__0__n_loss": 5}
-OF_RF = {"stages__1__pair_diagnostics__nll_after": "next"}
+OF_METHOD = {
+    "base": {"stages__0__complementarity_rate": next_up, "stages__0__n_gain": None, "stages__0__n_loss": 5},
+    "rf": {"stages__1__pair_diagnostics__nll_after": next_up},
+}
 
 
 def changed(policy, key, value):
     """Return a policy with another value under a key."""
-    content = json.loads(policy.to_json())
-    *parents, last = key.split("__")
-    at = content
-    for parent in parents:
-        at = at[int(parent) if parent.isdigit() else parent]
-    at[last] = {"next": lambda: math.nextafter(at[last], 9), "not": lambda: not at[last]}.get(
-        str(value), lambda: value
-    )()
+    content = edited(policy, {key: value})
     if key == "logit_kind":  # the stages' own, which are all of one kind
         content["stages"] = [stage | {"logit_kind": value} for stage in content["stages"]]
-    if last == "name":
+    if key.endswith("name"):
         content |= {"expected": None, "reference": None}
-    return cauc_ray.Policy.of(content)
+    return Policy.of(content)
 
 
-@pytest.fixture(scope="module")
-def every_policy(policies):
-    calibration = chain(21, 300)
-    two = replace(
-        calibration, models=calibration.models[:2], logits=calibration.logits[:2], costs=Costs("s", np.ones(2))
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaucWarning)
-        isotonic = fit_base(two, calibrator="isotonic")
-    return {**policies, "offsets": fit_base(calibration, calibrator="offsets"), "isotonic": isotonic}
+def test_the_id_changes_with_all_that_decides_an_answer(policies):
+    for kind, keys in DECIDING.items():
+        ids = {policies[kind].id, *(changed(policies[kind], key, value).id for key, value in keys.items())}
+        assert len(ids) == len(keys) + 1
+    content = json.loads(policies["base"].to_json()) | {"expected": None, "reference": None}
+    first, second, last = content["stages"]
+    assert Policy.of(content | {"stages": [second, first, last]}).id != policies["base"].id
+    assert len({policy.id for policy in policies.values()}) == len(policies)
 
 
-@pytest.mark.parametrize("kind", DECIDING)
-def test_the_id_changes_with_all_that_decides_an_answer(every_policy, kind):
-    policy = every_policy[kind]
-    ids = {changed(policy, key, value).id for key, value in DECIDING[kind].items()}
-    assert len(ids | {policy.id}) == len(DECIDING[kind]) + 1
-
-
-@pytest.mark.parametrize("method", ["base", "rf"])
+@methods
 def test_the_id_changes_with_nothing_else(policies, method):
     policy, test = policies[method], chain(21, 100, shift=2)
-    silent = {**SILENT, **(OF_BASE if method == "base" else OF_RF)}
+    silent = {**SILENT, **OF_METHOD[method]}
     for key, value in silent.items():
         other = changed(policy, key, value)
         assert other != policy, key
@@ -223,40 +271,11 @@ def test_the_id_changes_with_nothing_else(policies, method):
         assert np.array_equal(before.predictions, after.predictions)
         assert np.array_equal(before.confidences, after.confidences)
     # A key that a file gains must be put in one of these places.
-    keys = {key.split("__")[-1 if key.startswith("stages") else 0] for key in [*silent, *DECIDING[method]]}
-    keys |= {key.split("__")[2] for key in silent if key.startswith("stages")} | {"offsets", "isotonic"}
-    assert {*type(policy).model_fields, *type(policy.stages[0]).model_fields} <= keys | {"format", "method", "stages"}
-
-
-def test_two_methods_never_have_one_id(policies):
-    assert policies["base"].id != policies["rf"].id
-
-
-def test_the_order_of_stages_decides(policies):
-    content = json.loads(policies["base"].to_json()) | {"expected": None, "reference": None}
-    first, second, last = content["stages"]
-    assert cauc_ray.Policy.of(content | {"stages": [second, first, last]}).id != policies["base"].id
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", '"policy"', "3", "null"])
-def test_json_that_is_no_object_is_named_so(tmp_path, text):
-    (tmp_path / "policy.json").write_text(text)
-    with pytest.raises(PolicyError, match=r"policy.json: .* JSON object, got (list|str|int|NoneType)"):
-        cauc_ray.Policy.load(tmp_path / "policy.json")
+    keys = {key.split("__")[2 if key.startswith("stages") else 0] for key in [*silent, *DECIDING[method]]}
+    known = keys | {"offsets", "isotonic", "format", "method", "stages", "logit_kind"}
+    assert {*type(policy).model_fields, *type(policy.stages[0]).model_fields} <= known
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
 def test_the_schemas_in_the_package_are_those_of_the_code(name):
     assert json.loads(schema_path(name).read_text()) == SCHEMAS[name](), "run: python -m cauc_ray.schemas"
-
-
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_policies_fit_the_published_schema(policies, method):
-    schema = json.loads(schema_path("policy").read_text())
-    content = json.loads(policies[method].to_json())
-    jsonschema.validate(content, schema)
-    wrong = copy.deepcopy(content)
-    wrong["stages"][0]["temperature"] = "warm"
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(wrong, schema)
-    assert Path(schema_path("policy")).parent.name == "schemas"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic import splits
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, DataError
 from cauc_ray.numbers.metrics import macro_f1
@@ -17,10 +17,11 @@ from cauc_ray.policies.trace import replay, trace_policy
 
 NAMES = ("calibration", "validation")
 POOL = (0.6, 1.0, 1.5, 2.0)
+methods = pytest.mark.parametrize("method", ["base", "rf"])
 
 
-def splits(seed=3, n=150, strengths=POOL, k=4, **how):
-    return tuple(chain(seed, n, k, strengths, shift=shift, **how) for shift in (0, 1))
+def pool(seed=3, n=150, strengths=POOL, **how):
+    return splits(seed, n, k=4, strengths=strengths, **how)
 
 
 def sub_chains(m):
@@ -71,7 +72,7 @@ RULES = st.one_of(
 @example("rf", ThresholdRule(budget=2.0), 0, 120, False, False)
 @example("base", ThresholdRule(budget=3.0, objective="macro-f1"), 1, 60, True, True)
 def test_a_search_finds_what_fitting_every_sub_chain_finds(method, rule, seed, n, ragged, per_call):
-    calibration, validation = splits(seed, n, ragged=ragged, per_call=per_call)
+    calibration, validation = pool(seed, n, ragged=ragged, per_call=per_call)
     measured = by_brute_force(method, calibration, validation, rule)
     if not measured:
         with pytest.raises(BudgetError):
@@ -97,10 +98,10 @@ def test_a_search_finds_what_fitting_every_sub_chain_finds(method, rule, seed, n
     assert found.n_measured == found.n_chains
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
+@methods
 @pytest.mark.parametrize("ragged", [False, True])
 def test_every_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
-    calibration, validation = splits(8, 130, ragged=ragged)
+    calibration, validation = pool(8, 130, ragged=ragged)
     chains_of = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}[method]
     seen = []
     for found in chains_of(calibration, validation, "temperature"):
@@ -115,7 +116,7 @@ def test_every_chain_has_the_trace_of_its_own_fit_to_the_bit(method, ragged):
 
 
 def test_the_order_in_which_a_pool_is_given_does_not_matter():
-    calibration, validation = splits()
+    calibration, validation = pool()
     shuffled = [2, 0, 3, 1]
     rule = ThresholdRule(budget=9.0)
     assert search_chains("rf", calibration, validation, rule, "v") == search_chains(
@@ -127,7 +128,7 @@ def test_held_out_figures_say_what_the_choice_is_worth_where_models_know_nothing
     # Models that guess at random: whatever chain is chosen, on other examples it is right at random.
     rng = np.random.default_rng(0)
     calibration, validation = (
-        replace(data, labels=rng.integers(0, 4, len(data)).astype(np.int32)) for data in splits(4, 400)
+        replace(data, labels=rng.integers(0, 4, len(data)).astype(np.int32)) for data in pool(4, 400)
     )
     found = search_chains("rf", calibration, validation, ThresholdRule(), "validation")
     assert found.chosen.quality > found.chosen.holdout_quality
@@ -135,7 +136,7 @@ def test_held_out_figures_say_what_the_choice_is_worth_where_models_know_nothing
 
 
 def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
-    calibration, validation = splits()
+    calibration, validation = pool()
     given_ = ThresholdRule(threshold=0.7)
     found = search_chains("rf", calibration, validation, given_, "validation")
     # Every example is held out equally often, in halves of equal size.
@@ -144,25 +145,40 @@ def test_held_out_figures_are_a_chain_s_own_where_nothing_is_chosen():
 
 
 def test_a_pool_of_one_model_is_its_own_chain():
-    calibration, validation = splits(strengths=(1.0,))
+    calibration, validation = pool(strengths=(1.0,))
     found = search_chains("rf", calibration, validation, ThresholdRule(), "validation")
     assert found.chosen.models == ("m0",)
     assert found.pair is None
     assert (found.n_chains, found.runners_up) == (1, ())
 
 
-def test_what_cannot_be_searched_is_refused():
-    calibration, validation = splits()
-    with pytest.raises(BudgetError, match=r"budget 0.5 GFLOPs is below what the cheapest chain costs, 1 GFLOPs \('m0'"):
-        search_chains("rf", calibration, validation, ThresholdRule(budget=0.5), "v")
-    with pytest.raises(ConfigError, match="validation split"):
-        search_chains("rf", calibration, None, ThresholdRule(), "v")
-    with pytest.raises(ConfigError, match="only for a budget"):
-        search_chains("base", calibration, validation, ThresholdRule(objective="macro-f1"), "v")
-    with pytest.raises(ConfigError, match="'fr'"):
-        search_chains("fr", calibration, validation, ThresholdRule(), "v")
-    with pytest.raises(ConfigError, match="up to 12 models, got 13"):
-        search_chains("rf", calibration.of_models([0] * 13), validation, ThresholdRule(), "v")
-    unlabelled = replace(validation, labels=np.full(len(validation), -1))
-    with pytest.raises(DataError, match="choosing a chain needs labels"):
-        search_chains("rf", calibration, unlabelled, ThresholdRule(), "v")
+@methods
+def test_a_search_finds_the_chain_that_is_best_with_offsets(method):
+    bias = np.array([1.5, -1.0, 0.0, -0.5], dtype=np.float32)
+    data = [replace(own, logits=tuple(z + bias / (j + 1) for j, z in enumerate(own.logits))) for own in pool(7, 250)]
+    rule = ThresholdRule(budget=9.0)
+    found = search_chains(method, *data, rule, "validation", calibrator="offsets").chosen
+    places = [data[0].models.index(name) for name in found.models]
+    own = fit_policy(method, *(split.of_models(places) for split in data), rule, NAMES, calibrator="offsets").expected
+    assert (own.accuracy.value, own.cost) == (found.quality, pytest.approx(found.cost))
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "asked"),
+    [
+        (BudgetError, r"budget 0.5 GFLOPs is below .* chain costs, 1 GFLOPs \('m0'", {"rule": {"budget": 0.5}}),
+        (ConfigError, "validation split", {"validation": lambda data: None}),
+        (ConfigError, "only for a budget", {"method": "base", "rule": {"objective": "macro-f1"}}),
+        (ConfigError, "'fr'", {"method": "fr"}),
+        (ConfigError, "up to 12 models, got 13", {"calibration": lambda data: data.of_models([0] * 13)}),
+        (DataError, "a chain needs labels", {"validation": lambda data: replace(data, labels=np.full(150, -1))}),
+        (ConfigError, "isotonic is for method base with one or two", {"method": "base", "calibrator": "isotonic"}),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(error, says, asked):
+    calibration, validation = (
+        asked.get(name, lambda data: data)(data) for name, data in zip(NAMES, pool(), strict=True)
+    )
+    rule, how = ThresholdRule(**asked.get("rule", {})), {"calibrator": asked.get("calibrator", "temperature")}
+    with pytest.raises(error, match=says):
+        search_chains(asked.get("method", "rf"), calibration, validation, rule, "v", **how)

@@ -1,0 +1,433 @@
+"""What every policy promises, whatever its method and its calibrators, and the paper's algorithms as oracles."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.special import softmax as softmax_of_rows
+from sklearn.isotonic import IsotonicRegression
+from synthetic import chain, fit_bias_corrected, nll, seeds, softmax, splits
+
+import cauc_ray
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError
+from cauc_ray.numbers.calibrators import Calibrator, Isotonic
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.metrics import calibration_error
+from cauc_ray.numbers.metrics import nll as mean_nll
+from cauc_ray.numbers.softmax import log_softmax, top_option
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+
+FITS = {"base": fit_base, "rf": fit_rf}
+STRENGTHS = (0.8, 1.3, 1.8, 2.4)
+BIAS = np.array([1.5, -1.0, 0.0, 0.5, -1.0], dtype=np.float32)
+# Method, calibrator, and of how many models.
+KINDS = [
+    ("base", "temperature", 4),
+    ("rf", "temperature", 4),
+    ("base", "offsets", 3),
+    ("rf", "offsets", 3),
+    ("base", "isotonic", 2),
+    ("base", "isotonic", 1),
+]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+methods = pytest.mark.parametrize("fit_method", FITS.values(), ids=FITS)
+
+
+def of_kind(kind, seed=0, n=300, shift=0, **options):
+    """Return a chain of as many models as a kind has; where they are to be corrected, all favour some options."""
+    _, calibrator, n_models = kind
+    data = chain(seed, n, strengths=STRENGTHS[-n_models:], shift=shift, **options)
+    bias = np.float32(0) if calibrator == "temperature" else BIAS
+    return replace(data, logits=tuple(z + bias / np.float32(place + 1) for place, z in enumerate(data.logits)))
+
+
+def fit(kind, *data, **rule):
+    return FITS[kind[0]](*data, rule=ThresholdRule(**(rule or {"threshold": 0.6})), calibrator=kind[1])
+
+
+def steps(policy, logits):
+    state = None
+    for stage, of_stage in enumerate(logits):
+        step = policy.step(stage, of_stage, state)
+        yield step
+        state = step.state
+
+
+def with_stages(policy, **changes):
+    """Return a policy whose stages are changed: by a value for all of them, or a function of each."""
+    stages = (
+        stage.model_copy(update={key: to(stage) if callable(to) else to for key, to in changes.items()})
+        for stage in policy.stages
+    )
+    return policy.model_copy(update={"stages": tuple(stages)})
+
+
+@kinds
+@given(seed=seeds, ragged=st.booleans())
+@settings(max_examples=8)
+def test_no_bit_of_an_answer_depends_on_other_rows_or_on_padding(kind, seed, ragged):
+    policy = fit(kind, of_kind(kind, seed))
+    test = of_kind(kind, seed, 12, 1, ragged=ragged)
+    states = [None] * 12
+    for stage, (logits, whole) in enumerate(zip(test.logits, steps(policy, test.logits), strict=True)):
+        for row in range(12):
+            alone = policy.step(stage, logits[row : row + 1, np.isfinite(logits[row])], states[row])
+            for name in ("predictions", "confidences", "accepted"):
+                assert getattr(alone, name)[0] == getattr(whole, name)[row]
+            states[row] = alone.state
+
+
+@kinds
+@given(seed=seeds, ragged=st.booleans())
+@settings(max_examples=8)
+def test_the_softmax_of_a_steps_scores_gives_its_answer_its_confidence(kind, seed, ragged):
+    policy, rng = fit(kind, of_kind(kind, seed)), np.random.default_rng(seed)
+    if kind[0] == "base":  # whatever joins the last one
+        policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1] or bool(rng.integers(2)))
+    test = of_kind(kind, seed, 60, 1, ragged=ragged)
+    for logits, step in zip(test.logits, steps(policy, test.logits), strict=True):
+        assert step.scores.dtype == np.float64
+        assert (np.isneginf(step.scores) == np.isneginf(logits)).all()
+        assert (np.isfinite(step.scores) == np.isfinite(logits)).all()
+        probabilities = softmax_of_rows(step.scores, axis=1)
+        np.testing.assert_allclose(probabilities[np.arange(60), step.predictions], step.confidences, atol=1e-12)
+        if kind[1] != "isotonic":
+            np.testing.assert_allclose(probabilities.max(axis=1), step.confidences, atol=1e-12)
+            best_two = np.sort(step.scores, axis=1)[:, -2:]
+            untied = best_two[:, 1] - best_two[:, 0] > 1e-9
+            assert untied.any()
+            assert (step.scores.argmax(axis=1) == step.predictions)[untied].all()
+
+
+@kinds
+@given(seed=seeds, ragged=st.booleans(), per_call=st.booleans(), coarse=st.booleans())
+@settings(max_examples=8)
+def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, per_call, coarse):
+    policy = fit(kind, of_kind(kind, seed))
+    test = of_kind(kind, seed, 40, 1, per_call=per_call, ragged=ragged)
+    if coarse:  # few distinct confidences
+        test = replace(test, logits=tuple(np.round(z) for z in test.logits))
+    frontier, deepest = trace_policy(policy, test).frontier(test), np.zeros(40, int)
+    assert len(frontier.cost) > (5 if kind[2] > 1 else 0)
+    for threshold, cost, quality in zip(frontier.thresholds, frontier.cost, frontier.quality, strict=True):
+        result, measures = measure_replay(policy.with_threshold(float(threshold)), test)
+        assert measures.cost == pytest.approx(cost)
+        assert measures.accuracy.value == pytest.approx(quality)
+        assert (result.stages >= deepest).all()  # stop sets are nested
+        deepest = result.stages
+
+
+@kinds
+@pytest.mark.parametrize("wider", [0, -1])
+def test_what_one_stage_pads_more_than_another_is_padded_in_both(kind, wider):
+    policy, test = fit(kind, of_kind(kind, 3)), of_kind(kind, 3, 40, 1)
+    logits = list(test.logits)
+    logits[wider] = np.pad(logits[wider], ((0, 0), (0, 2)), constant_values=-np.inf)
+    *_, plain = steps(policy, test.logits)
+    *_, padded = steps(policy, logits)
+    assert (padded.scores[:, :5] == plain.scores).all()
+    assert padded.scores.shape == (40, 7)
+    assert np.isneginf(padded.scores[:, 5:]).all()
+
+
+def by_the_paper(policy, data):
+    """Answer by the paper's pseudo-code (algorithms 1 and 2), one example at a time: the stage and the option."""
+    for row in range(len(data)):
+        p, ell, r = [], [], None
+        for stage, numbers in enumerate(policy.stages):
+            z = data.logits[stage][row].astype(float)
+            ell.append(z[np.isfinite(z)] / numbers.temperature)
+            r = ell[0] if stage == 0 else r
+            if policy.method == "rf" and stage:
+                r = (r / numbers.alpha + ell[stage] / numbers.beta) / 2
+            own = r if policy.method == "rf" else ell[stage]
+            p.append(softmax(own).max())
+            if p[stage] >= policy.threshold and stage < len(policy.stages) - 1:
+                break
+        else:
+            if policy.method == "base":
+                kept = [(p[j], ell[j], numbers) for j, numbers in enumerate(policy.stages) if numbers.fused]
+                own = sum(p * (ell - numbers.mean) / (numbers.std + 1e-12) for p, ell, numbers in kept)
+        yield stage, int(np.argmax(own))
+
+
+@methods
+@given(seed=seeds, m=st.integers(1, 4), ragged=st.booleans())
+def test_a_replay_is_the_papers_algorithm(fit_method, seed, m, ragged):
+    calibration, validation, test = splits(seed, 150, 3, strengths=np.linspace(0.8, 2.0, m), ragged=ragged)
+    policy = fit_method(calibration, validation)
+    result = replay(policy, test)
+    found = list(by_the_paper(policy, test)) == np.array([result.stages, result.predictions]).T
+    assert found.all(axis=1).sum() >= 150 - (policy.method == "base")  # a confidence on the threshold to the last bit
+
+
+@given(seeds, st.booleans())
+def test_numbers_of_base_are_those_of_the_paper(seed, ragged):
+    calibration = chain(seed, 200, 5, ragged=ragged)
+    policy, labels = fit_base(calibration), calibration.labels
+    right = [z.argmax(axis=1) == labels for z in calibration.logits]
+    assert policy.threshold == np.mean(right[-1])
+    scaled = [z.astype(float) / s.temperature for s, z in zip(policy.stages, calibration.logits, strict=True)]
+    confidence = [softmax_of_rows(own, axis=1).max(axis=1) for own in scaled]
+    for j, stage in enumerate(policy.stages):
+        real = scaled[j][np.isfinite(scaled[j])]
+        assert (stage.mean, stage.std) == pytest.approx((real.mean(), real.std()), rel=1e-9)
+        bolder = confidence[j] > confidence[-1]
+        rate = (np.sum(bolder & right[j] & ~right[-1]) - np.sum(bolder & ~right[j] & right[-1])) / len(labels)
+        last = j == len(policy.stages) - 1
+        assert stage.complementarity_rate == (None if last else pytest.approx(rate, abs=1e-12))
+        assert stage.fused == (last or rate > 0)
+
+
+@given(seeds)
+def test_a_fused_answer_is_on_the_last_stages_scale_and_means_cancel(seed):
+    policy, test = with_stages(fit_base(chain(seed, 150)), fused=True), chain(seed, 40, shift=1)
+    weight, total = 0.0, 0.0
+    for stage, logits in zip(policy.stages, test.logits, strict=True):
+        own = logits.astype(np.float64) / stage.temperature
+        p = softmax_of_rows(own, axis=1).max(axis=1, keepdims=True)
+        weight, total = weight + p, total + p * (own - stage.mean) / stage.std
+    *_, step = steps(policy, test.logits)
+    np.testing.assert_allclose(step.scores, total / weight * stage.std + stage.mean, rtol=1e-9, atol=1e-9)
+    *_, shifted = steps(with_stages(policy, mean=lambda stage: stage.mean + 3.0), test.logits)
+    assert (shifted.predictions == step.predictions).all()
+
+
+@given(seeds, st.booleans())
+def test_where_nothing_is_fused_each_stage_answers_as_it_is(seed, ragged):
+    policy, test = fit_base(chain(seed, 150, ragged=ragged)), chain(seed, 40, ragged=ragged, shift=1)
+    policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1])
+    for stage, logits, step in zip(policy.stages, test.logits, steps(policy, test.logits), strict=True):
+        own = logits.astype(np.float64) / stage.temperature
+        assert (step.scores == own).all()
+        assert (step.predictions == logits.argmax(axis=1)).all()
+        assert step.confidences == pytest.approx(softmax_of_rows(own, axis=1).max(axis=1))
+
+
+@given(seeds)
+@settings(max_examples=20)
+def test_two_models_of_rf_that_never_stop_are_the_asymmetric_duo(seed):
+    """Zhou et al. 2025: softmax((z_l / T_l + z_s / T_s) / 2), both temperatures fitted jointly."""
+    calibration, test = splits(seed, 300, k=4, strengths=(1.0, 1.6))
+    policy = fit_rf(calibration, rule=ThresholdRule(threshold=2.0))
+    small, large = (np.float64(z) for z in calibration.logits)
+    duo = minimize(
+        lambda log_t: nll(0.5 / np.exp(log_t), [small, large], calibration.labels), [0.0, 0.0], method="Nelder-Mead",
+        options={"xatol": 1e-8, "fatol": 1e-13, "maxiter": 2000},
+    )  # fmt: skip
+    fused = sum(np.float64(z) / t for z, t in zip(test.logits, np.exp(duo.x), strict=True)) / 2
+    result = replay(policy, test)
+    assert (result.stages == 1).all()
+    assert (result.predictions == fused.argmax(axis=1)).all()
+    assert result.confidences == pytest.approx(softmax_of_rows(fused, axis=1).max(axis=1), abs=1e-4)
+    assert policy.stages[1].pair_diagnostics.nll_after <= duo.fun + 1e-9
+
+
+def replaced(data, place):
+    """Return the chain with another model, of another name, in one place."""
+    other = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
+    other[np.arange(len(data)), data.labels] += 2.0
+    return replace(
+        data,
+        models=tuple("new" if j == place else m for j, m in enumerate(data.models)),
+        logits=tuple(other if j == place else z for j, z in enumerate(data.logits)),
+    )
+
+
+@kinds
+@pytest.mark.parametrize("rule", [{}, {"budget": 9.0}, {"threshold": 0.7}], ids=str)
+def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_does_not_depend_on_it(kind, rule):
+    method, calibrator, n_models = kind
+    before = [of_kind(kind, 11, shift=shift) for shift in (0, 1)]
+    old = FITS[method](*before, ThresholdRule(**rule), calibrator=calibrator)
+    for place in range(n_models):
+        after = [replaced(data, place) for data in before]
+        new = refit(old, *after)
+        assert new == FITS[method](*after, ThresholdRule(**rule), calibrator=calibrator)
+        for j, (was, now) in enumerate(zip(old.stages, new.stages, strict=True)):
+            free = set()
+            if method == "base" and place == n_models - 1:  # complementarity is with the last model
+                free = {"complementarity_rate", "fused", "n_gain", "n_loss"}
+            if method == "rf" and place < j:
+                free = {"alpha", "beta", "pair_diagnostics"}
+                assert (now.alpha, now.beta) != (was.alpha, was.beta)
+            assert j == place or now.model_dump(exclude=free) == was.model_dump(exclude=free)
+        if "threshold" in rule or (method == "base" and not rule and place < n_models - 1):
+            assert new.threshold == old.threshold
+
+
+@methods
+def test_what_to_expect_is_measured_on_validation_at_the_costs_of_its_calls(fit_method):
+    calibration, validation = splits(18, 300, per_call=True)
+    policy = fit_method(calibration, validation, ThresholdRule(budget=9.0))
+    expected = policy.expected
+    assert (policy.costs, expected.split, expected.n) == ("per-call", "validation", 300)
+    assert expected.cost <= 9.0
+    assert expected.accuracy.low < expected.accuracy.value < expected.accuracy.high
+    assert policy.stages[0].cost == pytest.approx(calibration.costs.per_call[:, 0].mean())
+    assert fit_method(calibration, rule=ThresholdRule(threshold=0.5)).expected.split == "calibration"
+
+
+def test_measures_add_up_and_rows_without_a_label_are_answered_but_not_scored():
+    policy, test = fit_rf(*splits(5, 300)), chain(5, 300, shift=2)
+    result, measures = measure_replay(policy, test)
+    assert sum(stage.answered for stage in measures.stages) == measures.stages[0].reached == measures.n == 300
+    for stage, following in zip(measures.stages, measures.stages[1:], strict=False):
+        assert following.reached == stage.reached - stage.answered
+    hits = sum(s.accepted_accuracy.value * s.accepted_accuracy.n for s in measures.stages if s.answered)
+    assert measures.accuracy.value == pytest.approx(hits / 300)
+    assert (measures.cost, measures.relative_cost) == pytest.approx((result.costs.mean(), result.costs.mean() / 15.0))
+    partly, of_half = measure_replay(policy, replace(test, labels=np.where(np.arange(300) % 2, test.labels, -1)))
+    assert (partly.predictions == result.predictions).all()
+    assert (of_half.n, of_half.n_labelled) == (300, 150)
+    assert of_half.accuracy.value == np.mean(result.predictions[1::2] == test.labels[1::2])
+    assert measure_replay(policy, replace(test, labels=np.full(300, -1)))[1].accuracy is None
+
+
+def test_what_is_seldom_meant_is_warned_of():
+    calibration = chain(16, 100)
+    first = calibration.logits[0]
+    for said, other in (
+        ("no more than 'm0'", {"costs": Costs("s", np.array([1.0, 1.0, 2.0]))}),
+        ("'m0' is separable", {"logits": (np.eye(5, dtype=np.float32)[calibration.labels], *calibration.logits[1:])}),
+        ("'m0' is uninformative", {"logits": (np.zeros_like(first), *calibration.logits[1:])}),
+    ):
+        with pytest.warns(CaucWarning, match=said):
+            policy = fit_base(replace(calibration, **other))
+        assert np.isfinite(replay(policy, chain(16, 50, shift=1)).confidences).all()  # flat logits have no deviation
+        status = policy.stages[0].diagnostics.status
+        assert (status == "converged") == ("no more" in said)
+        assert (policy.stages[0].diagnostics.standard_error is None) >= (status == "separable")
+    with pytest.warns(CaucWarning, match="'m1' .*'log-probabilities'.*fitted on 'raw'"):
+        replay(fit_base(calibration), replace(calibration, logit_kind=("raw", "log-probabilities", "raw")))
+
+
+def of_more_options(policy):
+    narrow = of_kind(KINDS[3], 0, 10, 3).logits[0][:, :4]
+    padded = np.pad(narrow, ((0, 0), (0, 3)), constant_values=-np.inf)
+    np.testing.assert_array_equal(policy.start(narrow).confidences, policy.start(padded).confidences)
+    padded[6, 5] = 0.0
+    policy.start(padded)
+
+
+def with_other_options(policy):
+    policy.step(1, np.zeros((3, 6), np.float32), policy.start(np.zeros((3, 5), np.float32)).state)
+
+
+UNLABELLED = replace(chain(15, 50), labels=np.where(np.arange(50) == 7, -1, chain(15, 50).labels))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        (lambda: with_other_options(fit(KINDS[1], of_kind(KINDS[1]))), DataError, "answer over the same options"),
+        (
+            lambda: of_more_options(fit(KINDS[3], of_kind(KINDS[3]))),
+            DataError,
+            "row 6 of the batch has more options than the 5 .* for 'm0'",
+        ),
+        (lambda: fit_base(UNLABELLED), DataError, "'0-00007' has no label"),
+        (lambda: refit(fit_base(chain(13, 100)), chain(14, 100, shift=3), None), PolicyError, "other calibration exam"),
+        (lambda: replay(fit_base(chain()), chain(strengths=(1.0, 2.0))), PolicyError, "the policy is for m0, m1, m2"),
+        (lambda: fit_rf(chain()), ConfigError, "needs a validation split"),
+        (lambda: fit_base(chain(), rule=ThresholdRule(objective="macro-f1")), ConfigError, "only for a budget"),
+        (
+            lambda: fit_base(chain(5, 200, 5, ragged=True), calibrator="offsets"),
+            DataError,
+            r"example '0-\d+' lacks some of the 5 options of model 'm0'",
+        ),
+        (lambda: fit_base(chain(), calibrator="offset"), ConfigError, "unknown calibrator 'offset'; did you mean 'off"),
+        (lambda: fit_base(chain(), calibrator="isotonic"), ConfigError, "for method base with one or two .* with 3"),
+        (
+            lambda: fit_rf(chain(strengths=(1.0, 2.0)), calibrator="isotonic"),
+            ConfigError,
+            "for method base with one or two models, got rf with 2",
+        ),
+    ],
+)
+def test_what_cannot_be_fitted_or_answered_is_refused(wrong, error, says):
+    with pytest.raises(error, match=says):
+        wrong()
+
+
+def by_hand(stage, logits):
+    """Return calibrated logits, row by row."""
+    return np.array(
+        [[float(z) / stage.temperature + b for z, b in zip(row, stage.offsets, strict=True)] for row in logits]
+    )
+
+
+def test_offsets_are_each_models_own_fit_and_diagnostics_are_of_all_of_the_calibrator():
+    data = of_kind(KINDS[2], 2)
+    for stage, logits in zip(fit_base(data, calibrator="offsets").stages, data.logits, strict=True):
+        alone = fit_bias_corrected(logits, data.labels)
+        assert (stage.temperature, stage.offsets) == (alone.temperature, alone.biases)
+        scores, at = by_hand(stage, logits), stage.diagnostics
+        answers, confidences = top_option(scores)
+        assert at.nll_after == pytest.approx(mean_nll(log_softmax(scores), data.labels), rel=1e-9)
+        assert at.accuracy == (answers == data.labels).mean()
+        assert at.calibration_error_after == pytest.approx(calibration_error(confidences, answers == data.labels))
+        before, raw = top_option(logits)
+        assert at.calibration_error_before == pytest.approx(calibration_error(raw, before == data.labels))
+
+
+@methods
+@given(seed=st.integers(0, 50))
+@settings(max_examples=15)
+def test_models_whose_logits_are_the_corrected_scores_need_no_calibration_and_answer_the_same(fit_method, seed):
+    calibration, validation = (of_kind(KINDS[2], seed, 200, shift) for shift in (0, 1))
+    policy = fit_method(calibration, validation, ThresholdRule(threshold=0.6), calibrator="offsets")
+    scores = tuple(by_hand(s, z) for s, z in zip(policy.stages, validation.logits, strict=True))
+    plain = with_stages(policy, temperature=1.0, offsets=None)
+    one, other = replay(policy, validation), replay(plain, replace(validation, logits=scores))
+    assert (one.predictions == other.predictions).all()
+    assert (one.stages == other.stages).all()
+    np.testing.assert_allclose(one.confidences, other.confidences, rtol=1e-12)
+
+
+def test_base_with_isotonic_maps_accepts_and_reports_how_often_such_answers_are_right():
+    calibration, test = (of_kind(KINDS[4], 3, 400, shift) for shift in (0, 2))
+    policy, plain = fit_base(calibration, calibrator="isotonic"), fit_base(calibration)
+    asked = np.linspace(0.2, 1, 50)
+    for stage, without, logits in zip(policy.stages, plain.stages, calibration.logits, strict=True):
+        assert stage.temperature == without.temperature
+        answers, own = top_option(logits.astype(float) / stage.temperature)
+        theirs = IsotonicRegression(out_of_bounds="clip").fit(own, answers == calibration.labels).predict(asked)
+        assert stage.diagnostics.calibration_error_after <= stage.diagnostics.calibration_error_before
+        assert stage.diagnostics.nll_after <= without.diagnostics.nll_after
+        tilt = (asked - theirs) / len(calibration)
+        np.testing.assert_allclose(stage.calibrator.isotonic.of(asked), theirs + tilt, atol=1e-9)
+    first, step = policy.stages[0], policy.start(test.logits[0])
+    plain_confidences = top_option(first.scores(test.logits[0]))[1]
+    np.testing.assert_array_equal(step.confidences, first.calibrator.isotonic.of(plain_confidences))
+    np.testing.assert_array_equal(step.accepted, step.confidences >= policy.threshold)
+    # They keep every operating point of the first stage: weights and complementarity are the maps' too, but the same
+    # stages without them differ in confidences alone.
+    one, other = (trace_policy(own, test) for own in (policy, with_stages(policy, isotonic=None)))
+    assert (one.confidences[:, 0].argsort(kind="stable") == other.confidences[:, 0].argsort(kind="stable")).all()
+    curves = [replace(trace, predictions=other.predictions).frontier(test) for trace in (one, other)]
+    np.testing.assert_array_equal(curves[0].cost, curves[1].cost)
+    np.testing.assert_array_equal(curves[0].quality, curves[1].quality)
+
+
+def test_maps_that_say_never_and_always_leave_probabilities_finite():
+    certain = Calibrator(1.0, isotonic=Isotonic((0.0, 0.5, 0.6, 1.0), (0.0, 1e-300, 1.0 - 2.0**-53, 1.0)))
+    scores = np.array([[0.0, 0.0], [1.0, 0.0], [60.0, 0.0]])
+    answers, confidences = certain.answers(scores)
+    probabilities = softmax_of_rows(certain.believed(scores, answers), axis=1)
+    np.testing.assert_allclose(probabilities[np.arange(3), answers], confidences, atol=1e-12)
+
+
+def test_offsets_turn_the_pair_that_fusing_hurts_into_a_gain(shared_logits):
+    table, models = shared_logits / "emotion10k_base_icl1", ["llama-2-7b-hf", "llama-2-13b-hf"]
+    plain, shifted = (
+        cauc_ray.fit(table, models=models, method="rf", calibrator=kind) for kind in ("temperature", "offsets")
+    )
+    large = cauc_ray.fit(table, models=models[1:])
+    accuracy = [cauc_ray.evaluate(table, p).measures.accuracy.value for p in (large, plain, shifted)]
+    assert accuracy[1] < accuracy[0] < accuracy[2]

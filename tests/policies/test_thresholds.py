@@ -1,0 +1,290 @@
+"""The threshold of a policy: given, chosen, certified or moved later; the accuracy-cost curve that it carries."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy.stats import beta, binom
+from synthetic import chain, seeds, splits
+
+from cauc_ray.errors import BudgetError, ConfigError, DataError, PolicyError, RiskError
+from cauc_ray.front.show_policy import show_policy
+from cauc_ray.numbers.certificates import RiskLimit
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS
+from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+
+fits = st.sampled_from([fit_base, fit_rf])
+methods = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
+objectives = st.sampled_from(["accuracy", "macro-f1"])
+# Costs of planted chains lie between 1, the first model's, and 20, that of all three.
+budgets = st.floats(1, 25)
+TENTH = ThresholdRule(certify=RiskLimit(0.1, 0.9))
+
+
+def two_splits(seed, n=45, **options):
+    return chain(seed, 80, **options), chain(seed, n, shift=1, **options)
+
+
+def without_expectation(policy):
+    return policy.model_copy(update={"expected": None, "guards": (), "reference": None})
+
+
+def quality(measures, objective):
+    return measures.macro_f1 if objective == "macro-f1" else measures.accuracy.value
+
+
+@given(seeds, fits, objectives, budgets, budgets, st.booleans())
+def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, objective, first, then, per_call):
+    calibration, validation = two_splits(seed, per_call=per_call)
+
+    def fitted(budget):
+        return fit(calibration, validation, ThresholdRule(budget=budget, objective=objective))
+
+    frontier = trace_policy(fit(calibration, rule=ThresholdRule(threshold=2.0)), validation).frontier(
+        validation, objective
+    )
+    assert len(frontier.cost) <= MOST_CURVE_POINTS
+    cheapest = frontier.cost[0]
+    assume(first >= cheapest)
+    policy = fitted(first)
+    for budget in (then, float(frontier.cost[int(then * 1e6) % len(frontier.cost)])):
+        if budget < cheapest:
+            with pytest.raises(BudgetError) as at_once:
+                fitted(budget)
+            with pytest.raises(BudgetError) as later:
+                policy.with_budget(budget)
+            assert str(later.value) == str(at_once.value)
+            continue
+        moved = policy.with_budget(budget)
+        assert without_expectation(moved) == without_expectation(fitted(budget))
+        assert moved.id == fitted(budget).id
+        assert moved.expected == (policy.expected if moved.threshold == policy.threshold else None)
+        assert moved.reference == (policy.reference if moved.threshold == policy.threshold else None)
+
+
+@given(seeds, fits, budgets)
+@settings(max_examples=30)
+def test_a_policy_without_a_budget_and_one_with_a_threshold_can_be_given_a_budget(seed, fit, budget):
+    calibration, validation = two_splits(seed)
+    chosen = fit(calibration, validation, ThresholdRule(budget=budget))
+    for rule in (ThresholdRule(), ThresholdRule(threshold=0.7)):
+        moved = fit(calibration, validation, rule).with_budget(budget)
+        assert without_expectation(moved) == without_expectation(chosen)
+
+
+@given(seeds, fits, objectives, st.floats(0, 2))
+@settings(max_examples=30)
+def test_another_threshold_later_is_as_if_it_had_been_given_at_once(seed, fit, objective, threshold):
+    calibration, validation = two_splits(seed)
+    policy = fit(calibration, validation, ThresholdRule(budget=9.0, objective=objective))
+    moved = policy.with_threshold(threshold)
+    given_ = fit(calibration, validation, ThresholdRule(threshold=threshold))
+    if objective == "accuracy":
+        assert without_expectation(moved) == without_expectation(given_)
+        assert moved.id == given_.id
+    assert (moved.threshold, moved.budget, moved.threshold_choice.rule) == (threshold, None, "given")
+    assert without_expectation(moved.with_budget(9.0)) == without_expectation(policy)  # of the same objective
+    assert refit(moved, calibration, validation).threshold == threshold
+
+
+@given(seeds, fits, objectives, st.booleans())
+def test_the_points_are_what_a_replay_gives_and_none_is_left_out(seed, fit, objective, ragged):
+    calibration, validation = two_splits(seed, ragged=ragged)
+    policy = fit(calibration, validation, ThresholdRule(budget=12.0, objective=objective))
+    for one, other in pairwise(policy.curve):
+        assert one.cost < other.cost
+        assert one.quality < other.quality
+        assert one.threshold < other.threshold
+    for point in policy.curve:
+        _, measures = measure_replay(policy.with_threshold(point.threshold), validation)
+        assert point.cost == pytest.approx(measures.cost, rel=1e-12)
+        assert point.quality == pytest.approx(quality(measures, objective), abs=1e-9)
+    confidences = trace_policy(policy, validation).confidences[:, :-1]
+    for threshold in (0.0, *np.unique(confidences), 2.0):
+        _, measures = measure_replay(policy.with_threshold(threshold), validation)
+        within = [point for point in policy.curve if point.cost <= measures.cost * (1 + 1e-9)]
+        assert within[-1].quality >= quality(measures, objective) - 1e-9
+
+
+@given(seeds, fits)
+@settings(max_examples=10)
+def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(seed, fit):
+    calibration = chain(seed, 1000, strengths=(0.5, 3.0))
+    validation = chain(seed, 3000, strengths=(0.5, 3.0), shift=1)
+    policy = fit(calibration, validation, ThresholdRule(threshold=0.5))
+    frontier = trace_policy(policy, validation).frontier(validation)
+    points = frontier.points()
+    assert len(points.pareto(10**6).cost) > MOST_CURVE_POINTS
+    assert MOST_CURVE_POINTS / 2 < len(policy.curve) <= MOST_CURVE_POINTS
+    cheapest, best = policy.curve[0], policy.curve[-1]
+    assert cheapest.cost == frontier.cost[0]
+    assert (best.threshold, best.quality) == (frontier.best().threshold, frontier.quality.max())
+    of_threshold = dict(zip(points.settings, zip(points.cost, points.quality, strict=True), strict=True))
+    step = (best.cost - cheapest.cost) / (MOST_CURVE_POINTS - 1)
+    for budget in np.linspace(cheapest.cost, best.cost * 1.1, 500):
+        cost, found = of_threshold[policy.with_budget(budget).threshold]
+        assert cost <= budget * (1 + 1e-9)
+        lower = max(budget - step, cheapest.cost)
+        assert frontier.best(lower).quality <= found <= frontier.best(budget).quality
+
+
+@methods
+def test_the_threshold_is_the_best_on_validation_by_brute_force(fit):
+    calibration, validation = splits(1, 250)
+    trace = trace_policy(fit(calibration, rule=ThresholdRule(threshold=2.0)), validation)
+    costs = validation.costs.cumulative
+    for budget in (1.0, 3.0, 6.5, 12.0, 20.0):
+        best = (-1.0, 0.0)
+        for threshold in [*np.unique(trace.confidences[:, :-1]), 2.0]:
+            stops = np.array([next((j for j in range(2) if row[j] >= threshold), 2) for row in trace.confidences])
+            cost = costs[stops].mean()
+            if cost <= budget + 1e-12:
+                right = np.mean(trace.predictions[np.arange(len(stops)), stops] == validation.labels)
+                best = max(best, (right, -cost))
+        expected = fit(calibration, validation, ThresholdRule(budget=budget)).expected
+        assert (expected.accuracy.value, -expected.cost) == pytest.approx(best)
+        assert expected.cost <= budget
+
+
+@methods
+def test_without_labels_to_validate_on_there_is_no_curve_and_no_budget(fit):
+    calibration, validation = two_splits(1)
+    partly = replace(validation, labels=np.where(np.arange(45) == 7, -1, validation.labels))
+    for without in (None, partly):
+        policy = fit(calibration, without, ThresholdRule(threshold=0.7))
+        assert policy.curve == ()
+        with pytest.raises(PolicyError, match="no accuracy-cost curve"):
+            policy.with_budget(9.0)
+        assert policy.with_threshold(0.8).threshold == 0.8
+
+
+@methods
+def test_what_was_measured_at_one_threshold_is_not_expected_at_another(fit):
+    policy = fit(*two_splits(2), ThresholdRule(budget=9.0))
+    assert None not in (policy.expected, policy.reference)
+    assert policy.guards
+    assert policy.with_budget(9.0) == policy
+    for moved, kept in ((policy.with_threshold(policy.threshold), policy), (policy.with_threshold(0.01), None)):
+        assert moved.expected == (kept and kept.expected)
+        assert moved.reference == (kept and kept.reference)
+        assert moved.guards == (kept.guards if kept else ())
+
+
+@methods
+def test_people_see_the_curve_and_what_is_not_known(fit, capsys):
+    policy, without = fit(*two_splits(6)), fit(two_splits(6)[0], rule=ThresholdRule(threshold=0.7))
+    *before, last = policy.stages
+    unfused = policy.model_copy(update={"stages": (*before, last.model_copy(update={"fused": False}))})
+    for shown, seen, not_seen in (
+        (policy, [f"curve of {len(policy.curve)} points: accuracy "], ["not measured", "not fused"]),
+        (policy.with_threshold(0.123), ["threshold 0.123: given", "was not measured", "curve of"], []),
+        (without, [], ["curve"]),
+        *([(unfused, ["not fused"], [])] if fit is fit_rf else []),
+    ):
+        show_policy(shown)
+        said = capsys.readouterr().out
+        assert all(words in said for words in seen)
+        assert not any(words in said for words in not_seen)
+
+
+@pytest.fixture(scope="module")
+def many():
+    return splits(31, 2000)
+
+
+def early_on(policy, data):
+    """Return how many rows a replay answers before the last stage, and how many of these wrongly."""
+    answers = replay(policy, data)
+    early = answers.stages < len(policy.stages) - 1
+    return int(early.sum()), int((early & (answers.predictions != data.labels)).sum())
+
+
+@methods
+def test_the_certificate_is_of_the_replay_of_validation_and_of_no_other_threshold(fit, many):
+    policy = fit(*many, TENTH)
+    choice = policy.threshold_choice
+    at = choice.certificate
+    assert (choice.rule, choice.split, at.risk, at.confidence, at.n) == ("certified", "validation", 0.1, 0.9, 2000)
+    assert (at.n_accepted, at.n_wrong) == early_on(policy, many[1])
+    assert at.upper_bound == pytest.approx(beta.ppf(0.9, at.n_wrong + 1, at.n_accepted - at.n_wrong))
+    assert binom.cdf(at.n_wrong, at.n_accepted, 0.1) <= 0.1
+    assert policy.expected.n == 2000
+    accepted, wrong = early_on(policy.with_threshold(at.plug_in_threshold), many[1])
+    assert accepted == at.plug_in_accepted >= at.n_accepted
+    assert wrong <= 0.1 * accepted
+    for moved in (policy.with_threshold(0.5), policy.with_budget(16.0)):
+        assert moved.threshold_choice.certificate is None
+    # It decides no answer, and a refit certifies anew.
+    other = choice.model_copy(update={"certificate": at.model_copy(update={"n_wrong": 0})})
+    assert policy.model_copy(update={"threshold_choice": other}).id == policy.id
+    new = [replace(data, models=("m0", "new", "m2"), logits=(data.logits[0], data.logits[1] * 2, data.logits[2]))
+           for data in many]  # fmt: skip
+    assert refit(policy, *new) == fit(*new, TENTH)
+
+
+@methods
+def test_more_confidence_or_less_risk_costs_coverage(fit, many):
+    accepted = [
+        fit(*many, ThresholdRule(certify=RiskLimit(risk, confidence))).threshold_choice.certificate.n_accepted
+        for risk, confidence in ((0.15, 0.9), (0.1, 0.9), (0.1, 0.99))
+    ]
+    assert accepted == sorted(accepted, reverse=True)
+    assert accepted[0] > accepted[-1]
+
+
+@methods
+def test_which_thresholds_are_tried_does_not_depend_on_validation(fit):
+    """Where early answers are all right, the sequence runs to its end, whatever validation's confidences."""
+    calibration, *others = (chain(9, n, strengths=(1.7, 2.4), shift=n) for n in (800, 500, 900))
+    lowest = []
+    for validation in others:
+        answered = replay(fit(calibration, rule=ThresholdRule(threshold=0.0)), validation).predictions
+        lowest.append(fit(calibration, replace(validation, labels=answered), TENTH))
+    assert lowest[0].threshold == lowest[1].threshold
+    assert early_on(lowest[0], calibration)[0] == len(calibration)
+    assert fit(calibration, others[0], TENTH).threshold > lowest[0].threshold
+
+
+@methods
+def test_a_threshold_that_cannot_be_chosen_is_refused_in_one_line(fit, many):
+    calibration, validation = many
+    partly = replace(validation, labels=np.where(np.arange(2000) == 5, UNKNOWN_LABEL, validation.labels))
+    one = [data.of_models([2]) for data in many]
+    for error, says, *asked in (
+        (RiskError, "no threshold is certified: at ", *many, ThresholdRule(certify=RiskLimit(0.0001, 0.95))),
+        (ConfigError, "needs a validation split", calibration, None, TENTH),
+        (ConfigError, "needs a validation split", calibration, None, ThresholdRule(budget=9.0)),
+        (DataError, "has no label; choosing a threshold needs labels", calibration, partly, TENTH),
+        (ConfigError, "with one model nothing is answered early", *one, TENTH),
+    ):
+        with pytest.raises(error, match=says) as refused:
+            fit(*asked)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({"threshold": 0.5, "budget": 1.0}, "not both"),
+        ({"objective": "f2"}, "none of"),
+        ({"threshold": 0.5, "objective": "macro-f1"}, "not with a threshold"),
+        ({"budget": 3.0, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),
+        ({"threshold": 0.5, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),
+        ({"objective": "macro-f1", "certify": RiskLimit(0.1, 0.9)}, "or a risk to certify"),
+        *(({"threshold": number}, "a threshold must be a number of at least 0") for number in (-0.5, np.nan, np.inf)),
+        *(({"budget": number}, "a budget must be a finite number") for number in (np.nan, np.inf, -np.inf)),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(rule, says):
+    with pytest.raises(ConfigError, match=says):
+        ThresholdRule(**rule)
+    if len(rule) == 1 and "objective" not in rule:
+        ((name, number),) = rule.items()
+        with pytest.raises(ConfigError, match=says):
+            getattr(fit_rf(*splits(2)), f"with_{name}")(number)
