@@ -64,6 +64,18 @@ def alike(split):
     return replace(split, chain=replace(split.chain, logits=(split.chain.logits[0],) * len(split.chain.models)))
 
 
+def of_rows(split, rows):
+    """Return some examples, in any order."""
+    data = split.chain
+    part = replace(
+        data,
+        logits=tuple(logits[rows] for logits in data.logits),
+        example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows)),
+        labels=data.labels[rows],
+    )
+    return replace(split, chain=part, embeddings=None if split.embeddings is None else split.embeddings[rows])
+
+
 def scaled(split, factor):
     """Return examples with embeddings of another length."""
     return replace(split, embeddings=factor * split.embeddings)

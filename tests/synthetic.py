@@ -50,7 +50,7 @@ def chain(seed=0, n=400, k=5, strengths=(1.0, 1.7, 2.4), *, ragged=False, per_ca
     )
 
 
-def splits(seed=0, n=150, n_splits=2, **options):
+def splits(seed=0, n=200, n_splits=2, **options):
     """Return that many chains of the same models on different rows."""
     return tuple(chain(seed, n, shift=shift, **options) for shift in range(n_splits))
 

@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from planted import changed, gain_over_mixture, problem, scaled
+from planted import changed, gain_over_mixture, of_rows, problem, scaled
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.costs import Costs
@@ -154,18 +154,30 @@ def test_the_seed_alone_decides_on_any_number_of_threads_and_global_generators_s
     assert (other == numbers(own, test)).all() != (method in [*DRAWN, "random", "shuffled"])
 
 
+# The oracle knows what all would say, and shuffled confidences are other examples' own.
+@pytest.mark.parametrize("method", sorted({*FROM_OUTPUTS} - {"oracle", "shuffled"}))
+@pytest.mark.parametrize("embedded", [True, False])
+def test_what_a_model_would_say_that_is_not_called_makes_no_difference(method, embedded):
+    own, _, test = small(method, embedded=embedded)
+    rng, settings, asked = np.random.default_rng(0), own.points.settings, test.without_labels()
+    for setting in (own.default, *settings[:: max(1, len(settings) // 5)]):
+        answers = own.answers(asked, setting)
+        if method in ("base", "rf", "margin", "post-hoc-embed", "max-probability"):
+            assert (np.diff(answers.calls.astype(int), axis=1) <= 0).all()  # one model after another
+        logits = tuple(
+            np.where(called[:, None], z, rng.permutation(z))
+            for z, called in zip(test.chain.logits, answers.calls.T, strict=True)
+        )
+        other = own.answers(replace(asked, chain=replace(asked.chain, logits=logits)), setting)
+        assert (other.predictions == answers.predictions).all()
+        assert (other.calls == answers.calls).all()
+
+
 @learned
 def test_an_example_is_seen_alone_as_it_is_among_others(method):
     own, _, test = small(method)
     rows = np.array([7, 3, 59, 20])
-    chain = test.chain
-    part = replace(
-        chain,
-        logits=tuple(logits[rows] for logits in chain.logits),
-        example_ids=tuple(chain.example_ids[row] for row in rows),
-        labels=chain.labels[rows],
-    )
-    few = numbers(own, replace(test, chain=part, embeddings=test.embeddings[rows]))
+    few = numbers(own, of_rows(test, rows))
     together = numbers(own, test)
     together = together[:, rows] if method == "frugalgpt" else together[rows]
     np.testing.assert_allclose(few, together, atol=1e-5)

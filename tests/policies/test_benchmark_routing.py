@@ -6,11 +6,10 @@ from hypothesis import strategies as st
 from planted import problem
 from sklearn.metrics.pairwise import cosine_similarity
 from sklearn.preprocessing import StandardScaler
+from synthetic import seeds
 
 from cauc_ray.policies.baselines.benchmark_routing import SHARPNESSES, fit_benchmark_routing, sizes_to_try
 from cauc_ray.policies.baselines.features import option_features
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def slow_estimates(known, correct, vectors, k, sharpness):

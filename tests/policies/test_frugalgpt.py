@@ -9,13 +9,12 @@ from planted import changed, problem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
+from synthetic import seeds
 
 from cauc_ray.errors import BudgetError
 from cauc_ray.policies.baselines import frugalgpt
 from cauc_ray.policies.baselines.features import option_features
 from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, quantiles, search
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 def table(seed, n, m, *, levels=6, per_call=False):
@@ -155,21 +154,6 @@ def test_the_cheapest_models_cost_buys_that_model_alone():
     assert (answers.calls == (np.arange(4) == 0)).all()
     with pytest.raises(BudgetError, match="below the cheapest operating point"):
         fitted.answers(test, float(test.chain.costs.means[0]) * 0.9)
-
-
-def test_models_that_were_not_called_make_no_difference():
-    fitting, test = problem(4, n=150, n_test=300, m=3, embedded=False)
-    fitted = fit_frugalgpt(fitting)
-    rng = np.random.default_rng(0)
-    for setting in fitted.points.settings[:: max(1, len(fitted.points.settings) // 5)]:
-        answers = fitted.answers(test.without_labels(), setting)
-        logits = [
-            np.where(called[:, None], z, rng.permutation(z))
-            for z, called in zip(test.chain.logits, answers.calls.T, strict=True)
-        ]
-        other = fitted.answers(replace(test, chain=replace(test.chain, logits=tuple(logits))), setting)
-        assert (other.predictions == answers.predictions).all()
-        assert (other.calls == answers.calls).all()
 
 
 def known(part, model):

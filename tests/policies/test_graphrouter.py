@@ -5,15 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import examples, problem
+from planted import examples, of_rows, problem
+from synthetic import seeds
 
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines import graphrouter
 from cauc_ray.policies.baselines.features import QueryVectors, scaler_of
 from cauc_ray.policies.baselines.graphrouter import Graph, GraphRouter, Network, fit_graphrouter
-from cauc_ray.policies.trace import Examples
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(autouse=True)
@@ -135,21 +133,9 @@ def test_a_querys_values_do_not_depend_to_the_bit_on_those_asked_with_it(embedde
 
     @given(st.lists(st.integers(0, 59), min_size=1, max_size=60))
     def asked(rows):
-        assert (router(taken(test, rows)) == together[rows]).all()
+        assert (router(of_rows(test, rows)) == together[rows]).all()
 
     asked()
-
-
-def taken(split, rows):
-    """Return some rows of a split, in any order."""
-    data = split.chain
-    part = replace(
-        data,
-        logits=tuple(logits[rows] for logits in data.logits),
-        example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows)),
-        labels=data.labels[rows],
-    )
-    return Examples(part, None if split.embeddings is None else split.embeddings[rows])
 
 
 def test_the_epoch_of_the_lowest_validation_loss_counts_once_the_norms_know_the_data(monkeypatch):

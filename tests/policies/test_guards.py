@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic import chain, seeds, splits
 
 from cauc_ray.errors import CaucWarning, GuardError
 from cauc_ray.numbers.costs import Costs
@@ -14,14 +14,10 @@ from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.policies.checks import FEWEST_EXAMPLES, as_expected, require_quiet
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, trace_policy
+from cauc_ray.policies.trace import measure_replay, replay, trace_policy
 
-seeds = st.integers(0, 2**32 - 1)
 fits = st.sampled_from([fit_base, fit_rf])
-
-
-def splits(seed, n=200, **options):
-    return tuple(chain(seed, n, shift=shift, **options) for shift in (0, 1))
+methods = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
 
 def guards_of(policy, name):
@@ -114,7 +110,7 @@ def test_a_chain_is_compared_with_itself_without_each_stage(seed, fit):
     assert guard.fired == (measures.accuracy.value < max(parts))
 
 
-@pytest.mark.parametrize("fit", [fit_base, fit_rf])
+@methods
 def test_few_examples_and_temperatures_that_they_leave_open_are_said(fit):
     few, enough = (fit(*splits(3, n, strengths=(1.0, 2.0))) for n in (FEWEST_EXAMPLES - 1, FEWEST_EXAMPLES))
     assert [guards_of(policy, "few-examples")[0].fired for policy in (few, enough)] == [True, False]
@@ -127,7 +123,7 @@ def test_few_examples_and_temperatures_that_they_leave_open_are_said(fit):
     assert guard.figures["relative_error"] == first.diagnostics.standard_error / first.temperature
 
 
-@pytest.mark.parametrize("fit", [fit_base, fit_rf])
+@methods
 def test_separable_and_uninformative_logits_are_said(fit):
     data = splits(0, 500, strengths=(1.0, 2.0))
 
@@ -148,36 +144,17 @@ def test_separable_and_uninformative_logits_are_said(fit):
 
 
 def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
-    calibration, validation = splits(1, 2000, strengths=(1.0, 2.0))
-    policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.8))
-    rng = np.random.default_rng(0)
-    same = [
-        as_expected(
-            policy.expected,
-            measure_replay(policy, chain(1, 2000, strengths=(1.0, 2.0), shift=s))[0].costs,
-            "x",
-            None,
-            "u",
-        )
-        for s in range(2, 12)
-    ]
+    strengths = (1.0, 2.0)
+    policy = fit_rf(*splits(1, 2000, strengths=strengths), ThresholdRule(threshold=0.8))
+    others = (chain(1, 2000, strengths=strengths, shift=shift) for shift in range(2, 12))
+    same = [as_expected(policy.expected, replay(policy, other).costs, "x", None, "u") for other in others]
     assert sum(guard.fired for guard in same) <= 1
-    costs = measure_replay(policy, validation)[0].costs
-    other = as_expected(policy.expected, rng.choice(costs, 2000) + 1.0, "test", 3.5, "GFLOPs")
+    costs = replay(policy, chain(1, 2000, strengths=strengths, shift=1)).costs
+    other = as_expected(policy.expected, np.random.default_rng(0).choice(costs, 2000) + 1.0, "test", 3.5, "GFLOPs")
     assert other.fired
     for said in ("GFLOPs", "test", "validation", "3.5", f"{policy.expected.cost:.4g}"):
         assert said in other.says
     assert as_expected(policy.expected.model_copy(update={"cost_deviation": None}), costs, "x", None, "u") is None
-
-
-@given(seeds, fits)
-@settings(max_examples=20)
-def test_guards_are_no_part_of_what_decides_and_go_with_the_threshold(seed, fit):
-    calibration, validation = splits(seed)
-    policy = fit(calibration, validation)
-    assert policy.model_copy(update={"guards": ()}).id == policy.id
-    assert policy.with_threshold(policy.threshold).guards == policy.guards
-    assert policy.with_threshold(policy.threshold + 0.1).guards == ()
 
 
 def test_fits_without_labelled_validation_are_guarded_by_calibration():

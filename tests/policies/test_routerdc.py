@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planted import examples, problem
 from sklearn.metrics import adjusted_rand_score
-from synthetic import softmax
+from synthetic import seeds, softmax
 
 from cauc_ray.policies.baselines import routerdc
 from cauc_ray.policies.baselines.routerdc import (
@@ -18,8 +18,6 @@ from cauc_ray.policies.baselines.routerdc import (
     sample_model_loss,
     sample_sample_loss,
 )
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 @given(seeds, st.integers(2, 9))

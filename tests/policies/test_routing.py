@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import chain
+from scipy.special import softmax
+from synthetic import chain, seeds
 
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines.controls import random_numbers
 from cauc_ray.policies.baselines.routing import routed
+from cauc_ray.policies.baselines.simple import margins, raw_cascade
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import METHODS, Fitting
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, own_answers, trace_policy
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 @cache
@@ -78,6 +78,16 @@ def test_duo_is_rf_that_never_stops():
     assert answers.calls.all()
     own = duo.cascade(test)
     assert own.confidences[:, 0] == pytest.approx(rf.confidences[:, -1], abs=1e-6)
+
+
+@given(seeds)
+def test_margin_sampling_is_the_gap_of_the_two_best(seed):
+    test = chain(seed, 30, ragged=True)
+    trace = raw_cascade(margins, Examples(test))
+    for j, logits in enumerate(test.logits):
+        assert (trace.predictions[:, j] == logits.argmax(axis=1)).all()
+        ranked = np.sort(softmax(np.float64(logits), axis=1), axis=1)
+        assert trace.confidences[:, j] == pytest.approx(ranked[:, -1] - ranked[:, -2], abs=1e-12)
 
 
 def test_margin_at_the_first_models_cost_is_the_first_model_alone():

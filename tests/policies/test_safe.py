@@ -6,28 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic import seeds, splits
 
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.intervals import signs_of
 from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.policies.cauc_rf import RFPolicy
 from cauc_ray.policies.fitting import fit_policy, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+from cauc_ray.policies.trace import measure_replay, trace_policy
 
 # Some of the models that are drawn know nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:.* is uninformative on its:cauc_ray.errors.CaucWarning")
 
 NAMES = ("calibration", "validation")
-seeds = st.integers(0, 2**32 - 1)
 methods = st.sampled_from(["base", "rf"])
 strengths = st.lists(st.floats(0.2, 2.6), min_size=2, max_size=4).map(tuple)
-
-
-def splits(seed, strengths, n=150, **options):
-    return tuple(chain(seed, n, strengths=strengths, shift=shift, **options) for shift in (0, 1))
 
 
 def dearer(data, steepness):
@@ -47,7 +41,7 @@ def quality_of(policy, data, objective="accuracy"):
 
 @given(seeds, methods, strengths, st.floats(1.05, 5), st.one_of(st.none(), st.floats(0.5, 30)))
 def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed, method, strengths, steepness, budget):
-    calibration, validation = (dearer(data, steepness) for data in splits(seed, strengths))
+    calibration, validation = (dearer(data, steepness) for data in splits(seed, 150, strengths=strengths))
     try:
         policy = fit_policy(method, calibration, validation, ThresholdRule(budget=budget), NAMES, safe=True)
     except BudgetError:
@@ -64,34 +58,25 @@ def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed
             assert own < quality or (own == quality and costs[place] >= cost * (1 - 1e-9))
 
 
-@given(seeds, methods, strengths, st.floats(0.2, 1.1))
-def test_a_threshold_that_is_given_stays_and_no_cheaper_model_is_better(seed, method, strengths, threshold):
-    calibration, validation = splits(seed, strengths)
-    policy = fit_policy(method, calibration, validation, ThresholdRule(threshold=threshold), NAMES, safe=True)
-    assert policy.threshold == threshold
-    quality, cost = quality_of(policy, validation)
-    for place, own_cost in enumerate(validation.costs.means):
-        if own_cost <= cost:
-            assert of_model(validation, place, "accuracy") <= quality
-
-
-@given(seeds, methods, st.floats(2, 40))
-@settings(max_examples=20)
-def test_the_objective_is_what_counts(seed, method, budget):
-    calibration, validation = splits(seed, (0.6, 1.2, 2.0), per_call=True)
-    rule = ThresholdRule(budget=budget, objective="macro-f1")
-    policy = fit_policy(method, calibration, validation, rule, NAMES, safe=True)
-    quality, cost = quality_of(policy, validation, "macro-f1")
-    assert cost <= budget * (1 + 1e-9)
-    for place, own_cost in enumerate(validation.costs.means):
-        if own_cost <= budget:
-            assert of_model(validation, place, "macro-f1") <= quality
+@given(seeds, methods, strengths, st.floats(0.2, 1.1), st.floats(2, 40))
+def test_no_cheaper_model_is_better_by_the_objective_and_a_threshold_that_is_given_stays(
+    seed, method, strengths, threshold, budget
+):
+    data = splits(seed, 150, strengths=strengths, per_call=True)
+    for rule in (ThresholdRule(threshold=threshold), ThresholdRule(budget=budget, objective="macro-f1")):
+        policy = fit_policy(method, *data, rule, NAMES, safe=True)
+        assert rule.threshold in (None, policy.threshold)
+        quality, cost = quality_of(policy, data[1], rule.objective)
+        assert rule.budget is None or cost <= budget * (1 + 1e-9)
+        for place, own_cost in enumerate(data[1].costs.means):
+            if own_cost <= (cost if rule.budget is None else budget):
+                assert of_model(data[1], place, rule.objective) <= quality
 
 
 @given(seeds, methods)
 @settings(max_examples=30)
 def test_safe_is_plain_where_all_is_supported(seed, method):
-    calibration, validation = (dearer(data, 6) for data in splits(seed, (1.4, 1.6), n=900))
+    calibration, validation = (dearer(data, 6) for data in splits(seed, 900, strengths=(1.4, 1.6)))
     plain = fit_policy(method, calibration, validation, ThresholdRule(), NAMES)
     quality, cost = quality_of(plain, validation)
     large = of_model(validation, 1, "accuracy")
@@ -112,7 +97,7 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
 @given(seeds)
 @settings(max_examples=30)
 def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_itself_elsewhere(seed):
-    calibration, validation = (dearer(data, 4) for data in splits(seed, (0.8, 1.3, 1.8), n=300))
+    calibration, validation = (dearer(data, 4) for data in splits(seed, 300, strengths=(0.8, 1.3, 1.8)))
     policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.9), safe=True)
     for place in (1, 2):
         stages = tuple(
@@ -133,7 +118,7 @@ def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_i
 @given(seeds, methods)
 @settings(max_examples=20)
 def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed, method):
-    calibration, validation = splits(seed, (1.0, 1.2))
+    calibration, validation = splits(seed, 150, strengths=(1.0, 1.2))
     policy = fit_policy(method, calibration, validation, ThresholdRule(), NAMES, safe=True)
     own = [calibration.models.index(name) for name in policy.models]
     again = refit(policy, calibration.of_models(own), validation.of_models(own))
@@ -145,18 +130,8 @@ def test_a_safe_policy_stays_safe_when_it_is_refitted_and_its_file_is_read(seed,
     assert policy.with_threshold(policy.threshold + 0.5).safe is None
 
 
-def test_an_old_file_says_nothing_of_fusing_and_fuses(tmp_path):
-    calibration, validation = splits(0, (1.0, 2.0))
-    policy = fit_policy("rf", calibration, validation, ThresholdRule(), NAMES)
-    content = policy.model_dump(mode="json", exclude={"safe": True, "guards": True})
-    for stage in content["stages"]:
-        del stage["fused"]
-    read = RFPolicy.of(content)
-    assert (replay(read, validation).predictions == replay(policy, validation).predictions).all()
-
-
 def test_a_safe_policy_needs_labels_to_compare_on():
-    calibration, validation = splits(0, (1.0, 2.0))
+    calibration, validation = splits(0, 150, strengths=(1.0, 2.0))
     with pytest.raises(ConfigError, match="on a validation split; give one"):
         fit_policy("rf", calibration, None, ThresholdRule(threshold=0.5), NAMES, safe=True)
     with pytest.raises(DataError, match="has no label; comparing with single models"):

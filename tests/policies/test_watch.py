@@ -14,7 +14,6 @@ from cauc_ray.errors import PolicyError
 from cauc_ray.numbers.metrics import calibration_error, spiegelhalter_z
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.monitor import NEEDED, StageSums, Watch, Watched, watch_report
-from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, trace_policy
 
@@ -81,36 +80,12 @@ def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_ca
         assert stage["calibration_error"] == pytest.approx(stage["reference_calibration_error"])
 
 
-def test_a_reference_decides_no_answer_and_belongs_to_one_threshold():
-    policy = fitted()
-    assert policy.model_copy(update={"reference": None}).id == policy.id
-    assert policy.with_threshold(policy.threshold).reference == policy.reference
-    assert policy.with_threshold(policy.threshold / 2).reference is None
-    assert Policy.of(policy.model_dump(mode="json")) == policy
-    for without in (policy.with_threshold(0.5), fit_base(chain(1))):
+@METHODS
+def test_where_there_is_no_reference_nothing_can_be_watched(fit):
+    for without in (fitted(fit).with_threshold(0.5), fit(chain(1), rule=ThresholdRule(threshold=0.5))):
         assert without.reference is None
         with pytest.raises(PolicyError, match="nothing that answers could be compared with"):
             Watch(without)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"name": "other"}, "the reference is of"),
-        ({"right": [9999] + [0] * 9}, "contradict"),
-        ({"agreed": 9999}, "contradict"),
-        ({"confidences": [1, 2]}, "10 bins"),
-        ({"likeliest": {"012": 1}}, "contradict"),
-        ({"likeliest": {"012": -1}}, "contradict"),
-        ({"likeliest": {"018": 1}}, "likeliest"),
-        ({"likeliest": {"01": 1}}, "likeliest"),
-    ],
-)
-def test_a_reference_that_cannot_be_is_refused(change, says):
-    content = fitted().model_dump(mode="json")
-    content["reference"]["stages"][0] |= change
-    with pytest.raises(PolicyError, match=says):
-        Policy.of(content)
 
 
 @METHODS
