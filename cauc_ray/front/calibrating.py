@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.numbers.calibrators import UNCALIBRATED
-from cauc_ray.numbers.metrics import aurc, brier, calibration_error, nll, spiegelhalter_z
+from cauc_ray.numbers.metrics import CalibrationSums, aurc, brier, calibration_error, nll
 from cauc_ray.numbers.softmax import log_softmax, top_option
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.cauc_base import BasePolicy
@@ -45,7 +45,7 @@ def calibration_of(fitting: Fitting, test: Examples) -> dict[str, Any]:
 def _figures(scores: Floats, labels: Ints) -> dict[str, float | None]:
     predictions, confidences = top_option(scores)
     correct, log_probabilities = predictions == labels, log_softmax(scores)
-    z = spiegelhalter_z(confidences, correct)
+    z = CalibrationSums.of(confidences, correct).test
     return {
         "ece": calibration_error(confidences, correct),
         "ece_equal_mass": calibration_error(confidences, correct, "equal-mass"),

@@ -52,7 +52,7 @@ def calibrate(
     """Fit a policy as fit() does, on logits that stay in shards on a Ray cluster.
 
     The table must be readable by its path on every node that holds shards. This process holds every row's id, label,
-    and, while a threshold is chosen, 12 bytes for each of its models; a shard holds some 70 bytes a row, and blocks.
+    and, while a threshold is chosen, 12 bytes for each of its models; a shard holds some 50 bytes a row, and blocks.
 
     Args:
         logits: a table's path or URI.

@@ -16,7 +16,7 @@ from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.paths import RemotePath
 from cauc_ray.front.options import ChainOptions, EvaluateOptions
-from cauc_ray.numbers.arrays import array_chain, rows_of
+from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
 from cauc_ray.numbers.logits import LogitKind
@@ -73,7 +73,7 @@ class LogitArrays:
             example_ids=ids[0] if ids else None,
             source=f"{self.path}, split {split!r}",
         )
-        return rows_of(chain, np.argsort(chain.example_ids))
+        return chain.of_rows(np.argsort(chain.example_ids))
 
 
 class Source:
@@ -208,7 +208,7 @@ def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str
     empty = next((split for split, rows in parts.items() if not len(rows)), None)
     if empty is not None:
         raise ConfigError(f"{empty}: a share of {shares[empty]:g} of {len(chain)} examples leaves it empty")
-    return {split: rows_of(chain, np.sort(order[rows])) for split, rows in parts.items()}
+    return {split: chain.of_rows(np.sort(order[rows])) for split, rows in parts.items()}
 
 
 def read_policy_chain(

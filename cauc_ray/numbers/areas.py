@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 _ENDS = (
@@ -62,7 +61,6 @@ def deferral_area(
     Chance and oracle know these two models only: where a method fuses, or calls others in between, neither 0 nor 1
     is a bound, and the number compares methods on one chain.
     Returns None where the oracle does no better than chance, as with models that are right on the same rows.
-    Raises DataError without points, or where they are not what is said here.
 
     >>> deferral_area(np.array([0.0, 0.5, 1.0]), np.array([0.6, 0.8, 0.8]), first=0.6, last=0.8)
     0.75
@@ -82,16 +80,11 @@ def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:
 
     first_correct, last_correct: bool (N,), whether the first and the last model are right on each row.
     With g and l the shares of gains and losses, the curve rises by g, stays level and falls by l, each at slope 1:
-    first + g (1 - g / 2) - l^2 / 2. Raises DataError without rows, or where the two differ in length.
+    first + g (1 - g / 2) - l^2 / 2.
 
     >>> oracle_deferral_area(np.array([True, False]), np.array([True, True]))
     0.875
     """
-    if first_correct.shape != last_correct.shape or first_correct.ndim != 1 or not len(first_correct):
-        raise DataError(
-            f"the oracle needs both models' correctness on the same rows, (N,) and at least one; "
-            f"got {first_correct.shape} and {last_correct.shape}"
-        )
     gain, loss = float(np.mean(last_correct & ~first_correct)), float(np.mean(first_correct & ~last_correct))
     return float(np.mean(first_correct)) + gain * (1 - gain / 2) - loss**2 / 2
 
@@ -99,7 +92,7 @@ def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:
 def apgr(shares: Floats, quality: Floats, first: float, last: float) -> float | None:
     """Return the average performance gap recovered of two models (Ong et al., RouteLLM, ICLR 2025).
 
-    Arguments and errors as deferral_area's. The gap recovered at a point is (quality - first) / (last - first); it may
+    Arguments as deferral_area's. The gap recovered at a point is (quality - first) / (last - first); it may
     exceed 1. Returns None unless the last model is better: with no gap it is undefined, and with a negative one a
     better router would have the lower value.
 
@@ -113,7 +106,7 @@ def apgr(shares: Floats, quality: Floats, first: float, last: float) -> float | 
 def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) -> float | None:
     """Return the smallest share of last-model calls that recovers q of the gap (Ong et al., RouteLLM, ICLR 2025).
 
-    Arguments and errors as deferral_area's; q: share of the gap, as 0.5 for CPT(50%).
+    Arguments as deferral_area's; q: share of the gap, as 0.5 for CPT(50%).
     Quality need not rise with the share, and interpolating the share over a quality that is not monotone gives
     a value that depends on the order of the points. The running maximum is monotone, and can be realised: the last
     model need not be called more often than at the best point so far. Returns None where q is never reached, and where
@@ -138,17 +131,11 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     """Return the average improvement in quality (Hu et al., RouterBench, 2024), by CONVENTIONS["aiq"].
 
     costs, quality: float (P,), of a method's operating points.   largest_cost: among all methods compared.
-    Returns None where everything is free. Raises DataError without points, or where one costs more than the largest.
+    Returns None where everything is free.
 
     >>> aiq(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), largest_cost=4.0)
     0.53125
     """
-    _require_points(costs, quality, "costs")
-    if not (costs.min() >= 0 and costs.max() <= largest_cost):
-        raise DataError(
-            f"costs from {costs.min():g} to {costs.max():g} do not lie between 0 and the largest cost of the "
-            f"comparison, {largest_cost:g}; pass the largest over all methods"
-        )
     if largest_cost == 0:
         return None
     hull = upper_hull(costs, quality)
@@ -162,12 +149,11 @@ def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints
 
     costs, quality: float (P,). From the cheapest point, the best of equal cost, to the best one, the cheapest of
     equal quality, or, if falling, to the most expensive one. Mixing two neighbours at random gives what lies between
-    them. Raises DataError without points.
+    them.
 
     >>> upper_hull(np.array([3.0, 2.0, 1.0]), np.array([0.9, 0.6, 0.5]))
     array([2, 0])
     """
-    _require_points(costs, quality, "costs")
     order = np.lexsort((-quality, costs))
     # Only records can be on a hull that never falls; among equal costs, only the first is one.
     rising = costs[order] if falling else np.maximum.accumulate(quality[order])
@@ -187,11 +173,6 @@ def _above(costs: Floats, quality: Floats, left: int, middle: int, right: int) -
 
 def _curve(shares: Floats, quality: Floats, first: float, last: float) -> tuple[Floats, Floats]:
     """Return the shares from 0 to 1, each once and rising, and the quality at each, float64 (P,)."""
-    _require_points(shares, quality, "shares")
-    if not (np.isfinite(first) and np.isfinite(last)):
-        raise DataError(f"the quality of the two models alone must be numbers; got {first} and {last}")
-    if shares.min() < -_ROUNDING or shares.max() > 1 + _ROUNDING:
-        raise DataError(f"shares of last-model calls must lie in [0, 1]; got {shares.min():g} to {shares.max():g}")
     at, groups = np.unique(np.round(shares.astype(np.float64), _SHARE_DIGITS), return_inverse=True)
     values = np.bincount(groups, weights=quality) / np.bincount(groups)
     if at[0] > 0:
@@ -199,16 +180,3 @@ def _curve(shares: Floats, quality: Floats, first: float, last: float) -> tuple[
     if at[-1] < 1:
         at, values = np.append(at, 1.0), np.append(values, last)
     return at, values
-
-
-def _require_points(abscissae: Floats, quality: Floats, what: str) -> None:
-    if abscissae.shape != quality.shape or abscissae.ndim != 1 or not len(quality):
-        raise DataError(
-            f"a curve needs {what} and quality of the same operating points, (P,) and at least one; "
-            f"got {abscissae.shape} and {quality.shape}"
-        )
-    bad = np.flatnonzero(~(np.isfinite(abscissae) & np.isfinite(quality)))
-    if len(bad):
-        point = int(bad[0])
-        found = f"{what} {abscissae[point]}, quality {quality[point]}"
-        raise DataError(f"point {point} of a curve is not a number: {found}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -180,16 +179,3 @@ def _ids(source: str, given: Any, n: int) -> tuple[str, ...]:
         double = next(example for example, count in Counter(ids).items() if count > 1)
         raise DataError(f"{source}: example {double!r} is a duplicate")
     return ids
-
-
-def rows_of(chain: ChainLogits, rows: Ints, source: str | None = None) -> ChainLogits:
-    """Return some of a chain's examples, in the order of rows, int (n,)."""
-    per_call = chain.costs.per_call
-    return replace(
-        chain,
-        logits=tuple(logits[rows] for logits in chain.logits),
-        example_ids=tuple(chain.example_ids[row] for row in rows),
-        labels=chain.labels[rows],
-        costs=Costs(chain.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
-        source=source or chain.source,
-    )

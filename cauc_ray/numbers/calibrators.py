@@ -116,22 +116,21 @@ def _log_odds(probabilities: Floats) -> Floats:
 def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     """Fit the rising map that is nearest in squares to being right (Ayer et al. 1955; Zadrozny and Elkan, KDD 2002).
 
-    confidences: float (N,) in [0, 1].   correct: bool (N,). Equal confidences count as one.
+    confidences: float (N,) in [0, 1], at least one.   correct: bool (N,). Equal confidences count as one.
     The regression is constant on blocks of confidences; between two blocks the map is linear. It is then drawn to the
     identity by 1 / N of the distance, far less than N rows can tell, so that it rises within blocks too.
-    Raises DataError where the arrays are not that, or empty.
 
     >>> fit_isotonic(np.array([0.6, 0.7, 0.8, 0.9]), np.array([True, False, True, True])).of(np.array([0.6, 0.9]))
     array([0.525, 0.975])
     """
-    if confidences.shape != correct.shape or correct.ndim != 1 or not len(correct):
-        raise DataError(
-            f"an isotonic fit needs confidences and correctness of the same rows, (N,) and at least one; "
-            f"got {confidences.shape} and {correct.shape}"
-        )
+    from scipy.optimize import isotonic_regression
+
     values, index = np.unique(confidences.astype(np.float64), return_inverse=True)
-    ends, means = _pooled(np.bincount(index), np.bincount(index[correct], minlength=len(values)))
-    starts = np.concatenate([[0], ends[:-1]])
+    counts, hits = np.bincount(index), np.bincount(index[correct], minlength=len(values))
+    blocks = isotonic_regression(hits / counts, weights=counts).blocks
+    starts, ends = blocks[:-1], blocks[1:]
+    # From counts: means that are pooled step by step would be rounded as often.
+    means = np.add.reduceat(hits, starts) / np.add.reduceat(counts, starts)
     edges = np.stack([values[starts], values[ends - 1]], axis=1).ravel()
     # Beyond the outermost confidences it stays as it is there.
     knots = np.concatenate([[0.0], edges, [1.0]])
@@ -142,16 +141,3 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     knots, tilted = knots[apart], tilted[apart]
     knots[0] = 0.0
     return Isotonic(tuple(knots.tolist()), tuple(tilted.tolist()))
-
-
-def _pooled(counts: Ints, hits: Ints) -> tuple[Ints, Floats]:
-    """Pool adjacent violators.   counts, hits: int (V,), of each value. Returns where blocks end and their means."""
-    blocks: list[tuple[int, int, int]] = []
-    for end, (n, n_hits) in enumerate(zip(counts.tolist(), hits.tolist(), strict=True), start=1):
-        # Counts, not means, are compared: exact, and equal means are pooled.
-        while blocks and blocks[-1][2] * n >= n_hits * blocks[-1][1]:
-            _, more, more_hits = blocks.pop()
-            n, n_hits = n + more, n_hits + more_hits
-        blocks.append((end, n, n_hits))
-    ends, n_rows, n_right = np.array(blocks).T
-    return ends, n_right / n_rows

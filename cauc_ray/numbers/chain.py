@@ -13,7 +13,6 @@ import numpy as np
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.digest import digest_of_rows
 from cauc_ray.numbers.logits import LogitKind, kind_of, real_options
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
@@ -21,6 +20,11 @@ UNKNOWN_LABEL = -1
 
 # What a pass over a part holds at once, as float64: it stays in a processor's cache.
 _BLOCK_BYTES = 1 << 20
+
+# The odd number nearest to 2^64 over the golden ratio, by which Weyl sequences spread best.
+_STEP = 0x9E3779B97F4A7C15
+# Any number that is no float32's bits of note: a logit of 0 shall not look like a missing option.
+_NOT_MISSING = np.uint32(0x5BD1E995)
 
 T = TypeVar("T")
 
@@ -156,6 +160,17 @@ class ChainLogits(Chain):
         """Return the chain of some of the models, in the order of their positions here."""
         return self.with_models(places, logits=tuple(self.logits[place] for place in places))
 
+    def of_rows(self, rows: Ints) -> Self:
+        """Return some of the examples, in the order of rows, int (n,)."""
+        per_call = self.costs.per_call
+        return replace(
+            self,
+            logits=tuple(logits[rows] for logits in self.logits),
+            example_ids=tuple(self.example_ids[row] for row in rows),
+            labels=self.labels[rows],
+            costs=Costs(self.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
+        )
+
     @cached_property
     def part(self) -> ChainPart:
         """Return all examples as a part."""
@@ -164,6 +179,29 @@ class ChainLogits(Chain):
 
 def _digest(stage: int, part: ChainPart) -> int:
     return sum(digest_of_rows(part.logits[stage][rows], part.ranks[rows]) for rows in part.blocks())
+
+
+def digest_of_rows(logits: Floats, ranks: Ints) -> int:
+    """Return the sum over rows of a hash of each row's logits and rank, modulo 2^64.
+
+    Digests of parts add up to the digest of the whole, again modulo 2^64.
+    logits: float (n, K), taken as float32; -inf counts as no option.   ranks: int (n,), the rows' places among all.
+    A row's hash is linear in its bits with a multiplier for each option (Carter and Wegman, Universal classes of hash
+    functions, 1979), mixed with its rank: it tells data apart that differ by chance, not by intent.
+    """
+    single = np.ascontiguousarray(logits, dtype="<f4")
+    bits = np.where(np.isneginf(single), np.uint32(0), single.view("<u4") ^ _NOT_MISSING)
+    options = np.arange(1, single.shape[1] + 1, dtype=np.uint64)
+    of_rows = np.vecdot(bits.astype(np.uint64), _mixed(options * np.uint64(_STEP)) | np.uint64(1))
+    hashes = _mixed(of_rows + _mixed((ranks.astype(np.uint64) + np.uint64(1)) * np.uint64(_STEP)))
+    return int(hashes.sum(dtype=np.uint64))
+
+
+def _mixed(values: Ints) -> Ints:
+    """Return values whose every bit depends on all bits of the given ones, uint64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def in_order(ranks: Sequence[Ints], values: Sequence[Any]) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from cauc_ray.errors import DataError
 from cauc_ray.numbers.metrics import EDGES, CalibrationSums
 from cauc_ray.numbers.types import Bools, Floats
 
@@ -59,15 +58,11 @@ def stage_guarantees(
     A threshold is best where it is 1 less the fallback's loss. The weight of a unit of cost is therefore the one at
     which the fallback's mean loss is 1 - threshold, so that only its variation is left; 0 where the threshold is above
     the fallback's own accuracy, which no cost explains.
-    Raises DataError where the arrays are not of the same rows, or of none.
 
     >>> found = stage_guarantees(np.array([0.9, 0.9, 0.6]), np.array([True, False, True]), np.ones(3), np.zeros(3), 0.8)
     >>> found.accepted_accuracy, found.accepted_accuracy_bound <= found.accepted_accuracy
     (0.5, True)
     """
-    shapes = [rows.shape for rows in (confidences, correct, fallback_correct, fallback_costs)]
-    if len(set(shapes)) > 1 or confidences.ndim != 1 or not len(confidences):
-        raise DataError(f"guarantees need arrays of the same rows, (n,) and at least one; got {shapes}")
     edges: Floats = np.union1d(EDGES, [threshold])
     index = np.searchsorted(edges, confidences, side="right")
 

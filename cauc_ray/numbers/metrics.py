@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from cauc_ray.errors import DataError
 from cauc_ray.numbers.intervals import NormalTest, share
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
@@ -61,26 +60,23 @@ def brier(probabilities: Floats, labels: Ints) -> float:
 
 
 def calibration_error(
-    confidences: Floats,
-    correct: Bools,
-    bins: Literal["equal-width", "equal-mass"] = "equal-width",
-    n_bins: int = N_BINS,
+    confidences: Floats, correct: Bools, bins: Literal["equal-width", "equal-mass"] = "equal-width"
 ) -> float:
     """Return the expected calibration error: sum over bins of n_b / n |accuracy_b - mean confidence_b|.
 
     confidences: float (N,) in [0, 1].   correct: bool (N,).
-    Equal-width bins are [b / n_bins, (b + 1) / n_bins), with confidence 1 in the last (Guo et al. 2017 use
-    15 of them); equal-mass bins hold the rows in order of confidence, their sizes differing by one at most.
+    Equal-width bins are [b / 15, (b + 1) / 15), with confidence 1 in the last (Guo et al. 2017); equal-mass bins hold
+    the rows in order of confidence, their sizes differing by one at most.
 
     >>> calibration_error(np.array([0.8, 0.8, 0.8, 0.8]), np.array([True, True, True, False]))  # |0.75 - 0.8|
     0.05...
     """
     if bins == "equal-width":
-        return CalibrationSums.of(confidences, correct, np.arange(1, n_bins) / n_bins).error
+        return CalibrationSums.of(confidences, correct).error
     n = len(confidences)
     index = np.empty(n, dtype=np.intp)
-    index[np.argsort(confidences, kind="stable")] = np.arange(n) * n_bins // n
-    gaps = np.bincount(index, weights=np.asarray(correct, np.float64) - confidences, minlength=n_bins)
+    index[np.argsort(confidences, kind="stable")] = np.arange(n) * N_BINS // n
+    gaps = np.bincount(index, weights=np.asarray(correct, np.float64) - confidences, minlength=N_BINS)
     return float(np.abs(gaps).sum() / n)
 
 
@@ -131,23 +127,16 @@ class CalibrationSums(Summed):
 
     @property
     def test(self) -> NormalTest | None:
-        """Return Spiegelhalter's test; None where every confidence is 0, 1/2 or 1."""
+        """Return a test of calibration without bins (Spiegelhalter, Statistics in Medicine 1986).
+
+        z = sum (c - p) (1 - 2 p) / sqrt(sum (1 - 2 p)^2 p (1 - p)) for c = 1 where right: by how many standard
+        deviations the Brier score exceeds what calibrated confidences would give. Above 0 they are too extreme.
+        None where every confidence is 0, 1/2 or 1: such rows add nothing to the variance.
+
+        >>> CalibrationSums.of(np.array([0.9, 0.9]), np.array([True, False])).test.z
+        1.885...
+        """
         return NormalTest(self.excess / math.sqrt(self.excess_variance)) if self.excess_variance else None
-
-
-def spiegelhalter_z(confidences: Floats, correct: Bools) -> NormalTest | None:
-    """Test calibration without bins (Spiegelhalter, Statistics in Medicine 1986).
-
-    z = sum (c - p) (1 - 2 p) / sqrt(sum (1 - 2 p)^2 p (1 - p)) for c = 1 where right: by how many standard
-    deviations the Brier score exceeds what calibrated confidences would give. Above 0 they are too extreme.
-    Arguments and errors as reliability_bins'. Returns None where every confidence is 0, 1/2 or 1: such rows add
-    nothing to the variance.
-
-    >>> spiegelhalter_z(np.array([0.9, 0.9]), np.array([True, False])).z
-    1.885...
-    """
-    _require_rows(confidences, correct)
-    return CalibrationSums.of(confidences, correct).test
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,40 +155,27 @@ class Reliability:
     counts: Ints
 
 
-def reliability_bins(confidences: Floats, correct: Bools, n_bins: int = N_BINS) -> Reliability:
+def reliability_bins(confidences: Floats, correct: Bools) -> Reliability:
     """Return the reliability diagram whose gaps calibration_error adds up, over the same bins.
 
-    confidences: float (N,) in [0, 1].   correct: bool (N,). Raises DataError where they are not that, or empty.
+    confidences: float (N,) in [0, 1].   correct: bool (N,).
 
-    >>> reliability_bins(np.array([0.9, 0.8, 0.3]), np.array([True, False, False]), n_bins=2).accuracy
-    array([0. , 0.5])
+    >>> reliability_bins(np.array([0.9, 0.92, 0.3]), np.array([True, False, False])).accuracy[[13, 4]]
+    array([0.5, 0. ])
     """
-    _require_rows(confidences, correct)
-    index = equal_width_bins(confidences, n_bins)
-    counts = np.bincount(index, minlength=n_bins)
-    hits = np.bincount(index[correct], minlength=n_bins)
+    index = equal_width_bins(confidences, N_BINS)
+    counts = np.bincount(index, minlength=N_BINS)
+    hits = np.bincount(index[correct], minlength=N_BINS)
     shares = [share(int(n_hits), int(n)) for n_hits, n in zip(hits, counts, strict=True)]
-    sums = np.bincount(index, weights=confidences, minlength=n_bins)
+    sums = np.bincount(index, weights=confidences, minlength=N_BINS)
     return Reliability(
-        centres=(np.arange(n_bins) + 0.5) / n_bins,
+        centres=(np.arange(N_BINS) + 0.5) / N_BINS,
         confidence=np.where(counts > 0, sums / np.maximum(counts, 1), np.nan),
         accuracy=np.array([each.value for each in shares]),
         low=np.array([each.low for each in shares]),
         high=np.array([each.high for each in shares]),
         counts=counts,
     )
-
-
-def _require_rows(confidences: Floats, correct: Bools) -> None:
-    if confidences.shape != correct.shape or correct.ndim != 1 or not len(correct):
-        raise DataError(
-            f"reliability needs confidences and correctness of the same rows, (N,) and at least one; "
-            f"got {confidences.shape} and {correct.shape}"
-        )
-    bad = np.flatnonzero(~((confidences >= 0) & (confidences <= 1)))
-    if len(bad):
-        row = int(bad[0])
-        raise DataError(f"row {row}: confidence {confidences[row]} is not in [0, 1]")
 
 
 def aurc(confidences: Floats, correct: Bools) -> float:

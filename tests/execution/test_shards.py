@@ -14,7 +14,7 @@ from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError,
 from cauc_ray.execution.sharded import Sharding, sharded
 from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.models.resources import Resources
-from cauc_ray.numbers.chain import ChainLogits
+from cauc_ray.numbers.chain import ChainLogits, digest_of_rows
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay
@@ -203,8 +203,6 @@ def test_more_shards_than_rows_are_as_many_as_rows(ray_session, tmp_path):
 
 
 def test_parts_in_any_order_make_up_the_digest_of_the_whole():
-    from cauc_ray.numbers.digest import digest_of_rows
-
     rng = np.random.default_rng(0)
     logits, ranks = rng.standard_normal((50, 7)).astype(np.float32), np.arange(50)
     whole = digest_of_rows(logits, ranks)

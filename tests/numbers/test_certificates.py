@@ -8,11 +8,11 @@ from early_population import CHAIN, HARDEST, PAIR
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import beta, binom
+from strategies import seeds
 
 from cauc_ray.errors import ConfigError, DataError, RiskError
 from cauc_ray.numbers.certificates import RiskLimit, certify, early_answers, order_of_tests
 
-seeds = st.integers(0, 2**32 - 1)
 FIVE = RiskLimit(0.05, 0.95)
 # Rows of each split, and how many draws of both.
 sizes = pytest.mark.parametrize(

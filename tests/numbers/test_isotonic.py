@@ -3,11 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
+from strategies import seeds
 
-from cauc_ray.errors import DataError
 from cauc_ray.numbers.calibrators import fit_isotonic
-
-seeds = st.integers(0, 2**32 - 1)
 
 
 @st.composite
@@ -69,9 +67,3 @@ def test_confidences_closer_than_the_tilt_can_tell_are_one():
     fitted = fit_isotonic(confidences, np.array([True, False, True, True]))
     assert (np.diff(fitted.accuracies) > 0).all()
     assert (np.diff(fitted.confidences) > 0).all()
-
-
-@pytest.mark.parametrize("n", [0, 3])
-def test_rows_that_do_not_match_are_refused(n):
-    with pytest.raises(DataError, match="the same rows"):
-        fit_isotonic(np.zeros(n), np.zeros(0, bool))

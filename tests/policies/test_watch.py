@@ -11,7 +11,7 @@ from synthetic import chain
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import PolicyError
-from cauc_ray.numbers.metrics import calibration_error, spiegelhalter_z
+from cauc_ray.numbers.metrics import CalibrationSums, calibration_error
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.monitor import NEEDED, StageSums, Watch, Watched, watch_report
 from cauc_ray.policies.threshold import ThresholdRule
@@ -123,7 +123,7 @@ def test_sums_add_up_to_the_measures_of_all_rows(seed, n_one, n_other):
         sums += StageSums.of_answers(confidences[rows], costs[rows])
         sums += StageSums.of_outcomes(confidences[rows], correct[rows])
     assert sums.outcomes.error == pytest.approx(calibration_error(confidences, correct))
-    z = spiegelhalter_z(confidences, correct)
+    z = CalibrationSums.of(confidences, correct).test
     assert sums.outcomes.test.z == pytest.approx(z.z)
     assert sums.outcomes.test.p_value == pytest.approx(z.p_value, abs=1e-12)
     assert sums.mean_cost[0] == pytest.approx(costs.mean())
