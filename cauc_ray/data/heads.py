@@ -1,43 +1,19 @@
-"""Where a model's rows stand in its files, and all that is known of them but the logits."""
+"""Rows of several files joined into a model's, and rows of several models into a chain's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.logit_part import LogitHead, head_of
+from cauc_ray.data.logit_part import ModelHead, head_of
 from cauc_ray.errors import DataError
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
-from cauc_ray.numbers.types import Bools, Floats, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class ModelHead:
-    """One model's rows of one split, in order of example_id, but the logits.
-
-    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   costs: float64 (N,) or None.
-    places: int64 (N,), where each row stands among those of all files, one file after the other.
-    """
-
-    files: tuple[AnyPath, ...]
-    example_ids: pa.Array
-    labels: Ints
-    costs: Floats | None
-    places: Ints
-
-    def without(self, example_ids: pa.Array) -> Self:
-        """Return the other rows."""
-        kept: Bools = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
-        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        arrays: dict[str, Any] = {name: values[kept] for name, values in own.items() if isinstance(values, np.ndarray)}
-        return replace(self, example_ids=self.example_ids.filter(pa.array(kept)), **arrays)
+from cauc_ray.numbers.types import Bools, Ints
 
 
 def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
@@ -46,7 +22,7 @@ def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
     return joined_head(heads, where)
 
 
-def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
+def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
     """Return the rows of several files in order of example_id.
 
     Raises DataError, which begins with where, for an empty split, an id that is a duplicate, costs in some files alone.
@@ -59,14 +35,14 @@ def joined_head(heads: Sequence[LogitHead], where: str) -> ModelHead:
     doubled = pc.equal(ids[1:], ids[:-1])
     if pc.any(doubled).as_py():
         example = ids[pc.index(doubled, True).as_py()].as_py()
-        files = [h.file.name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
+        files = [h.files[0].name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
         raise DataError(f"{where}: example {example!r} is a duplicate ({', '.join(files)})")
     if len({head.costs is None for head in heads}) > 1:
         raise DataError(f"{where}: some files have a column 'cost' and some have not")
     places = order.to_numpy(zero_copy_only=False).astype(np.int64)
     costs = [head.costs for head in heads if head.costs is not None]
     return ModelHead(
-        files=tuple(head.file for head in heads),
+        files=tuple(file for head in heads for file in head.files),
         example_ids=ids,
         labels=np.concatenate([head.labels for head in heads])[places],
         costs=np.concatenate(costs)[places] if costs else None,

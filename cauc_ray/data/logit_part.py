@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -14,28 +16,44 @@ from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.arrays import check_rows, refuse_rows
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.logits import LogitKind, SumsToOne
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class LogitHead:
-    """One file of a model's rows in the file's order, as ModelHead has them."""
+class ModelHead:
+    """One model's rows but the logits: of one file in its order, or of one split in order of example_id.
 
-    file: AnyPath
+    example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   costs: float64 (N,) or None.
+    places: int64 (N,), where each row stands among those of all files, one file after the other.
+    """
+
+    files: tuple[AnyPath, ...]
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
+    places: Ints
+
+    def without(self, example_ids: pa.Array) -> Self:
+        """Return the other rows."""
+        kept: Bools = pc.invert(pc.is_in(self.example_ids, value_set=example_ids)).to_numpy(zero_copy_only=False)
+        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        arrays: dict[str, Any] = {name: values[kept] for name, values in own.items() if isinstance(values, np.ndarray)}
+        return replace(self, example_ids=self.example_ids.filter(pa.array(kept)), **arrays)
+
+    def with_logits(self, logits: Floats, n_options: Ints, sums: SumsToOne) -> ModelRows:
+        """Return the same rows with their logits."""
+        own = (self.files, self.example_ids, self.labels, self.costs, self.places)
+        return ModelRows(*own, logits, n_options, sums)
 
 
 @dataclass(frozen=True, slots=True)
-class LogitPart:
-    """Rows with their logits.
+class ModelRows(ModelHead):
+    """One model's rows.
 
     logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).   sums: how near the stored rows are to
     probabilities, if they are not declared so.
     """
 
-    head: LogitHead
     logits: Floats
     n_options: Ints
     sums: SumsToOne
@@ -48,7 +66,7 @@ class LogitPart:
         return self.logits[np.arange(self.logits.shape[1]) < self.n_options[:, None]]
 
 
-def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
+def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> ModelRows:
     """Read one file. Raises DataError, naming file, model and example, for what LogitTable.read_model refuses in it.
 
     kind: of what is stored, None to leave it as it is.
@@ -56,7 +74,7 @@ def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
     return part_of(read_parquet(file), file, model, kind)
 
 
-def head_of(table: pa.Table, file: AnyPath, model: str) -> LogitHead:
+def head_of(table: pa.Table, file: AnyPath, model: str) -> ModelHead:
     """Check rows of a file, whose logits need not be there. Raises DataError as read_part does."""
     where = f"{file}: model {model!r}"
     for column in ("example_id", "label"):
@@ -72,10 +90,10 @@ def head_of(table: pa.Table, file: AnyPath, model: str) -> LogitHead:
         refuse_rows(
             where, ids, ~(np.isfinite(costs) & (costs >= 0)), lambda row: "its cost is not a number of at least 0"
         )
-    return LogitHead(file, ids, labels, costs)
+    return ModelHead((file,), ids, labels, costs, np.arange(len(ids)))
 
 
-def part_of(table: pa.Table, file: AnyPath, model: str, kind: LogitKind | None) -> LogitPart:
+def part_of(table: pa.Table, file: AnyPath, model: str, kind: LogitKind | None) -> ModelRows:
     """Check rows of a file with their logits. Arguments and errors are those of read_part."""
     where = f"{file}: model {model!r}"
     if "logits" not in table.column_names:
@@ -95,7 +113,7 @@ def part_of(table: pa.Table, file: AnyPath, model: str, kind: LogitKind | None) 
 
     known = ~table.column("label").is_null().combine_chunks().to_numpy(zero_copy_only=False)
     logits, sums = check_rows(where, ids, logits, n_options, labels, known, kind)
-    return LogitPart(head, logits, n_options, sums)
+    return head.with_logits(logits, n_options, sums)
 
 
 def typed_column(table: pa.Table, name: str, kind: pa.DataType, where: str) -> pa.Array:
@@ -116,3 +134,15 @@ def laid_out(values: Floats, n_options: Ints, width: int = 0) -> Floats:
     logits = np.full((len(n_options), width), -np.inf, dtype=values.dtype)
     logits[np.arange(width) < n_options[:, None]] = values
     return logits
+
+
+def widened(logits: Floats, width: int) -> Floats:
+    """Return logits (N, K) padded with -inf to a width."""
+    missing = width - logits.shape[1]
+    return np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else logits
+
+
+def joined_logits(parts: Sequence[Floats]) -> Floats:
+    """Return the rows of several parts, one after the other, as wide as the widest."""
+    width = max(part.shape[1] for part in parts)
+    return parts[0] if len(parts) == 1 else np.concatenate([widened(part, width) for part in parts])

@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.data.heads import ModelHead, joined_head, joined_labels, read_head, unfit_row
-from cauc_ray.data.logit_part import read_part, typed_column
+from cauc_ray.data.heads import joined_head, joined_labels, read_head, unfit_row
+from cauc_ray.data.logit_part import ModelHead, ModelRows, joined_logits, read_part, typed_column, widened
 from cauc_ray.data.table_info import read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
 from cauc_ray.files.listing import hive_values
@@ -26,7 +26,7 @@ from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import ChainLogits, ChainPart
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Floats
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, and why.
 FAILED = "failed"
@@ -35,17 +35,6 @@ LogitKinds: TypeAlias = str | Mapping[str, str] | None
 # What calls cost: of each model of a chain; each call's own where a table has them, else pool.json's ("per-call");
 # pool.json's ("per-model"); None, as "per-call" where a table has any.
 CallCosts: TypeAlias = Sequence[float] | Literal["per-call", "per-model"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelTable(ModelHead):
-    """One model's rows of one split, in order of example_id.
-
-    logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).
-    """
-
-    logits: Floats
-    n_options: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +98,7 @@ class LogitTable:
         """Return the names of a model's splits."""
         return hive_values(self._folder(model), "split")
 
-    def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelTable:
+    def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelRows:
         """Read one model's rows of one split.
 
         as_stored: leave masks and probabilities as they are, as a model that answers from the table does.
@@ -121,14 +110,13 @@ class LogitTable:
         files = self._files(model, split)
         kind = None if as_stored else self.kinds[model]
         parts = [read_part(file, model, kind) for file in files]
-        require_no_probabilities(where, sum((part.sums for part in parts), SumsToOne()))
-        head = joined_head([part.head for part in parts], where)
-        width = max(part.logits.shape[1] for part in parts)
-        logits = parts[0].logits if len(parts) == 1 else np.concatenate([_padded(p.logits, width) for p in parts])
+        sums = sum((part.sums for part in parts), SumsToOne())
+        require_no_probabilities(where, sums)
+        head = joined_head(parts, where)
+        logits = joined_logits([part.logits for part in parts])
         in_order = bool((np.diff(head.places) == 1).all())
-        logits = logits if in_order else logits[head.places]
         n_options = np.concatenate([part.n_options for part in parts])[head.places]
-        return ModelTable(head.files, head.example_ids, head.labels, head.costs, head.places, logits, n_options)
+        return head.with_logits(logits if in_order else logits[head.places], n_options, sums)
 
     def read_head(self, model: str, split: str) -> ModelHead:
         """Read one model's rows of one split but the logits. Raises DataError as read_model does."""
@@ -150,7 +138,7 @@ class LogitTable:
         """
         known, tables = self._read_joined(models, split, self.read_model, costs)
         width = max(t.logits.shape[1] for t in tables)
-        logits = tuple(_padded(t.logits, width) for t in tables)
+        logits = tuple(widened(t.logits, width) for t in tables)
         part = ChainPart(logits, known["labels"], np.arange(len(known["labels"])))
         gaps = any(np.isneginf(own).any() for own in logits)
         require_fit_rows(known, [unfit_row(models, [table.n_options for table in tables], part, gaps=gaps)])
@@ -249,14 +237,6 @@ def model_kinds(
         if kind not in LOGIT_KINDS:
             raise ConfigError(unknown_name("logit kind", kind, LOGIT_KINDS))
     return {model: cast("LogitKind", kinds.get(model) or declared.get(model, "raw")) for model in models}
-
-
-def _padded(logits: Floats, width: int) -> Floats:
-    if logits.shape[1] == width:
-        return logits
-    padded = np.full((len(logits), width), -np.inf, dtype=logits.dtype)
-    padded[:, : logits.shape[1]] = logits
-    return padded
 
 
 def require_fit_rows(known: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cauc_ray.data.logit_part import LogitPart, laid_out, part_of
+from cauc_ray.data.logit_part import ModelRows, laid_out, part_of
 from cauc_ray.errors import DataError
 from cauc_ray.files.parquet import open_parquet, read_rows
 from cauc_ray.files.paths import AnyPath
@@ -38,7 +38,7 @@ class SpooledLogits:
 
     It holds 20 bytes a row in memory, and what it is asked for.
     n_options: int32 (n,).   width: K, the most options of a row until it is set to another model's or shard's.
-    has_gaps: whether some row has an option that its model leaves impossible.   sums: as LogitPart has them.
+    has_gaps: whether some row has an option that its model leaves impossible.   sums: as ModelRows has them.
     """
 
     def __init__(self, wanted: WantedRows) -> None:
@@ -94,7 +94,7 @@ class SpooledLogits:
         return values
 
 
-def _parts(wanted: WantedRows, places: Ints) -> Iterator[LogitPart]:
+def _parts(wanted: WantedRows, places: Ints) -> Iterator[ModelRows]:
     """Yield the rows at rising places, decoding little at a time and only row groups that hold some."""
     start = 0
     for file in wanted.files:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from cauc_ray.data.logit_part import joined_logits
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 
@@ -34,10 +35,7 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     """Return examples of several splits as one; where splits differ in options, rows get -inf for those they lack."""
     chains = [part.chain for part in parts]
     first = chains[0]
-    logits = []
-    for place in range(len(first.models)):
-        width = max(chain.logits[place].shape[1] for chain in chains)
-        logits.append(np.concatenate([_widened(chain.logits[place], width) for chain in chains]))
+    logits = [joined_logits([chain.logits[place] for chain in chains]) for place in range(len(first.models))]
     shapes = [(len(chain), len(chain.models)) for chain in chains]
     costs = [chain.costs.per_call for chain in chains]
     per_call = any(each.ndim == 2 for each in costs)
@@ -66,11 +64,6 @@ def _joined_calls(parts: Sequence[Examples]) -> EmbeddingCall | None:
         return None
     costs = [np.broadcast_to(each.embedding_call.costs, len(each)) for each in parts if each.embedding_call is not None]
     return replace(first, costs=np.concatenate(costs))
-
-
-def _widened(logits: Floats, width: int) -> Floats:
-    missing = width - logits.shape[1]
-    return np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf) if missing else logits
 
 
 def _taken(examples: Examples, rows: Ints, source: str) -> Examples:
