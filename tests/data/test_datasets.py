@@ -17,34 +17,24 @@ from cauc_ray.data.datasets import open_dataset
 from cauc_ray.data.splits import choose_rule, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
 
-texts = st.text(
-    st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=8
-)  # csv knows no NUL, and reads \r\n as \n
-question_rows = st.lists(
-    st.fixed_dictionaries(
-        {
-            "question": texts | st.none(),
-            "choices": st.lists(texts, min_size=2, max_size=5) | st.none(),
-            "context": texts | st.none(),
-            "label": st.sampled_from([0, 1, None]),
-        }
-    ),
-    min_size=4,
-    max_size=12,
+# CSV knows no NUL, and reads \r\n as \n.
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=8)
+ROWS = st.builds(
+    dict,
+    question=TEXTS | st.none(),
+    choices=st.lists(TEXTS, min_size=2, max_size=5) | st.none(),
+    context=TEXTS | st.none(),
+    label=st.sampled_from([0, 1, None]),
 )
 
 
-@given(question_rows)
+@given(st.lists(ROWS, min_size=4, max_size=12))
 def test_every_format_gives_the_same_rows(rows):
     rows = [{"id": str(place), **row} for place, row in enumerate(rows)]
-    found = []
     with tempfile.TemporaryDirectory() as folder:
         for ending in ("parquet", "jsonl", "json", "csv"):
-            path = write(Path(folder) / f"x.{ending}", rows)
-            found.append(rows_of(dataset(path), "all", 3))
-    assert found[0] == found[1] == found[2] == found[3]
-    for row, read in zip(rows, found[0], strict=True):
-        assert read == {**row, "label": -1 if row["label"] is None else row["label"]}
+            found = rows_of(dataset(write(Path(folder) / f"x.{ending}", rows)), "all", 3)
+            assert found == [{**row, "label": -1 if row["label"] is None else row["label"]} for row in rows]
 
 
 # Of a folder's partitions, those that splits are taken from.
@@ -82,44 +72,43 @@ def test_partitions_of_a_folder_become_splits_by_a_rule(tmp_path, layout, ending
     assert dataset(tmp_path, seed=3).fingerprint == opened.fingerprint != other.fingerprint
 
 
-@pytest.fixture(scope="module")
-def row_groups_of_four(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "x.parquet"
-    pq.write_table(pa.Table.from_pylist(questions(45)), path, row_group_size=4)
-    return path
+def write_shards(folder, sizes, **options):
+    """Write questions in shards of so many rows. Returns them all."""
+    rows, start = questions(sum(sizes)), 0
+    for shard, size in enumerate(sizes):
+        name = f"validation-{shard:05}-of-{len(sizes):05}.parquet"
+        write(folder / name, rows[start : start + size], **options)
+        start += size
+    return rows
 
 
-@given(rows=st.integers(1, 50), done=st.sets(st.integers(0, 45)))
-def test_blocks_that_are_done_change_nothing_of_the_others(row_groups_of_four, rows, done):
-    opened = dataset(row_groups_of_four)
-    for split in ("calibration", "test", "all"):
-        every = dict(opened.blocks(split, rows))
-        left = dict(opened.blocks(split, rows, done))
-        assert list(every) == list(range(-(-sum(len(b.example_ids) for b in every.values()) // rows)))
-        assert all(len(block.example_ids) == rows for block in list(every.values())[:-1])
-        assert left.keys() == every.keys() - done
-        for number, block in left.items():
-            assert block.example_ids == every[number].example_ids
-            assert block.labels.tolist() == every[number].labels.tolist()
-            assert block.columns["question"].tolist() == every[number].columns["question"].tolist()
+@given(
+    st.lists(st.integers(1, 20), min_size=4, max_size=5),
+    st.integers(1, 9),
+    st.integers(1, 50),
+    st.sets(st.integers(0, 45)),
+    st.booleans(),
+)
+def test_shards_row_groups_and_done_blocks_change_nothing_of_the_rows(sizes, group_rows, block_rows, done, deep):
+    with tempfile.TemporaryDirectory() as folder:
+        inside = Path(folder, "validation") if deep else Path(folder)
+        rows = write_shards(inside, sizes, row_group_size=group_rows)
+        opened = dataset(folder)
+        splits = split_by_rule("three-way", {"validation": len(rows)})
+        picked = {"all": range(len(rows)), **{split: each.rows for split, each in splits.items()}}
+        for split, numbers in picked.items():
+            ids = [rows[number]["id"] for number in numbers]
+            blocks = {n: ids[start : start + block_rows] for n, start in enumerate(range(0, len(ids), block_rows))}
+            left = {n: block.example_ids for n, block in opened.blocks(split, block_rows, done)}
+            assert left == {n: own for n, own in blocks.items() if n not in done}
+            assert rows_of(opened, split, block_rows) == [rows[number] for number in numbers]
 
 
-def test_row_groups_and_shards_are_one_sequence_of_rows(tmp_path):
-    rows = questions(50)
-    whole = write(tmp_path / "whole" / "validation.parquet", rows)
-    table = pq.read_table(whole)
-    for shard, (start, end) in enumerate([(0, 17), (17, 18), (18, 50)]):
-        name = f"validation-{shard:05}-of-00003.parquet"
-        write(tmp_path / "cut" / name, table.slice(start, end - start), row_group_size=5)
-    shutil.copytree(tmp_path / "cut", tmp_path / "deep" / "validation")
-    expected = {split: rows_of(dataset(whole), split, 6) for split in ("calibration", "validation", "test", "all")}
-    assert expected["all"] == rows
-    for folder in ("whole", "cut", "deep"):
-        for split, found in expected.items():
-            assert rows_of(dataset(tmp_path / folder), split, 6) == found
-    (tmp_path / "cut" / "validation-00001-of-00003.parquet").unlink()
+def test_a_missing_shard_is_named(tmp_path):
+    write_shards(tmp_path, [4, 4, 4])
+    (tmp_path / "validation-00001-of-00003.parquet").unlink()
     with pytest.raises(DataError, match="has 2 of the 3 files of 'validation'"):
-        dataset(tmp_path / "cut")
+        dataset(tmp_path)
 
 
 def test_row_groups_that_nobody_wants_are_not_read(tmp_path):
@@ -131,44 +120,34 @@ def test_row_groups_that_nobody_wants_are_not_read(tmp_path):
         rows_of(dataset(path), "all", 10)
 
 
-def with_labels(folder, values, ending="jsonl"):
-    rows = [{**row, "label": value} for row, value in zip(questions(len(values)), values, strict=True)]
-    return dataset(write(folder / f"x.{ending}", rows))
+NO_LABEL = "row 2: label .* is neither the number of an option"
+LABELS = [
+    ([0, 1, 2, None], [0, 1, 2, -1]),
+    (["A", "b", "C", None], [0, 1, 2, -1]),
+    (["0", " 1", "2 ", ""], [0, 1, 2, -1]),
+    ([0.0, 1.0, 2.0, None], [0, 1, 2, -1]),
+    ([0, "B", "c", None], [0, 1, 2, -1]),
+    ([-1, 0, 0, -1], [-1, 0, 0, -1]),
+    ([None] * 4, [-1] * 4),
+    *[([0, 1, bad, None], NO_LABEL) for bad in ("cat", "1.5", "²", "-2", -2, 1.5, 2**40)],
+    (["a", "b", "c", "d"], "row 3: label 3, counted from 0, is outside its 3 choices"),
+    ([True, False, True, False], "the column of labels holds bool"),
+]
 
 
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [
-        ([0, 1, 2, None], [0, 1, 2, -1]),
-        (["A", "b", "C", None], [0, 1, 2, -1]),
-        (["0", " 1", "2 ", ""], [0, 1, 2, -1]),
-        ([0.0, 1.0, 2.0, None], [0, 1, 2, -1]),
-        ([0, "B", "c", None], [0, 1, 2, -1]),
-        ([-1, 0, 0, -1], [-1, 0, 0, -1]),
-        ([None] * 4, [-1] * 4),
-    ],
-)
+@pytest.mark.parametrize(("values", "labels"), LABELS)
 def test_labels_are_numbers_or_letters(tmp_path, values, labels):
-    assert values_of(with_labels(tmp_path, values), "label") == labels
-    assert values_of(with_labels(tmp_path, ["0.0", "1.0", "2.0", ""], "csv"), "label") == [0, 1, 2, -1]
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        *[([0, 1, bad, None], "row 2: label .* is neither the number of") for bad in ("cat", "1.5", "²", "-2")],
-        *[([0, 1, bad, None], "row 2: label .* is neither the number of") for bad in (-2, 1.5, 2**40)],
-        (["a", "b", "c", "d"], "row 3: label 3, counted from 0, is outside its 3 choices"),
-        ([True, False, True, False], "the column of labels holds bool"),
-    ],
-)
-def test_other_labels_are_refused(tmp_path, values, says):
-    with pytest.raises(DataError, match=rf"x\.jsonl.*{says}"):
-        rows_of(with_labels(tmp_path, values))
+    rows = [{**row, "label": value} for row, value in zip(questions(4), values, strict=True)]
+    opened = dataset(write(tmp_path / "x.jsonl", rows))
+    if isinstance(labels, list):
+        assert values_of(opened, "label") == labels
+    else:
+        with pytest.raises(DataError, match=rf"x\.jsonl.*{labels}"):
+            rows_of(opened)
 
 
 def test_csv_cells_are_text_and_empty_ones_null(tmp_path):
-    cells = 'id,question,choices,label\r\n007,"1\n2","[""NA"", ""2013-06-05""]",""\r\n08,,,1\r\n'
+    cells = 'id,question,choices,label\r\n007,"1\n2","[""NA"", ""2013-06-05""]",""\r\n08,,,1.0\r\n'
     (tmp_path / "x.csv").write_bytes(("\ufeff" + cells + '9,"",,b\r\n\r\n010,NA,"[""a"",""b""]",A\r\n').encode())
     assert [list(row.values()) for row in rows_of(dataset(tmp_path / "x.csv"))] == [
         ["007", -1, "1\n2", ["NA", "2013-06-05"]],
@@ -185,25 +164,28 @@ def test_rows_without_labels_have_none(tmp_path):
     assert "label" not in block.columns
 
 
-def test_texts_and_lists_of_every_type_are_read(tmp_path):
-    choices = [["1", "2"]] * 4
-    kinds = [
-        pa.large_list(pa.large_string()),
-        pa.list_(pa.string(), 2),
-        pa.list_view(pa.string()),
-        pa.list_(pa.string_view()),
-        pa.list_(pa.dictionary(pa.int32(), pa.string())),
-    ]
-    columns = [pa.array(choices, kind) for kind in kinds] + [pa.array([[1, 2]] * 4), pa.array(['["1", "2"]'] * 4)]
-    questions = [pa.array(["?"] * 4, kind) for kind in (pa.string(), pa.large_string(), pa.string_view())]
-    questions.append(questions[0].dictionary_encode())
-    for place, column in enumerate(columns):
-        question = questions[place % len(questions)]
-        label = pa.array(["A", "b", "1", None], question.type) if place else pa.array([0, 1, 1, None], pa.uint8())
-        pq.write_table(pa.table({"question": question, "choices": column, "label": label}), tmp_path / "x.parquet")
-        found = rows_of(dataset(tmp_path / "x.parquet"), "all", 3)
-        assert [row["choices"] for row in found] == choices, column.type
-        assert [(row["question"], row["label"]) for row in found] == [("?", 0), ("?", 1), ("?", 1), ("?", -1)]
+LISTS_OF_TEXT = [
+    *[pa.list_(kind) for kind in (pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.int64())],
+    pa.large_list(pa.large_string()),
+    pa.list_(pa.string(), 2),
+    pa.list_view(pa.string()),
+    pa.string(),  # as JSON
+]
+KINDS_OF_TEXT = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+
+
+@pytest.mark.parametrize("text", KINDS_OF_TEXT, ids=str)
+@pytest.mark.parametrize("choices", LISTS_OF_TEXT, ids=str)
+def test_texts_and_lists_of_every_type_are_read(tmp_path, choices, text):
+    stored = [1, 2] if choices == pa.list_(pa.int64()) else '["1", "2"]' if choices == pa.string() else ["1", "2"]
+    columns = {
+        "question": pa.array(["?"] * 4).cast(text),
+        "choices": pa.array([stored] * 4, choices),
+        "label": pa.array(["A", "b", "1", None]).cast(text),
+    }
+    found = rows_of(dataset(write(tmp_path / "x.parquet", pa.table(columns))), "all", 3)
+    assert [row["choices"] for row in found] == [["1", "2"]] * 4
+    assert [(row["question"], row["label"]) for row in found] == [("?", 0), ("?", 1), ("?", 1), ("?", -1)]
 
 
 NAMES = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "example_id": "nr"}
@@ -211,18 +193,10 @@ NAMES = {"question": "stem", "choices": "opa+opb+opc+opd", "label": "key", "exam
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
 def test_columns_are_named_and_gathered(tmp_path, ending):
-    rows = [
-        {
-            "nr": i,
-            "stem": f"q{i}",
-            "opa": "x",
-            "opb": None if i == 3 else "y",
-            "opc": None if i == 1 else "z",
-            "key": "B",
-        }
-        for i in range(4)
-    ]
-    path = write(tmp_path / f"x.{ending}", [{**row, "opd": None} for row in rows])
+    cells = [["x", "y", "z"], ["x", "y", None], ["x", "y", "z"], ["x", None, "z"]]
+    options = [dict(zip(("opa", "opb", "opc", "opd"), [*own, None], strict=True)) for own in cells]
+    rows = [{"nr": i, "stem": f"q{i}", **options[i], "key": "B"} for i in range(4)]
+    path = write(tmp_path / f"x.{ending}", rows)
     found = rows_of(dataset(path, **NAMES))
     # An option that is missing before others would move those to other letters: it stays, as no text.
     assert [row["choices"] for row in found] == [["x", "y", "z"], ["x", "y"], ["x", "y", "z"], ["x", None, "z"]]
