@@ -94,16 +94,6 @@ def test_labels_may_be_unknown(table):
     assert not LogitTable(table).read_chain(MODELS, "test").labelled.any()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_and_inf_are_refused_naming_file_model_and_example(table, value):
-    logits = values(part(table), "logits")
-    logits[5][2] = value
-    rewrite(part(table), logits=pa.array(logits, pa.list_(pa.float32())))
-    example = values(part(table), "example_id")[5]
-    with pytest.raises(DataError, match=f"part-0.parquet: model 'm1', example '{example}': a logit is NaN or \\+inf"):
-        LogitTable(table).read_chain(MODELS, "calibration")
-
-
 def with_column(name, change):
     """Return what writes a table anew with one column's values changed."""
 
@@ -114,7 +104,13 @@ def with_column(name, change):
     return changed
 
 
+def with_logit(value):
+    return with_column("logits", lambda z: [[value, *z[0][1:]], *z[1:]])
+
+
 FAULTS = {
+    "part-0.parquet: model 'm1', example 'calibration-0-00000': a logit is NaN or +inf": with_logit(float("nan")),
+    "model 'm1', example 'calibration-0-00000': a logit is NaN or +inf, or all are -inf": with_logit(float("inf")),
     "of model 'm0' is missing from model 'm1' (1 such)": lambda table: table.slice(1),
     "is a duplicate (part-0.parquet)": with_column("example_id", lambda ids: [ids[1], *ids[1:]]),
     "row 0 has no example_id": with_column("example_id", lambda ids: [None, *ids[1:]]),
@@ -152,35 +148,44 @@ def test_every_fault_is_refused_in_one_line(table, says):
     assert "m1" in str(error.value)
 
 
-def test_names_that_are_not_there_get_a_suggestion(table):
-    with pytest.raises(ConfigError, match=r"unknown model 'm00'; did you mean 'm0'\? Available: m0, m1, m2"):
-        LogitTable(table).read_chain(["m00", "m1"], "test")
-    with pytest.raises(DataError, match=r"unknown split 'tset'; did you mean 'test'\?"):
-        LogitTable(table).read_chain(["m0", "m1"], "tset")
-    with pytest.raises(ConfigError, match="'m0' is a duplicate"):
-        LogitTable(table).read_chain(["m0", "m0"], "test")
-    with pytest.raises(DataError, match="not a folder"):
-        LogitTable(table / "absent")
-    with pytest.raises(DataError, match="no folders model="):
-        LogitTable(table / "model=m0")
+def read_test(table, models=("m0", "m2"), split="test", **options):
+    return LogitTable(table).read_chain(models, split, **options)
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (lambda t: read_test(t, ["m00", "m1"]), r"unknown model 'm00'; did you mean 'm0'\? Available: m0, m1, m2"),
+        (lambda t: read_test(t, split="tset"), r"unknown split 'tset'; did you mean 'test'\?"),
+        (lambda t: read_test(t, ["m0", "m0"]), "'m0' is a duplicate"),
+        (lambda t: read_test(t, []), "a chain needs at least one model"),
+        (lambda t: read_test(t, costs=[3, 4, 5]), "3 costs for 2 models"),
+        (lambda t: read_test(t / "absent"), "not a folder"),
+        (lambda t: read_test(t / "model=m0"), "no folders model="),
+        (lambda t: LogitTable(t, {"m9": "raw"}), "unknown model 'm9'"),
+        (lambda t: LogitTable(t, "row"), "unknown logit kind 'row'; did you mean 'raw'"),
+    ],
+)
+def test_what_is_not_there_is_refused(table, read, says):
+    with pytest.raises((ConfigError, DataError), match=says):
+        read(table)
 
 
 def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
-    assert LogitTable(table).read_chain(["m0", "m2"], "test").costs.per_call.tolist() == [1.0, 15.0]
-    assert LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4]).costs.per_call.tolist() == [3.0, 4.0]
-    with pytest.raises(ConfigError, match="3 costs for 2 models"):
-        LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4, 5])
+    assert read_test(table).costs.per_call.tolist() == [1.0, 15.0]
+    assert read_test(table, costs=[3, 4]).costs.per_call.tolist() == [3.0, 4.0]
     info = read_json(table / "pool.json")
-    write_json(table / "pool.json", {**info, "models": info["models"][:1]})
-    with pytest.raises(DataError, match="no cost for model 'm2'"):
-        LogitTable(table).read_chain(["m0", "m2"], "test")
-    write_json(table / "pool.json", {"cost_unit": "s", "modles": []})
-    with pytest.raises(DataError, match=r"pool\.json: "):
-        LogitTable(table).read_chain(["m0", "m2"], "test")
+    for content, says in (
+        ({**info, "models": info["models"][:1]}, "no cost for model 'm2'"),
+        ({"cost_unit": "s", "modles": []}, r"pool\.json: "),
+    ):
+        write_json(table / "pool.json", content)
+        with pytest.raises(DataError, match=says):
+            read_test(table)
     (table / "pool.json").unlink()
     with pytest.raises(DataError, match="give --costs"):
-        LogitTable(table).read_chain(["m0", "m2"], "test")
-    assert LogitTable(table).read_chain(["m0", "m2"], "test", costs=[3, 4]).costs.unit == "cost units"
+        read_test(table)
+    assert read_test(table, costs=[3, 4]).costs.unit == "cost units"
 
 
 def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):

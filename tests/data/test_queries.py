@@ -1,7 +1,7 @@
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from stored import write
 
 from cauc_ray.data.queries import Texts, encoders, read_embeddings
 from cauc_ray.errors import ConfigError, DataError
@@ -9,11 +9,11 @@ from cauc_ray.errors import ConfigError, DataError
 IDS = [f"e{row}" for row in range(6)]
 
 
-def write_embedding(folder, vectors, ids=IDS, encoder="enc", split="test", name="part-0"):
-    path = folder / f"embedding={encoder}" / f"split={split}"
-    path.mkdir(parents=True, exist_ok=True)
+def write_embedding(folder, vectors, ids=IDS, name="part-0"):
     lists = pa.array([None if vector is None else [float(x) for x in vector] for vector in vectors])
-    pq.write_table(pa.table({"example_id": ids, "embedding": lists}), path / f"{name}.parquet")
+    write(
+        folder / "embedding=enc" / "split=test" / f"{name}.parquet", pa.table({"example_id": ids, "embedding": lists})
+    )
 
 
 def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_path):
@@ -54,14 +54,13 @@ def test_unknown_encoders_and_splits_are_named(tmp_path):
 
 
 def test_texts_are_found_by_id(tmp_path):
-    table = pa.table({"example_id": IDS, "question": [f"text {name}" for name in IDS]})
-    pq.write_table(table, tmp_path / "q.parquet")
-    texts = Texts(tmp_path / "q.parquet", "question")
-    assert texts.of(["e4", "e1"]) == ("text e4", "text e1")
-    with pytest.raises(DataError, match="'other' is missing"):
-        texts.of(["other"])
-    with pytest.raises(DataError, match=r"no column 'text'; it has example_id, question"):
-        Texts(tmp_path / "q.parquet", "text")
-    pq.write_table(pa.table({"example_id": ["a", "b"], "question": ["x", None]}), tmp_path / "null.parquet")
-    with pytest.raises(DataError, match="'b' has no text"):
-        Texts(tmp_path / "null.parquet", "question").of(["a", "b"])
+    file = write(tmp_path / "q.parquet", [{"example_id": name, "question": f"text {name}"} for name in IDS])
+    null = write(tmp_path / "null.parquet", [{"example_id": "a", "question": "x"}, {"example_id": "b"}])
+    assert Texts(file, "question").of(["e4", "e1"]) == ("text e4", "text e1")
+    for path, column, example, says in (
+        (file, "question", "other", "'other' is missing"),
+        (file, "text", "e1", "no column 'text'; it has example_id, question"),
+        (null, "question", "b", "'b' has no text"),
+    ):
+        with pytest.raises(DataError, match=says):
+            Texts(path, column).of([example])
