@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import ray
@@ -102,24 +102,18 @@ class ShardActor:
     def __init__(self) -> None:
         self._parts: dict[tuple[int, int], ChainPart] = {}
 
-    def ask(
-        self, key: tuple[int, int], rows: ShardRows, question: Callable[[ChainPart], Any], width: int = 0
-    ) -> tuple[Any, int]:
+    def ask(self, key: tuple[int, int], rows: ShardRows, question: Callable[[ChainPart], Any]) -> tuple[Any, int]:
         """Answer a question about the rows of a chain and a shard, by number.
 
-        width: of the logits, the most options of all shards, 0 while it is not known. Returns the answer, and the most
-        memory that this process has had, in bytes. Raises DataError where the rows are unfit.
+        Returns the answer, and the most memory that this process has had, in bytes. Raises DataError where the rows are
+        unfit.
         """
         if key not in self._parts:
             spools = tuple(SpooledLogits(wanted) for wanted in rows.wanted)
             # Copies, so that no block of the object store is held between calls.
             self._parts[key] = ChainPart(spools, rows.labels.copy(), rows.ranks.copy())
-        part = self._parts[key]
-        widest = max(width, *(logits.width for logits in _spools(part)))
-        for logits in _spools(part):
-            logits.width = widest
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return question(part), peak if sys.platform == "darwin" else 1024 * peak
+        return question(self._parts[key]), peak if sys.platform == "darwin" else 1024 * peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +131,19 @@ class ShardFacts:
 
 def facts_of(models: Sequence[str], part: ChainPart) -> ShardFacts:
     """Return what is known of a shard's rows.   models: names."""
-    spools = _spools(part)
+    spools = cast("tuple[SpooledLogits, ...]", part.logits)
+    widest = max(own.width for own in spools)
+    for own in spools:
+        own.width = widest
     unfit = unfit_row(models, [own.n_options for own in spools], part, gaps=any(own.has_gaps for own in spools))
-    return ShardFacts(spools[0].width, tuple(own.sums for own in spools), unfit)
+    return ShardFacts(widest, tuple(own.sums for own in spools), unfit)
 
 
-def _spools(part: ChainPart) -> list[SpooledLogits]:
-    return [logits for logits in part.logits if isinstance(logits, SpooledLogits)]
+def of_models(places: Sequence[int], width: int, question: Callable[[ChainPart], T], part: ChainPart) -> T:
+    """Answer a question about some models of a shard.   width: of the logits, the most options of all shards."""
+    for logits in cast("tuple[SpooledLogits, ...]", part.logits):
+        logits.width = width
+    return question(part.of_models(places))
 
 
 class Shards:
@@ -176,9 +176,10 @@ class Shards:
             require_no_probabilities(f"{known['source']}: model {model!r}", sums)
         self.watched.nodes = self.ask(number, lambda part: ray.get_runtime_context().get_node_id())
         self.watched.open_s += time.perf_counter() - started
-        return ShardedChain(**known, shards=self, number=number, width=max(own.width for own in facts))
+        width, places = max(own.width for own in facts), tuple(range(len(known["models"])))
+        return ShardedChain(**known, shards=self, number=number, width=width, places=places)
 
-    def ask(self, number: int, question: Callable[[ChainPart], T], width: int = 0) -> list[T]:
+    def ask(self, number: int, question: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards about their rows of a chain, and other holders in place of those that die.
 
         Raises ExecutionError where one has no answer in time, CaucError as the question does.
@@ -188,7 +189,7 @@ class Shards:
         answers: dict[int, tuple[T, int]] = {}
         while len(answers) < len(rows):
             waiting = [shard for shard in range(len(rows)) if shard not in answers]
-            refs = [self._holders[shard].ask.remote((number, shard), rows[shard], question, width) for shard in waiting]
+            refs = [self._holders[shard].ask.remote((number, shard), rows[shard], question) for shard in waiting]
             dead = set()
             for shard, ref in zip(waiting, refs, strict=True):
                 try:
@@ -255,24 +256,21 @@ class ShardedChain(Chain):
     """A chain in shards.
 
     number: its position among the chains that the shards hold.   width: most options that a row has.   places: the
-    positions of its models among those of which the shards hold logits, None for all.
+    positions of its models among those of which the shards hold logits.
     """
 
     shards: Shards
     number: int
     width: int
-    places: tuple[int, ...] | None = None
+    places: tuple[int, ...]
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask all shards. Raises ExecutionError where one has no answer in time, CaucError as the question does."""
-        places = self.places
-        question = ask if places is None else lambda part: ask(part.of_models(places))
-        return self.shards.ask(self.number, question, self.width)
+        return self.shards.ask(self.number, partial(of_models, self.places, self.width, ask))
 
     def of_models(self, places: Sequence[int]) -> ShardedChain:
         """Return the chain of some of the models, in the order of their positions here."""
-        held = range(len(self.models)) if self.places is None else self.places
-        return self.with_models(places, places=tuple(held[place] for place in places))
+        return self.with_models(places, places=tuple(self.places[place] for place in places))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,10 +17,9 @@ import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, DataError
-from cauc_ray.execution.sharded import ShardActor, ShardRows, cut_rows, facts_of
+from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts_of
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.sharding import calibrate, evaluate_shards
-from cauc_ray.numbers.chain import Chain
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from jobs.job import main
@@ -84,35 +82,23 @@ def content_of(policy):
     return json.loads(policy.to_json())
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalShards(Chain):
-    """A chain in shards that actors of this process hold.   rows, actors: of each shard; an actor may have several."""
+class LocalShards:
+    """Shards that actors of this process hold; an actor may have several."""
 
-    rows: tuple[ShardRows, ...]
-    actors: tuple[ShardActor, ...]
-    width: int
-    places: tuple[int, ...] | None = None
-
-    @classmethod
-    def of(cls, heads, n_shards, n_actors):
+    def __init__(self, heads, n_shards, n_actors):
         """Cut a chain into shards, and share these among at most so many actors."""
-        known, rows = heads.known, cut_rows(heads, n_shards)
         pool = [ShardActor() for _ in range(n_actors)]
-        actors = tuple(pool[shard % n_actors] for shard in range(len(rows)))
-        facts = [
-            actor.ask((0, shard), own, partial(facts_of, known["models"]))[0]
-            for shard, (actor, own) in enumerate(zip(actors, rows, strict=True))
-        ]
-        return cls(**known, rows=tuple(rows), actors=actors, width=max(fact.width for fact in facts))
+        self._held = [(pool[shard % n_actors], rows) for shard, rows in enumerate(cut_rows(heads, n_shards))]
 
-    def each(self, ask):
-        shards = enumerate(zip(self.actors, self.rows, strict=True))
-        question = ask if self.places is None else lambda part: ask(part.of_models(self.places))
-        return [actor.ask((0, shard), own, question, self.width)[0] for shard, (actor, own) in shards]
+    def ask(self, number, question):
+        return [actor.ask((number, shard), rows, question)[0] for shard, (actor, rows) in enumerate(self._held)]
 
-    def of_models(self, places):
-        held = range(len(self.models)) if self.places is None else self.places
-        return self.with_models(places, places=tuple(held[place] for place in places))
+
+def local_chain(heads, n_shards, n_actors):
+    """Return a chain in shards that actors of this process hold."""
+    shards, models = LocalShards(heads, n_shards, n_actors), heads.known["models"]
+    width = max(facts.width for facts in shards.ask(0, partial(facts_of, models)))
+    return ShardedChain(**heads.known, shards=shards, number=0, width=width, places=tuple(range(len(models))))
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
@@ -132,7 +118,7 @@ def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examp
         folder = tmp_path_factory.mktemp("logits")
         table = LogitTable(write_scattered(folder, seed, ragged=ragged and not fixed, per_call=per_call))
         whole = [table.read_chain(models, split) for split in SPLITS]
-        cut = [LocalShards.of(table.read_chain_heads(models, split), n_shards, n_actors) for split in SPLITS]
+        cut = [local_chain(table.read_chain_heads(models, split), n_shards, n_actors) for split in SPLITS]
         expected, found = (
             fit_policy(method, *chains[:2], rule, SPLITS[:2], calibrator=calibrator) for chains in (whole, cut)
         )
@@ -155,7 +141,7 @@ def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
             pq.write_table(table, into / f"{turn}.parquet")
     read = (MODELS[:2], "calibration")
     table, costs = LogitTable(tmp_path), {"costs": COSTS[:2]}
-    whole, cut = table.read_chain(*read, **costs), LocalShards.of(table.read_chain_heads(*read, **costs), turns, turns)
+    whole, cut = table.read_chain(*read, **costs), local_chain(table.read_chain_heads(*read, **costs), turns, turns)
     for method in ("base", "rf"):
         fits = [fit_policy(method, chain, chain, ThresholdRule(), SPLITS[:2]) for chain in (cut, whole)]
         assert_same(*map(content_of, fits))
