@@ -98,7 +98,7 @@ class TemperatureFit:
         return status
 
     def diagnostics(self, *prefixes: str) -> dict[str, Any]:
-        """Return what a policy's file says of the fit, with None for NaN.   prefixes: of each array's keys."""
+        """Return the fit's entries of a policy file, with None for NaN.   prefixes: of each array's keys."""
         named = zip(prefixes or ("",), self.statuses, self.standard_errors, strict=True)
         found: dict[str, Any] = {"nll_before": self.nll_before, "nll_after": self.nll_after}
         for prefix, status, error in named:

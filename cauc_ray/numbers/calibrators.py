@@ -56,7 +56,7 @@ class Calibrator:
 
     @property
     def kind(self) -> CalibratorKind:
-        """Return what calibrates beside the temperature."""
+        """Return what calibrates next to the temperature."""
         if self.isotonic is not None:
             return "isotonic"
         return "temperature" if self.offsets is None else "offsets"
@@ -89,7 +89,7 @@ class Calibrator:
         predictions, confidences = top_option(scores)
         return predictions, confidences if self.isotonic is None else self.isotonic.of(confidences)
 
-    def believed(self, scores: Floats, predictions: Ints) -> Floats:
+    def rescaled(self, scores: Floats, predictions: Ints) -> Floats:
         """Return scores whose softmax gives the answers their confidence, and shares the rest as these scores do.
 
         predictions: int (n,), the best options of the scores, float64 (n, K). These themselves where nothing but
@@ -99,9 +99,9 @@ class Calibrator:
             return scores
         before = top_option(scores)[1]
         rise = _log_odds(self.isotonic.of(before)) - _log_odds(before)
-        believed = scores.copy()
-        believed[np.arange(len(scores)), predictions] += rise
-        return believed
+        rescaled = scores.copy()
+        rescaled[np.arange(len(scores)), predictions] += rise
+        return rescaled
 
 
 UNCALIBRATED = Calibrator(1.0)
@@ -118,7 +118,7 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
 
     confidences: float (N,) in [0, 1], at least one.   correct: bool (N,). Equal confidences count as one.
     The regression is constant on blocks of confidences; between two blocks the map is linear. It is then drawn to the
-    identity by 1 / N of the distance, far less than N rows can tell, so that it rises within blocks too.
+    identity by 1 / N of the distance, far less than N rows can show, so that it rises within blocks too.
 
     >>> fit_isotonic(np.array([0.6, 0.7, 0.8, 0.9]), np.array([True, False, True, True])).of(np.array([0.6, 0.9]))
     array([0.525, 0.975])
@@ -136,7 +136,7 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     knots = np.concatenate([[0.0], edges, [1.0]])
     heights = np.concatenate([means[:1], np.repeat(means, 2), means[-1:]])
     tilted = heights + (knots - heights) / len(correct)
-    # Blocks of one confidence have one edge, and edges may be nearer than the tilt can tell apart.
+    # Blocks of one confidence have one edge, and edges may be nearer than the tilt can separate.
     apart = np.append((np.diff(knots) > 0) & (np.diff(tilted) > 0), True)
     knots, tilted = knots[apart], tilted[apart]
     knots[0] = 0.0

@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 20
 
 # The odd number nearest to 2^64 over the golden ratio, by which Weyl sequences spread best.
 _STEP = 0x9E3779B97F4A7C15
-# Any number that is no float32's bits of note: a logit of 0 shall not look like a missing option.
+# Bits that no usual float32 has: a logit of 0 shall not look like a missing option.
 _NOT_MISSING = np.uint32(0x5BD1E995)
 
 T = TypeVar("T")
@@ -66,9 +66,9 @@ class ChainPart:
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
-    def of_models(self, places: Sequence[int]) -> ChainPart:
+    def of_models(self, indices: Sequence[int]) -> ChainPart:
         """Return the part of some of the models, in the order of their positions here."""
-        return ChainPart(tuple(self.logits[place] for place in places), self.labels, self.ranks)
+        return ChainPart(tuple(self.logits[index] for index in indices), self.labels, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +104,16 @@ class Chain(ABC):
         return self.logit_kind
 
     @abstractmethod
-    def of_models(self, places: Sequence[int]) -> Self:
+    def of_models(self, indices: Sequence[int]) -> Self:
         """Return the chain of some of the models, in the order of their positions here."""
 
-    def with_models(self, places: Sequence[int], /, **logits: Any) -> Self:
+    def with_models(self, indices: Sequence[int], /, **logits: Any) -> Self:
         """Return the chain of some of the models.   logits: what a subclass has of them."""
         return replace(
             self,
-            models=tuple(self.models[place] for place in places),
-            logit_kind=tuple(self.logit_kinds[place] for place in places),
-            costs=self.costs.of_models(places),
+            models=tuple(self.models[index] for index in indices),
+            logit_kind=tuple(self.logit_kinds[index] for index in indices),
+            costs=self.costs.of_models(indices),
             **logits,
         )
 
@@ -156,9 +156,9 @@ class ChainLogits(Chain):
         """Ask the one part that there is."""
         return [ask(self.part)]
 
-    def of_models(self, places: Sequence[int]) -> Self:
+    def of_models(self, indices: Sequence[int]) -> Self:
         """Return the chain of some of the models, in the order of their positions here."""
-        return self.with_models(places, logits=tuple(self.logits[place] for place in places))
+        return self.with_models(indices, logits=tuple(self.logits[index] for index in indices))
 
     def of_rows(self, rows: Ints) -> Self:
         """Return some of the examples, in the order of rows, int (n,)."""
@@ -185,9 +185,9 @@ def digest_of_rows(logits: Floats, ranks: Ints) -> int:
     """Return the sum over rows of a hash of each row's logits and rank, modulo 2^64.
 
     Digests of parts add up to the digest of the whole, again modulo 2^64.
-    logits: float (n, K), taken as float32; -inf counts as no option.   ranks: int (n,), the rows' places among all.
+    logits: float (n, K), taken as float32; -inf counts as no option.   ranks: int (n,), the rows' positions among all.
     A row's hash is linear in its bits with a multiplier for each option (Carter and Wegman, Universal classes of hash
-    functions, 1979), mixed with its rank: it tells data apart that differ by chance, not by intent.
+    functions, 1979), mixed with its rank: it separates data that differ by chance, not by intent.
     """
     single = np.ascontiguousarray(logits, dtype="<f4")
     bits = np.where(np.isneginf(single), np.uint32(0), single.view("<u4") ^ _NOT_MISSING)

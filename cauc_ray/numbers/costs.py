@@ -50,9 +50,9 @@ class Costs:
         """Return the mean cost of one call of each model, float64 (M,)."""
         return self.per_call if self.per_call.ndim == 1 else self.per_call.mean(axis=0)
 
-    def of_models(self, places: Sequence[int]) -> Costs:
-        """Return the costs of some of the models, in the order of their places here."""
-        return Costs(self.unit, self.per_call[..., list(places)])
+    def of_models(self, indices: Sequence[int]) -> Costs:
+        """Return the costs of some of the models, in the order of their indices here."""
+        return Costs(self.unit, self.per_call[..., list(indices)])
 
     def of_calls(self, calls: Bools) -> Floats:
         """Return what sets of calls cost, float64 (S,), or (N, S) where calls differ.   calls: bool (S, M)."""
@@ -69,12 +69,12 @@ class Costs:
         return cumulative[np.arange(len(stops)), stops]
 
     def warn_unless_rising(self, models: tuple[str, ...]) -> None:
-        """Warn where a later model is no dearer than the one before it; the order is used as given."""
-        for j, (cheaper, dearer) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
-            if dearer <= cheaper:
+        """Warn where a later model costs no more than the one before it; the order is used as given."""
+        for j, (before, after) in enumerate(zip(self.means[:-1], self.means[1:], strict=True)):
+            if after <= before:
                 warnings.warn(
-                    f"{models[j + 1]!r} costs {dearer:g} {self.unit}, no more than {models[j]!r} before it "
-                    f"({cheaper:g}); the order is used as given",
+                    f"{models[j + 1]!r} costs {after:g} {self.unit}, no more than {models[j]!r} before it "
+                    f"({before:g}); the order is used as given",
                     CaucWarning,
                     stacklevel=2,
                 )

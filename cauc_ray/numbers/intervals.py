@@ -42,7 +42,7 @@ def share(n_hits: int, n: int) -> Share:
     value = n_hits / n
     centre = (value + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
-    # At 0 and 1 the interval ends there exactly; rounding would put it a hair to the side.
+    # At 0 and 1 the interval ends there exactly; rounding would move it.
     low = 0.0 if n_hits == 0 else centre - half
     high = 1.0 if n_hits == n else centre + half
     return Share(value, low, high, n)

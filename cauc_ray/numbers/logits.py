@@ -1,4 +1,4 @@
-"""What logits mean where they enter, from a table or from a model: masks, and probabilities given in their place."""
+"""Logits as they enter, from a table or from a model: masks, and probabilities in place of logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FIRST_ROWS = 64
 
 
 def kind_of(text: str) -> LogitKind | None:
-    """Return the kind that a text names, None where it says that models differ.
+    """Return the kind that a text names, None where models differ.
 
     Earlier versions wrote free texts, which begin with the kind; one that names none is of raw logits.
 

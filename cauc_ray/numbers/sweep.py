@@ -118,13 +118,13 @@ class Frontier:
 
         Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes, where
         confidences are probabilities, and lie one beyond the outermost where they are not, or at the next float where
-        one is less than these tell apart.
+        one is less than the gap between two floats.
         """
         if not len(self.confidences):
             return np.array([STOP_ALL])
         low, high = self.confidences[:-1], self.confidences[1:]
         middle = low + (high - low) / 2
-        # Between adjacent floats there is no middle; the upper end still belongs to the point.
+        # Adjacent floats have no middle; the upper end still belongs to the point.
         middle = np.where(middle > low, middle, high)
         first, last = self.confidences[0], self.confidences[-1]
         lowest = STOP_ALL if first >= STOP_ALL else min(first - 1, np.nextafter(first, -np.inf))
@@ -231,10 +231,10 @@ class Events:
             np.maximum(highest[stage], highest[stage - 1], out=highest[stage])
         self._rises: Bools = np.ones(highest.shape, dtype=bool)
         np.greater(highest[1:], highest[:-1], out=self._rises[1:])
-        places = np.flatnonzero(self._rises)
-        values = highest.ravel()[places]
+        positions = np.flatnonzero(self._rises)
+        values = highest.ravel()[positions]
         order = np.argsort(values)
-        self._places = places[order]
+        self._positions = positions[order]
         self.values = values[order]
         self.ends = np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(order))))
 
@@ -245,11 +245,11 @@ class Events:
         for stage in range(len(change) - 1, -1, -1):
             np.subtract(following, of_stage[stage], out=change[stage])
             np.copyto(following, of_stage[stage], where=self._rises[stage])
-        return change.ravel()[self._places]
+        return change.ravel()[self._positions]
 
     def rows_and_stages(self) -> tuple[Ints, Ints, Ints]:
         """Return the row, the stage left and the stage reached of each move, int (E,)."""
-        before, rows = np.divmod(self._places, self._rises.shape[1])
+        before, rows = np.divmod(self._positions, self._rises.shape[1])
         stages = np.arange(len(self._rises) + 1, dtype=np.int64)[:, None]
         moves = self.changes(np.broadcast_to(stages, (len(stages), self._rises.shape[1])))
         return rows, before, before + moves

@@ -1,4 +1,4 @@
-"""Names for the array types that every layer speaks of; the docstrings give shapes and dtypes."""
+"""Names for the array types of every layer; the docstrings give shapes and dtypes."""
 
 from __future__ import annotations
 

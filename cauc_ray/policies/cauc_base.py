@@ -81,8 +81,8 @@ class BasePolicy(Policy):
             p = own.confidences[:, None]
             weight, total = weight + p, total + p * ((scores - numbers.mean) / (numbers.std + EPSILON))
         if stage < len(self.stages) - 1:
-            believed = numbers.calibrator.believed(scores, own.predictions)
-            return replace(own, state=np.concatenate([weight, total], axis=1), scores=believed)
+            rescaled = numbers.calibrator.rescaled(scores, own.predictions)
+            return replace(own, state=np.concatenate([weight, total], axis=1), scores=rescaled)
 
         fused = total / weight
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
@@ -90,5 +90,5 @@ class BasePolicy(Policy):
         confidences = numbers.calibrator.answers(scores)[1]
         # Standardising may round two logits of a row that nothing is fused with into a tie.
         predictions = np.where(unfused, own.predictions, fused.argmax(axis=1)).astype(np.int32)
-        believed = numbers.calibrator.believed(scores, predictions)
-        return Step(predictions, confidences, np.full(len(predictions), True), own.state, believed)
+        rescaled = numbers.calibrator.rescaled(scores, predictions)
+        return Step(predictions, confidences, np.full(len(predictions), True), own.state, rescaled)

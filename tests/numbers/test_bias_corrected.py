@@ -123,7 +123,7 @@ def test_separable_data_are_clamped_as_the_temperature_is():
 
 
 def test_data_that_offsets_alone_would_separate_stay_finite():
-    """A model that always prefers one option by a hair too much: offsets put every row right, and grow without end."""
+    """A model that always prefers one option slightly: offsets make every row right, and would grow without bound."""
     rng = np.random.default_rng(8)
     labels = rng.integers(0, 3, 300)
     logits = np.eye(3)[labels] + np.array([1.5, 0.0, 0.0])

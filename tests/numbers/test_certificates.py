@@ -138,7 +138,7 @@ def test_certified_thresholds_keep_their_promise_and_plug_in_ones_break_it_half_
 
 
 @sizes
-def test_where_every_threshold_is_a_hair_too_risky_hardly_any_is_certified(n, n_draws):
+def test_where_every_threshold_is_slightly_too_risky_hardly_any_is_certified(n, n_draws):
     counts = tried(HARDEST, n, n_draws)
     # A true share of 5 % would show more than this in one of a thousand such tests.
     assert counts["broken"] <= binom.ppf(0.999, n_draws, 0.05)

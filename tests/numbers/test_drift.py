@@ -1,4 +1,4 @@
-"""The evidence against shares: by its definition, by its mean, and by what it says of streams drawn from the truth."""
+"""The evidence against shares: by its definition, by its mean, and on streams drawn from the truth."""
 
 from itertools import pairwise, product
 
@@ -25,7 +25,7 @@ def log_dirichlet(counts, pseudo):
 def log_predicted(reference, cells, k, concentration=None, before=()):
     """Return the log probability of rows; concentration: of shares that change after those before, None for no change.
 
-    before: rows from which, beside the reference, the shares are known that change.
+    before: earlier rows; with the reference they give the shares that change.
     """
     seen, known = (
         np.bincount(np.asarray(of, dtype=np.int64), minlength=reference.size).reshape(reference.shape)
@@ -101,7 +101,7 @@ def test_beginnings_that_are_forgotten_only_take_evidence_away():
 
 @pytest.mark.parametrize("n_runs", [100, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("n_categories", "n_reference"), [(2, 400), (12, 2000), (60, 1000)])
-def test_it_seldom_speaks_against_rows_of_the_reference_s_own_shares(n_categories, n_reference, n_runs):
+def test_it_is_seldom_large_for_rows_of_the_reference_s_own_shares(n_categories, n_reference, n_runs):
     rng = np.random.default_rng(n_categories)
     false, none = 0, np.zeros(700, dtype=np.int64)
     for _ in range(n_runs):

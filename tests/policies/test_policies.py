@@ -419,7 +419,7 @@ def test_maps_that_say_never_and_always_leave_probabilities_finite():
     certain = Calibrator(1.0, isotonic=Isotonic((0.0, 0.5, 0.6, 1.0), (0.0, 1e-300, 1.0 - 2.0**-53, 1.0)))
     scores = np.array([[0.0, 0.0], [1.0, 0.0], [60.0, 0.0]])
     answers, confidences = certain.answers(scores)
-    probabilities = softmax_of_rows(certain.believed(scores, answers), axis=1)
+    probabilities = softmax_of_rows(certain.rescaled(scores, answers), axis=1)
     np.testing.assert_allclose(probabilities[np.arange(3), answers], confidences, atol=1e-12)
 
 
