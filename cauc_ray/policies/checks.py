@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from cauc_ray.policies.cauc_rf import RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_file import Stage
-from cauc_ray.policies.trace import Answered, Trace, answers_alone, replay
+from cauc_ray.policies.trace import Trace, answers_alone, replay
 
 # With fewer, no accuracy is known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
 FEWEST_EXAMPLES = 385
@@ -30,29 +30,22 @@ LARGEST_RELATIVE_ERROR = 0.1
 COST_LEVEL = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The split on which a policy is measured: its examples, all steps there, and the answers at its threshold."""
-
-    chain: Chain
-    trace: Trace
-    answered: Answered
-
-
-def look(policy: Policy, expected: Measures, on: Measured, calibration: Chain) -> tuple[Guard, ...]:
+def look(policy: Policy, expected: Measures, trace: Trace, chain: Chain, calibration: Chain) -> tuple[Guard, ...]:
     """Look at a policy whose threshold is set.
 
-    expected: what was measured of it there.   calibration: what it was fitted on, which is also replayed for its cost
-    unless it is what was measured on.
+    expected: what was measured of it there.   trace: of all steps on the examples where it was measured.   calibration:
+    what it was fitted on, which is also replayed for its cost unless it is what was measured on.
     """
-    return tuple(guard for guard in _guards(policy, expected, on, calibration) if guard is not None)
+    found = _guards(policy, expected, trace, chain, calibration)
+    return tuple(guard for guard in found if guard is not None)
 
 
-def _guards(policy: Policy, expected: Measures, on: Measured, calibration: Chain) -> Iterator[Guard | None]:
-    chain, split, n_models = on.chain, expected.split, len(policy.stages)
-    rows = np.flatnonzero(chain.labelled)
-    labels, stops = chain.labels[rows, None], on.answered.stages[rows]
-    stepwise: Bools = on.trace.predictions[rows] == labels
+def _guards(
+    policy: Policy, expected: Measures, trace: Trace, chain: Chain, calibration: Chain
+) -> Iterator[Guard | None]:
+    split, n_models, rows = expected.split, len(policy.stages), np.flatnonzero(chain.labelled)
+    labels, stops = chain.labels[rows, None], trace.stops(policy.threshold)[rows]
+    stepwise: Bools = trace.predictions[rows] == labels
     if n_models > 1:
         alone: Bools = answers_alone(policy, chain)[rows] == labels
         correct: Bools = stepwise[np.arange(len(rows)), stops]
@@ -67,7 +60,7 @@ def _guards(policy: Policy, expected: Measures, on: Measured, calibration: Chain
     for stage in policy.stages:
         yield from _temperature(stage)
     for index, stage in enumerate(policy.stages[:-1]):
-        yield _informative(stage.name, on.trace.confidences[rows, index], stepwise[:, index], split)
+        yield _informative(stage.name, trace.confidences[rows, index], stepwise[:, index], split)
     if calibration is not chain and n_models > 1:
         costs = replay(policy, calibration).costs
         yield as_expected(expected, costs, policy.calibration.split, policy.budget, policy.cost_unit)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.certificates import EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.checks import Measured, look
+from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
 from cauc_ray.policies.policy import Policy, check_budget, check_threshold
@@ -74,11 +74,11 @@ def choose_threshold(
     if validation is not None and validation.labelled.any():
         assert policy.validation is not None
         measured_on, split = validation, policy.validation.split
-    trace = frontier = None
-    if measured_on is validation and validation.labelled.all():
-        policy.check_chain(validation)
-        trace = trace_policy(policy, validation, likeliest=True)
-        frontier = trace.frontier(validation, rule.objective)
+    policy.check_chain(measured_on)
+    # A threshold is chosen on it, others are measured, and later answers compared.
+    chosen_on = measured_on is validation and bool(measured_on.labelled.all())
+    trace = trace_policy(policy, measured_on, likeliest=chosen_on)
+    frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
 
     if given is not None:
         threshold = given
@@ -86,7 +86,6 @@ def choose_threshold(
         if rule.threshold is None:
             choice = ThresholdChoice(rule="reference-accuracy", objective=None, split=policy.calibration.split)
     elif rule.certify is not None:
-        assert trace is not None
         threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
@@ -97,18 +96,17 @@ def choose_threshold(
         )
 
     decided = type(policy)(**dict(policy) | {"threshold": threshold, "threshold_choice": choice})
-    found: dict[str, Any] = {}
-    if trace is None or frontier is None:
-        trace = trace_policy(decided, measured_on)
-        answered = trace.at(threshold, measured_on)
-    else:
-        answered = trace.at(threshold, measured_on)
+    answered = trace.at(threshold, measured_on)
+    expected = measure(answered, measured_on, split, with_f1=False)
+    found: dict[str, Any] = {
+        "expected": expected,
+        "guards": look(decided, expected, trace, measured_on, calibration),
+    }
+    if frontier is not None:
         best = frontier.points().pareto(MOST_CURVE_POINTS)
         points = zip(best.settings.tolist(), best.cost.tolist(), best.quality.tolist(), strict=True)
         found["curve"] = tuple(CurvePoint(threshold=t, cost=cost, quality=quality) for t, cost, quality in points)
         found["reference"] = reference_of(answered, trace, measured_on, split)
-    found["expected"] = measure(answered, measured_on, split, with_f1=False)
-    found["guards"] = look(decided, found["expected"], Measured(measured_on, trace, answered), calibration)
     return type(policy)(**dict(decided) | found)
 
 
@@ -122,16 +120,9 @@ def _certify(
     found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
     plug_in = on_validation.plug_in(limit.risk)
     assert plug_in is not None  # what is certified at most so wrong is no more so on these rows
-    return found.threshold, RiskCertificate(
-        risk=limit.risk,
-        confidence=limit.confidence,
-        n=found.n,
-        n_accepted=found.n_accepted,
-        n_wrong=found.n_wrong,
-        upper_bound=found.upper_bound,
-        plug_in_threshold=plug_in[0],
-        plug_in_accepted=plug_in[1],
-    )
+    figures = asdict(limit) | asdict(found)
+    threshold: float = figures.pop("threshold")
+    return threshold, RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])
 
 
 def _early(trace: Trace, chain: Chain) -> EarlyAnswers:
