@@ -64,15 +64,12 @@ class RFPolicy(Policy):
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Fold the stage's logits into r (eq. 8) and stop where r's confidence (eq. 10) reaches the threshold."""
-        r = self.fold(stage, logits, state)
+        numbers = self.stages[stage]
+        r = numbers.fold(numbers.scores(logits), state)
         predictions, confidences = top_option(r)
         last = stage == len(self.stages) - 1
         accepted = np.full(len(r), True) if last else confidences >= self.threshold
         return Step(predictions, confidences, accepted, state=r, scores=r)
-
-    def fold(self, stage: int, logits: Floats, state: Floats | None) -> Floats:
-        """Return r after a stage, float64 (n, K) (paper, eq. 8)."""
-        return self.stages[stage].fold(self.stages[stage].scores(logits), state)
 
 
 def fold(scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = "") -> Floats:

@@ -116,6 +116,11 @@ class Measures(FrozenModel):
     cost_deviation: float | None = Field(default=None, ge=0)
 
     @property
+    def answered(self) -> tuple[int, ...]:
+        """Return how many examples each stage answered."""
+        return tuple(stage.answered for stage in self.stages)
+
+    @property
     def n_labelled(self) -> int:
         """Return how many of the examples have a label."""
         return self.accuracy.n if self.accuracy else 0

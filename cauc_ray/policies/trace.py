@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, in_order
+from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
 from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.metrics import macro_f1
@@ -116,9 +117,11 @@ class Trace:
 
     def stops(self, threshold: float) -> Ints:
         """Return the step at which each example stops, int (N,)."""
-        accepted = self.confidences >= threshold
-        accepted[:, -1] = True
-        stops: Ints = accepted.argmax(axis=1)
+        stops = np.zeros(len(self.confidences), dtype=np.int64)
+        goes_on = np.ones(len(stops), dtype=bool)
+        for confidences in self.confidences[:, :-1].T:
+            goes_on &= confidences < threshold
+            stops += goes_on
         return stops
 
     def answers(self, threshold: float) -> Answers:
@@ -179,6 +182,16 @@ def with_embedding_paid(found: _Paid, examples: Examples) -> _Paid:
     calls = found.calls.copy()
     calls[:, call.place] = True
     return replace(found, calls=calls)
+
+
+def costs_to_come(examples: Examples) -> Costs:
+    """Return what calls cost beyond those made anyway: a model called for its embedding is free."""
+    costs, call = examples.chain.costs, examples.embedding_call
+    if call is None or call.place is None:
+        return costs
+    per_call = costs.per_call.copy()
+    per_call[..., call.place] = 0.0
+    return Costs(costs.unit, per_call)
 
 
 def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints:
@@ -270,21 +283,23 @@ def _of_part(
 
 def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = True) -> Measures:
     """Measure answers to a chain's examples.   split: their name.   with_f1: whether to measure macro-F1, too."""
-    labelled, stages = chain.labelled, answered.stages
+    labelled, reached, shares = chain.labelled, len(answered), []
     correct = (answered.predictions == chain.labels) & labelled
-    shares = []
-    for place, name in enumerate(chain.models):
-        here, reached = stages == place, int((stages >= place).sum())
-        n_answered, n_labelled = int(here.sum()), int((here & labelled).sum())
+    answers = (
+        np.bincount(of, minlength=len(chain.models))
+        for of in (answered.stages, answered.stages[labelled], answered.stages[correct])
+    )
+    for name, n, n_labelled, n_right in zip(chain.models, *(of.tolist() for of in answers), strict=True):
         shares.append(
             StageShare(
                 name=name,
                 reached=reached,
-                answered=n_answered,
-                coverage=share(n_answered, reached) if reached else None,
-                accepted_accuracy=share(int((correct & here).sum()), n_labelled) if n_labelled else None,
+                answered=n,
+                coverage=share(n, reached) if reached else None,
+                accepted_accuracy=share(n_right, n_labelled) if n_labelled else None,
             )
         )
+        reached -= n
     some = bool(labelled.any())
     cost, of_last = float(answered.costs.mean()), float(chain.costs.means[-1])
     return Measures(

@@ -12,33 +12,12 @@ from cauc_ray.front.report.budgets import _places, _rounded_up
 from cauc_ray.front.report.labels import Box, place_label
 from cauc_ray.front.report.panels import draw_bars, draw_reliability, draw_stack
 from cauc_ray.front.report.scales import Axis, cost_axis, share_axis
-from cauc_ray.front.report.thresholds import SplitReplay
 from cauc_ray.front.report.wording import escape_markdown, fenced
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, trace_policy
 
 POSITIVE = st.floats(1e-9, 1e9)
 NAMES = st.text(min_size=1, max_size=30)
-
-
-@pytest.mark.parametrize("fit", [fit_base, fit_rf])
-@pytest.mark.parametrize("options", [{}, {"ragged": True}, {"per_call": True}, {"strengths": (1.0,)}])
-def test_figures_at_thresholds_are_those_of_a_replay_to_the_bit(fit, options):
-    options = {"strengths": (0.5, 1.0, 1.7, 2.4), **options}
-    calibration, test = (chain(3, 300, shift=shift, **options) for shift in (0, 1))
-    policy = fit(calibration, rule=ThresholdRule(threshold=0.5))
-    trace = trace_policy(policy, test)
-    prepared = SplitReplay(trace, test)
-    rng = np.random.default_rng(0)
-    seen = rng.choice(trace.confidences.ravel(), 20).tolist()
-    for threshold in (*rng.uniform(0, 1, 20).tolist(), *seen, 0.0, 1.0, 2.0):
-        found = prepared.at(threshold, with_f1=True)
-        _, measures = measure_replay(policy.with_threshold(threshold), test)
-        assert found.accuracy == measures.accuracy
-        assert found.macro_f1 == measures.macro_f1
-        assert (found.cost, found.relative_cost) == (measures.cost, measures.relative_cost)
-        assert found.answered == tuple(stage.answered for stage in measures.stages)
 
 
 @given(POSITIVE)

@@ -20,7 +20,7 @@ from cauc_ray.numbers.metrics import nll as mean_nll
 from cauc_ray.numbers.softmax import log_softmax, top_option
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+from cauc_ray.policies.trace import measure, measure_replay, replay, trace_policy
 
 FITS = {"base": fit_base, "rf": fit_rf}
 STRENGTHS = (0.8, 1.3, 1.8, 2.4)
@@ -112,10 +112,12 @@ def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, pe
     test = of_kind(kind, seed, 40, 1, per_call=per_call, ragged=ragged)
     if coarse:  # few distinct confidences
         test = replace(test, logits=tuple(np.round(z) for z in test.logits))
-    frontier, deepest = trace_policy(policy, test).frontier(test), np.zeros(40, int)
+    trace, deepest = trace_policy(policy, test), np.zeros(40, int)
+    frontier = trace.frontier(test)
     assert len(frontier.cost) > (5 if kind[2] > 1 else 0)
     for threshold, cost, quality in zip(frontier.thresholds, frontier.cost, frontier.quality, strict=True):
         result, measures = measure_replay(policy.with_threshold(float(threshold)), test)
+        assert measures == measure(trace.at(float(threshold), test), test, test.source)  # to the bit
         assert measures.cost == pytest.approx(cost)
         assert measures.accuracy.value == pytest.approx(quality)
         assert (result.stages >= deepest).all()  # stop sets are nested

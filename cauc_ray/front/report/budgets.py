@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cauc_ray.front.report.measured import Measured
-from cauc_ray.front.report.thresholds import OnSplit, SplitReplay
-from cauc_ray.policies.trace import trace_policy
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.policies.evidence import Measures
+from cauc_ray.policies.trace import Trace, measure, trace_policy
 
 # Places of the slider between the cheapest point and the dearest, about.
 _N_PLACES = 120
@@ -25,8 +26,8 @@ class AtThreshold:
     """A threshold with what it has on validation and on test."""
 
     threshold: float
-    validation: OnSplit
-    test: OnSplit
+    validation: Measures
+    test: Measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def find_budgets(measured: Measured) -> Budgets | None:
         return None
     objective = policy.threshold_choice.objective or "accuracy"
     trace = trace_policy(policy, validation)
-    on_validation, on_test = SplitReplay(trace, validation), SplitReplay(measured.trace, measured.test)
+    on_validation, on_test = (trace, validation), (measured.trace, measured.test)
     of_all = trace.frontier(validation, objective).points()
     best = of_all.pareto(max(2, len(of_all.settings)))
     points = tuple(
@@ -91,17 +92,17 @@ def find_budgets(measured: Measured) -> Budgets | None:
 def _better(points: Sequence[BudgetPoint], own: AtThreshold) -> BudgetPoint | None:
     """Return the cheapest point that is as good on validation as the policy's own threshold, if it saves something."""
     f1 = own.validation.macro_f1
+    assert own.validation.accuracy is not None
     quality = own.validation.accuracy.value if f1 is None else f1
     as_good = next((point for point in points if point.quality >= quality - _ROUNDING), points[-1])
     return as_good if as_good.quality >= quality - _ROUNDING and as_good.cost < _NOTICED * own.validation.cost else None
 
 
-def _at(validation: SplitReplay, test: SplitReplay, threshold: float, objective: str) -> AtThreshold:
-    return AtThreshold(
-        threshold=threshold,
-        validation=validation.at(threshold, with_f1=objective != "accuracy"),
-        test=test.at(threshold, with_f1=True),
-    )
+def _at(validation: tuple[Trace, Chain], test: tuple[Trace, Chain], threshold: float, objective: str) -> AtThreshold:
+    def on(trace: Trace, chain: Chain, *, with_f1: bool) -> Measures:
+        return measure(trace.at(threshold, chain), chain, chain.source, with_f1=with_f1)
+
+    return AtThreshold(threshold, on(*validation, with_f1=objective != "accuracy"), on(*test, with_f1=True))
 
 
 def _places(low: float, high: float) -> tuple[float, ...]:

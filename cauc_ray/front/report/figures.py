@@ -119,7 +119,7 @@ def draw_curves(curves: MethodCurves, budgets: Budgets | None, verdict: Verdict,
         lines=lines,
         singles=_singles(curves, own, x, y, size, Box(left, top, right, bottom)),
         own=own,
-        at=tuple((x.at(point.cost), y.at(point.accuracy.value)) for point in points),
+        at=tuple((x.at(point.cost), y.at(point.accuracy.value)) for point in points if point.accuracy),
     )
 
 

@@ -61,6 +61,8 @@ def figures_of(at: AtThreshold) -> dict[str, Shown]:
     """Return all figures of an operating point."""
     validation, test = at.validation, at.test
     relative = test.relative_cost
+    assert validation.accuracy is not None
+    assert test.accuracy is not None
     figures = {
         "threshold": Shown(at.threshold, f"{at.threshold:.6g}"),
         "validation_accuracy": Shown(validation.accuracy.value, percent(validation.accuracy.value)),

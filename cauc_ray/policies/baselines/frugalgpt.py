@@ -20,7 +20,7 @@ from cauc_ray.numbers.sweep import OperatingPoints, pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.baselines.features import answer_vectors
 from cauc_ray.policies.methods import Curve, Fitted, Fitting
-from cauc_ray.policies.trace import Answers, Examples, own_answers, with_embedding_paid
+from cauc_ray.policies.trace import Answers, Examples, costs_to_come, own_answers, with_embedding_paid
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -118,7 +118,8 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     validation = fitting.validation
     scorers = tuple(_fit_scorer(fitting, model) for model in range(len(validation.chain.models)))
     distances, correct = _distances(scorers, validation), validation.correct()
-    solutions = search(distances, correct, _costs_to_come(validation))
+    costs = np.broadcast_to(costs_to_come(validation).per_call, distances.shape)
+    solutions = search(distances, correct, costs)
     curve = _measured(solutions, validation, distances)
     distinct = np.append(np.diff(curve.cost) > _COST_TOLERANCE * curve.cost[1:], True)
     cost, quality = curve.cost[distinct], curve.accuracy[distinct]
@@ -126,15 +127,6 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     points = OperatingPoints(cost, cost, quality, validation.chain.costs.unit)
     notes = "logistic scorers in place of DistilBERT", validation.embedding_note
     return Searched(scorers, kept, points, note="; ".join(filter(None, notes)))
-
-
-def _costs_to_come(examples: Examples) -> Floats:
-    """Return what calls cost beyond those made anyway, float64 (N, M): a model called for its embedding is free."""
-    costs = np.array(np.broadcast_to(examples.chain.costs.per_call, (len(examples), len(examples.chain.models))))
-    call = examples.embedding_call
-    if call is not None and call.place is not None:
-        costs[:, call.place] = 0.0
-    return costs
 
 
 def _fit_scorer(fitting: Fitting, model: int) -> Scorer:

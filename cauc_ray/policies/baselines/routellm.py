@@ -6,6 +6,7 @@ probability is high enough. Models of a longer chain between the two are never c
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,9 +90,8 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
         return _nll(network(held_out[which], winners, losers))
 
     optimiser = torch.optim.Adam(network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    schedule = Schedule.in_epochs(
-        len(own), BATCH_SIZE, N_EPOCHS, PATIENCE, most_steps=MOST_STEPS, most_between=CHECK_WITHIN
-    )
+    epoch = math.ceil(len(own) / BATCH_SIZE)
+    schedule = Schedule(BATCH_SIZE, min(N_EPOCHS * epoch, MOST_STEPS), min(epoch, CHECK_WITHIN), PATIENCE)
     train(network, optimiser, loss, validation_loss, len(own), schedule, generator)
     return learned(vectors, network.wins)
 

@@ -13,7 +13,7 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.baselines.features import QueryVectors
 from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
-from cauc_ray.policies.trace import Examples, Trace, own_answers, with_embedding_paid
+from cauc_ray.policies.trace import Examples, Trace, costs_to_come, own_answers, with_embedding_paid
 
 # What a fitted router expects of each example: float64 (N, M), of each model's answer in one unit for all models, or
 # float64 (N,), the probability that the last model wins over the first.
@@ -106,10 +106,7 @@ def fit_router(fitting: Fitting, learn: Learn, *notes: str) -> Fitted:
     if len(fitting.calibration.chain.models) == 1:
         return fit_single(fitting, 0)
     vectors = QueryVectors.of(fitting.calibration)
-    prices, call = fitting.validation.chain.costs.means.copy(), fitting.validation.embedding_call
-    if call is not None and call.place is not None:
-        prices[call.place] = 0.0
-    router = Router(learn(fitting, vectors), prices, vectors.paid)
+    router = Router(learn(fitting, vectors), costs_to_come(fitting.validation).means, vectors.paid)
     return Thresholded(router, fitting.validation, given=0.0, note=vectors.note(*notes))
 
 

@@ -33,19 +33,10 @@ class Schedule:
     warm_up: int = 0
 
     @classmethod
-    def in_epochs(
-        cls,
-        n_rows: int,
-        batch_size: int,
-        n_epochs: int,
-        patience: int,
-        *,
-        most_steps: float = math.inf,
-        most_between: float = math.inf,
-    ) -> Schedule:
-        """Return n_epochs over n_rows, at most `most_steps`, with a check each epoch or `most_between` steps."""
+    def in_epochs(cls, n_rows: int, batch_size: int, n_epochs: int, patience: int) -> Schedule:
+        """Return n_epochs over n_rows, with a check after each."""
         epoch = math.ceil(n_rows / batch_size)
-        return cls(batch_size, int(min(n_epochs * epoch, most_steps)), int(min(epoch, most_between)), patience)
+        return cls(batch_size, n_epochs * epoch, epoch, patience)
 
 
 def train(
