@@ -27,7 +27,7 @@ class Benchmark:
 
     hub, config, revision: what the datasets library loads; hub is "" for a dataset that is not there.
     files: the files to load, where the other partitions are large and not needed.   tests: its test partitions, a
-    split each.   find: finds its partitions in a folder.   rule: how the paper splits it, None where it says nothing.
+    split each.   find: finds its partitions in a folder.   rule: the paper's, if it has one.
     unsplit: published as one whole, which is cut 25/25/50 where it is given so.
     """
 
@@ -44,7 +44,7 @@ class Benchmark:
 
 
 def mathqa_choices(text: str) -> list[str] | None:
-    """Split MathQA's text of five options; None where it has not all five.
+    """Split MathQA's text of five options; None where there are not five.
 
     >>> mathqa_choices("a ) 38 , b ) 27.675 , c ) rs . 1 , 200 , d ) 5 , e ) none of these")
     ['38', '27.675', 'rs . 1 , 200', '5', 'none of these']
@@ -100,13 +100,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark i
 class FoundDataset:
     """A dataset's partitions, unopened.
 
-    dataset: names it, whatever the working folder.   name: for people.   place: where it was found, for errors.
+    dataset: names it, whatever the working folder.   name: for people.   where: where it was found, for errors.
     benchmark: which of the paper's it is, if it is one.
     """
 
     dataset: str
     name: str
-    place: str
+    where: str
     openers: Openers
     benchmark: Benchmark
 

@@ -70,36 +70,38 @@ class BlockSource(Protocol):
         """
 
 
-def table_block(table: pa.Table, place: Callable[[int], str], start: int = 0) -> InputBlock:
-    """Return a table's rows as a block.   place: names a row by its number, for errors.   start: the first one's.
+def table_block(table: pa.Table, name_of: Callable[[int], str], start: int = 0) -> InputBlock:
+    """Return a table's rows as a block.   name_of: names a row by its number, for errors.   start: the first one's.
 
     Raises DataError naming a row, or the first for a whole column, for content that no run can take.
     """
     ids = table.column("example_id")
     if ids.null_count:
-        raise DataError(f"{place(start + pc.index(ids.is_null(), True).as_py())}: the row has no example_id")
-    labels = _labels(table.column("label"), place, start) if "label" in table.column_names else None
+        raise DataError(f"{name_of(start + pc.index(ids.is_null(), True).as_py())}: the row has no example_id")
+    labels = _labels(table.column("label"), name_of, start) if "label" in table.column_names else None
     columns = {}
     for name in table.column_names:
         try:
             columns[name] = id_texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
         except (ValueError, TypeError, pa.ArrowException) as error:
-            raise DataError(f"{place(start)}: column {name!r} cannot be given to a model: {error}") from error
+            raise DataError(f"{name_of(start)}: column {name!r} cannot be given to a model: {error}") from error
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
 
 
-def _labels(column: pa.ChunkedArray, place: Callable[[int], str], start: int) -> Ints:
+def _labels(column: pa.ChunkedArray, name_of: Callable[[int], str], start: int) -> Ints:
     """Return labels, int32 (n,), UNKNOWN_LABEL for null."""
     try:
         known = column.cast(pa.int32())
     except pa.ArrowException as error:
         row = next((row for row in range(len(column)) if not _is_int32(column[row])), 0)
         raise DataError(
-            f"{place(start + row)}: column 'label' ({column.type}) does not hold numbers of options"
+            f"{name_of(start + row)}: column 'label' ({column.type}) does not hold numbers of options"
         ) from error
     negative = pc.index(pc.less(known, 0), True).as_py()
     if negative >= 0:
-        raise DataError(f"{place(start + negative)}: column 'label' holds negative numbers; leave unknown labels null")
+        raise DataError(
+            f"{name_of(start + negative)}: column 'label' holds negative numbers; leave unknown labels null"
+        )
     labels: Ints = known.fill_null(UNKNOWN_LABEL).to_numpy()
     return labels
 

@@ -102,7 +102,7 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
             try:
                 found.append(read(*row))
             except ValueError as error:
-                raise DataError(f"{part.place(int(rows[len(found)]))}: {error}") from error
+                raise DataError(f"{part.name_of(int(rows[len(found)]))}: {error}") from error
         return found
 
     ids = read_ids(own["example_id"][0], part).to_pylist() if "example_id" in own else [f"{name}-{row}" for row in rows]
@@ -130,7 +130,7 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
 def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
     """Return all rows' ids as text. Raises DataError where one is null or no id."""
     if column.null_count:
-        raise DataError(f"{part.place(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
+        raise DataError(f"{part.name_of(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
     if not (_is_text(column.type) or pa.types.is_integer(column.type) or len(column) == 0):
         raise DataError(f"{part.source}: the column of example ids holds {column.type}, not text or whole numbers")
     return column.cast(pa.string())
@@ -185,7 +185,7 @@ def _choices(own: Mapping[str, pa.ChunkedArray], source: str) -> list[Any]:
 
 def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
     # Only the null cells at the end are no options: without one in between, the label would name another option.
-    n = max((place for place, option in enumerate(options, 1) if option is not None), default=0)
+    n = max((n for n, option in enumerate(options, 1) if option is not None), default=0)
     return list(options[:n]) or None
 
 
@@ -217,7 +217,7 @@ def _label(value: int | float | str | None, options: Sequence[str] | None = None
 
 
 def _number(text: str, first: int) -> float | None:
-    """Return the number that a text or a letter stands for: None for no text, NaN for another."""
+    """Return the number that a text or a letter means: None for an empty text, NaN for any other."""
     if re.fullmatch("[A-Za-z]", text):
         return first + ord(text.upper()) - ord("A")
     return (float(text) if re.fullmatch(r"-?\d{1,9}(\.0*)?", text) else np.nan) if text else None

@@ -141,7 +141,7 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
     alone = len(there) == 1
     rule = benchmark.rule
     if rule is None or (benchmark.unsplit and alone):
-        rule = choose_rule(there, found.place)
+        rule = choose_rule(there, found.where)
     if rule == "three-way" and alone:
         return rule, there
     needed = tuple(each for name in RULE_PARTITIONS[rule] for each in (benchmark.tests if name == "test" else (name,)))
@@ -152,7 +152,7 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
     if "=" in found.dataset:
         remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if alone else 'what there is'}"
     raise DataError(
-        f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.place} has no {missing} "
+        f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.where} has no {missing} "
         f"(it has {', '.join(there) or 'none'}); {remedy}"
     )
 
@@ -169,7 +169,7 @@ def _unique_ids(part: Rows, reading: Reading) -> str:
         example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
         first, second = np.flatnonzero(pc.equal(ids, example).to_numpy())[:2]
         raise DataError(
-            f"{part.place(int(second))}: example id {example.as_py()!r} is a duplicate of that at "
-            f"{part.place(int(first))}; leave one, or name a column of other ids with --columns example_id=NAME"
+            f"{part.name_of(int(second))}: example id {example.as_py()!r} is a duplicate of that at "
+            f"{part.name_of(int(first))}; leave one, or name a column of other ids with --columns example_id=NAME"
         )
     return ids_digest(ids.to_pylist())

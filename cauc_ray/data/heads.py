@@ -25,7 +25,7 @@ def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
 def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
     """Return the rows of several files in order of example_id.
 
-    Raises DataError, which begins with where, for an empty split, an id that is a duplicate, costs in some files alone.
+    Raises DataError, which begins with where, for an empty split, an id that is a duplicate, costs in some files only.
     """
     ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
     if len(ids) == 0:
@@ -38,15 +38,15 @@ def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
         files = [h.files[0].name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
         raise DataError(f"{where}: example {example!r} is a duplicate ({', '.join(files)})")
     if len({head.costs is None for head in heads}) > 1:
-        raise DataError(f"{where}: some files have a column 'cost' and some have not")
-    places = order.to_numpy(zero_copy_only=False).astype(np.int64)
+        raise DataError(f"{where}: column 'cost' is missing from some files")
+    positions = order.to_numpy(zero_copy_only=False).astype(np.int64)
     costs = [head.costs for head in heads if head.costs is not None]
     return ModelHead(
         files=tuple(file for head in heads for file in head.files),
         example_ids=ids,
-        labels=np.concatenate([head.labels for head in heads])[places],
-        costs=np.concatenate(costs)[places] if costs else None,
-        places=places,
+        labels=np.concatenate([head.labels for head in heads])[positions],
+        costs=np.concatenate(costs)[positions] if costs else None,
+        positions=positions,
     )
 
 

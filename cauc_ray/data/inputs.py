@@ -72,7 +72,7 @@ def _tables(path: AnyPath) -> FileInput:
 
 def _images(path: AnyPath) -> FileInput:
     folder = path.parent if path.is_file() else path
-    # Links to folders may lead round in a circle, or as in /proc out to the whole machine.
+    # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
     files = [path] if path.is_file() else filter(is_image, files_below(path))
     rows = ImageRows(_absolute(folder), sorted(path_inside(file, folder) for file in files))
     if rows.n_rows == 0:
@@ -106,8 +106,8 @@ class FileInput:
         """Return the blocks of at most so many rows that are not done; files are opened again where they are read."""
         starts, firsts = [0], [0]
         while starts[-1] < self.n_rows:
-            place = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
-            starts.append(int(self.ends[min(place, len(self.ends) - 1)]))
+            end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
+            starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
         return FileBlocks(self.rows, tuple(self.identity), tuple(starts), tuple(firsts), block_rows, dict(done))
 
@@ -166,10 +166,10 @@ class FileBlocks:
                     yield number, self._unreadable(start, end, error)
                 continue
             if number not in self.done:
-                yield number, table_block(table, self.rows.place, start)
+                yield number, table_block(table, self.rows.name_of, start)
             elif not is_committed(table, self.done[number]):
                 raise DataError(
-                    f"{self.rows.place(start)} and on: these are not the rows of block {number} that the run has "
+                    f"{self.rows.name_of(start)} and on: these are not the rows of block {number} that the run has "
                     "committed; resume it with the input as it was, or start a new run elsewhere"
                 )
 
@@ -185,6 +185,6 @@ class FileBlocks:
                     ids += id_texts(table.column("example_id")).tolist()
             except UnreadableError as other:
                 may_return |= isinstance(other, UnopenedError)
-                places = map(self.rows.locate, range(first, last))
-                ids += [f"{self.names[file]}:row {row}" for file, row in places]
+                located = map(self.rows.locate, range(first, last))
+                ids += [f"{self.names[file]}:row {row}" for file, row in located]
         return InputBlock(ids, None, {}, 0, str(error), may_return=may_return)

@@ -24,14 +24,14 @@ class ModelHead:
     """One model's rows but the logits: of one file in its order, or of one split in order of example_id.
 
     example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.   costs: float64 (N,) or None.
-    places: int64 (N,), where each row stands among those of all files, one file after the other.
+    positions: int64 (N,), of each row among those of all files, one file after the other.
     """
 
     files: tuple[AnyPath, ...]
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
-    places: Ints
+    positions: Ints
 
     def without(self, example_ids: pa.Array) -> Self:
         """Return the other rows."""
@@ -42,7 +42,7 @@ class ModelHead:
 
     def with_logits(self, logits: Floats, n_options: Ints, sums: SumsToOne) -> ModelRows:
         """Return the same rows with their logits."""
-        own = (self.files, self.example_ids, self.labels, self.costs, self.places)
+        own = (self.files, self.example_ids, self.labels, self.costs, self.positions)
         return ModelRows(*own, logits, n_options, sums)
 
 

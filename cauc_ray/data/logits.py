@@ -68,7 +68,7 @@ class LogitTable:
         """Open a table. Raises DataError where there is none or its pool.json is malformed.
 
         logit_kind: of all models or by model, which counts before what pool.json declares.   undeclared: of models
-        whose kind neither declares; those that are not there either hold raw logits.
+        whose kind neither declares; the rest hold raw logits.
         """
         self.path = path_of(path)
         if not self.path.is_dir():
@@ -83,7 +83,7 @@ class LogitTable:
 
     @property
     def declared_costs(self) -> dict[str, float]:
-        """Return what pool.json says that a call of each model costs, nothing where there is none."""
+        """Return the cost of a call of each model as pool.json has it, nothing where there is none."""
         return self.info.costs if self.info else {}
 
     def read_failed(self, model: str, split: str) -> pa.Array:
@@ -114,9 +114,9 @@ class LogitTable:
         require_no_probabilities(where, sums)
         head = joined_head(parts, where)
         logits = joined_logits([part.logits for part in parts])
-        in_order = bool((np.diff(head.places) == 1).all())
-        n_options = np.concatenate([part.n_options for part in parts])[head.places]
-        return head.with_logits(logits if in_order else logits[head.places], n_options, sums)
+        in_order = bool((np.diff(head.positions) == 1).all())
+        n_options = np.concatenate([part.n_options for part in parts])[head.positions]
+        return head.with_logits(logits if in_order else logits[head.positions], n_options, sums)
 
     def read_head(self, model: str, split: str) -> ModelHead:
         """Read one model's rows of one split but the logits. Raises DataError as read_model does."""

@@ -44,7 +44,7 @@ class Rows(Protocol):
         Their types are plain: no dictionaries, no views. Raises DataError naming a file that cannot be read.
         """
 
-    def place(self, row: int) -> str:
+    def name_of(self, row: int) -> str:
         """Name a row's file and its number there."""
 
 
@@ -68,7 +68,7 @@ class _Files:
         file = int(np.searchsorted(self.starts, row, side="right")) - 1
         return file, row - int(self.starts[file])
 
-    def place(self, row: int) -> str:
+    def name_of(self, row: int) -> str:
         file, own = self.locate(row)
         return f"{self.files[file]}, row {own}"
 
@@ -120,7 +120,7 @@ class ParquetRows(_Files):
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
         """Read the wanted rows' row groups, a batch at a time.
 
-        Raises UnreadableError where a file cannot be opened or decoded, DataError where it was written anew since.
+        Raises UnreadableError where a file cannot be opened or decoded, DataError where it was rewritten since.
         """
         held: list[pa.Table] = []
         n = 0
@@ -244,7 +244,7 @@ class ImageRows:
                 made["label"] = pa.array(self.labels[here])
             yield pa.table({column: made[column] for column in columns})
 
-    def place(self, row: int) -> str:
+    def name_of(self, row: int) -> str:
         """Name the row's file."""
         return str(self.folder / self.names[row].as_py())
 
@@ -270,7 +270,7 @@ class HubRows:
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.source} cannot be read: {first_line(error)}") from error
 
-    def place(self, row: int) -> str:
+    def name_of(self, row: int) -> str:
         """Name the row."""
         return f"{self.source}, row {row}"
 

@@ -1,8 +1,8 @@
 """Calibration, validation and test splits by the paper's appendix ("Dataset splits"): seeded, disjoint.
 
 Every split is a set of row numbers of one partition of the dataset as published (train, validation, test).
-The paper's three rules serve its nine datasets; two more serve other people's: their own three partitions as
-they are, and a train set sampled as sample-train does, but beside a test set.
+Three rules are the paper's, for its nine datasets. Two are for other datasets: their own three partitions as they
+are, and a train set that is sampled as by sample-train, next to a test set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.types import Ints
 
-Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-beside-test"]
+Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-with-test"]
 
 # What each rule takes rows from, those drawn from first; three-way also cuts the only partition there is, whatever its
 # name.
@@ -25,7 +25,7 @@ RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
     "sample-train": ("train", "validation"),
     "three-way": ("validation",),
     "as-published": ("calibration", "validation", "test"),
-    "sample-train-beside-test": ("train", "test"),
+    "sample-train-with-test": ("train", "test"),
 }
 
 
@@ -38,7 +38,7 @@ class SplitRows:
 
 
 def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rule:
-    """Return the rule for a dataset that has these partitions and that the paper says nothing of.
+    """Return the rule for a dataset that has these partitions and that is not one of the paper's.
 
     Raises DataError, which begins with the source, where none fits.
 
@@ -47,7 +47,7 @@ def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rul
     """
     if len(partitions) == 1:
         return "three-way"
-    for rule in ("as-published", "halve-validation", "sample-train", "sample-train-beside-test"):
+    for rule in ("as-published", "halve-validation", "sample-train", "sample-train-with-test"):
         if set(RULE_PARTITIONS[rule]) <= set(partitions):
             return rule
     raise DataError(

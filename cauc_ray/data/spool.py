@@ -23,13 +23,13 @@ _DECODED_BYTES = 4 << 20
 class WantedRows:
     """Rows of a model's files, without their logits.
 
-    model: its name.   files: paths.   places: int64 (n,), where each row stands among those of all files, one after
-    the other.   kind: of what is stored.
+    model: its name.   files: paths.   positions: int64 (n,), of each row among those of all files, one after the
+    other.   kind: of what is stored.
     """
 
     model: str
     files: tuple[AnyPath, ...]
-    places: Ints
+    positions: Ints
     kind: LogitKind = "raw"
 
 
@@ -45,8 +45,8 @@ class SpooledLogits:
         """Read the wanted rows. Raises DataError as LogitTable.read_model does, or where rows are gone."""
         self._file = tempfile.TemporaryFile(prefix="cauc-")  # noqa: SIM115
         self.has_gaps, self.sums = False, SumsToOne()
-        order, lengths = np.argsort(wanted.places), [np.empty(0, dtype=np.int32)]
-        for part in _parts(wanted, wanted.places[order]):
+        order, lengths = np.argsort(wanted.positions), [np.empty(0, dtype=np.int32)]
+        for part in _parts(wanted, wanted.positions[order]):
             values = part.values
             self.sums += part.sums
             self.has_gaps |= bool(np.isneginf(values).any())
@@ -55,11 +55,11 @@ class SpooledLogits:
         self._file.flush()
         in_file = np.concatenate(lengths)
         if len(in_file) < len(order):
-            raise DataError(f"model {wanted.model!r}: {len(order) - len(in_file)} rows are not in its files any more")
-        # Rows stand in the file in the order of their places: where each is, and where its options begin.
-        self._places = np.argsort(order)
+            raise DataError(f"model {wanted.model!r}: {len(order) - len(in_file)} rows are missing from its files")
+        # The file has the rows in the order of their positions: the index of each there, and where its options begin.
+        self._positions = np.argsort(order)
         self._starts = np.append(0, np.cumsum(in_file, dtype=np.int64))
-        self.n_options = in_file[self._places]
+        self.n_options = in_file[self._positions]
         self.width = int(in_file.max())
 
     def __del__(self) -> None:
@@ -77,13 +77,13 @@ class SpooledLogits:
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
         """Return some rows."""
-        places = self._places[rows]
-        runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
+        positions = self._positions[rows]
+        runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
         values = [self._read(run) for run in runs]
         return laid_out(values[0] if len(runs) == 1 else np.concatenate(values), self.n_options[rows], self.width)
 
     def _read(self, run: Ints) -> Floats:
-        """Return the options of rows that stand side by side, or of none, end to end."""
+        """Return the options of neighbouring rows, or of none, end to end."""
         if not len(run):
             return np.empty(0, np.float32)
         first, last = int(self._starts[run[0]]), int(self._starts[run[-1] + 1])
@@ -94,14 +94,14 @@ class SpooledLogits:
         return values
 
 
-def _parts(wanted: WantedRows, places: Ints) -> Iterator[ModelRows]:
-    """Yield the rows at rising places, decoding little at a time and only row groups that hold some."""
+def _parts(wanted: WantedRows, positions: Ints) -> Iterator[ModelRows]:
+    """Yield the rows at rising positions, decoding little at a time and only row groups that hold some."""
     start = 0
     for file in wanted.files:
         with open_parquet(file, streamed=True) as opened:
             end = start + opened.metadata.num_rows
-            first, last = np.searchsorted(places, [start, end])
+            first, last = np.searchsorted(positions, [start, end])
             names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
-            for rows in read_rows(opened, file, places[first:last] - start, names, 65_536, _DECODED_BYTES):
+            for rows in read_rows(opened, file, positions[first:last] - start, names, 65_536, _DECODED_BYTES):
                 yield part_of(rows, file, wanted.model, wanted.kind)
             start = end

@@ -81,13 +81,13 @@ class ShardRows:
 
 def cut_rows(chain: ChainHeads, n_shards: int) -> list[ShardRows]:
     """Cut a chain's rows into shards of about equal size, none empty, along the first model's files."""
-    order, known = np.argsort(chain.heads[0].places), chain.known
+    order, known = np.argsort(chain.heads[0].positions), chain.known
     models = list(zip(known["models"], chain.heads, known["logit_kind"], strict=True))
     return [
         ShardRows(
             ranks,
             known["labels"][ranks],
-            tuple(WantedRows(model, head.files, head.places[ranks], kind) for model, head, kind in models),
+            tuple(WantedRows(model, head.files, head.positions[ranks], kind) for model, head, kind in models),
         )
         for ranks in np.array_split(order, min(n_shards, len(order)))
     ]

@@ -31,7 +31,7 @@ def require_writable(path: AnyPath) -> None:
 
 
 @contextmanager
-def written_beside(path: AnyPath) -> Iterator[Path]:
+def atomic_file(path: AnyPath) -> Iterator[Path]:
     """Yield a local path to write a file to; if the block succeeds, put that file at the given path.
 
     Of a local path the file lies in the same folder and is renamed; a symbolic link keeps pointing at what is then the
@@ -40,24 +40,24 @@ def written_beside(path: AnyPath) -> Iterator[Path]:
     require_writable(path)
     if isinstance(path, RemotePath):
         with tempfile.TemporaryDirectory(prefix="cauc-") as folder:
-            beside = Path(folder, path.name)
-            yield beside
-            with pa.memory_map(str(beside)) as written:
+            temporary = Path(folder, path.name)
+            yield temporary
+            with pa.memory_map(str(temporary)) as written:
                 path.write_bytes(written.read_buffer())
         return
     try:
         target = path.resolve()
         # A name of its own: the target's may be as long as names can be.
-        beside = target.with_name(f".cauc-{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
+        temporary = target.with_name(f".cauc-{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
-            yield beside
+            yield temporary
             # Without this a crash of the machine may leave the new name with no content, or the old content.
-            _sync(beside, os.O_RDWR)
-            beside.replace(target)
+            _sync(temporary, os.O_RDWR)
+            temporary.replace(target)
             _sync_folder(target.parent)
         finally:
             with suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.files.atomic import written_beside
+from cauc_ray.files.atomic import atomic_file
 from cauc_ray.files.paths import AnyPath
 
 
 def write_text(path: AnyPath, text: str) -> None:
     """Write a text file atomically."""
-    with written_beside(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: AnyPath, value: Any) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.atomic import written_beside
+from cauc_ray.files.atomic import atomic_file
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, readable
 
@@ -29,8 +29,8 @@ class UnopenedError(UnreadableError):
 
 def write_parquet(path: AnyPath, table: pa.Table) -> None:
     """Write a Parquet file atomically."""
-    with written_beside(path) as beside:
-        pq.write_table(table, beside)
+    with atomic_file(path) as temporary:
+        pq.write_table(table, temporary)
 
 
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
@@ -72,7 +72,7 @@ def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
 
 
 def footer_digest(file: pq.ParquetFile) -> str:
-    """Return a digest of an open file's footer, which differs where the file was written anew with other rows."""
+    """Return a digest of an open file's footer, which differs where the file was rewritten with other rows."""
     footer = pa.BufferOutputStream()
     file.metadata.write_metadata_file(footer)
     return hashlib.blake2b(footer.getvalue(), digest_size=16).hexdigest()

@@ -21,7 +21,7 @@ import pyarrow.fs
 from cauc_ray.errors import ConfigError, DataError, first_line
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
-# What says where a filesystem is and who may use it.
+# Environment variables that locate a filesystem and give access to it.
 _SETTINGS = ("AWS_", "AZURE_", "GOOGLE_", "GCS_", "HF_")
 _NO_ACCESS = re.compile("ACCESS_DENIED|FORBIDDEN|Unauthorized|credential|InvalidAccessKeyId|40[13] ", re.IGNORECASE)
 

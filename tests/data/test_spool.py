@@ -45,7 +45,7 @@ def test_blocks_and_single_rows_are_those_of_the_table(layout, data, tmp_path_fa
     head = LogitTable(folder).read_head("m", "test")
     whole = LogitTable(folder).read_model("m", "test")
     chosen = np.array(data.draw(st.lists(st.integers(0, layout["n"] - 1), min_size=1, unique=True)))
-    assert_holds(SpooledLogits(WantedRows("m", head.files, head.places[chosen])), rows, whole, chosen, data)
+    assert_holds(SpooledLogits(WantedRows("m", head.files, head.positions[chosen])), rows, whole, chosen, data)
 
 
 def assert_holds(spool, rows, whole, chosen, data):
@@ -65,8 +65,8 @@ def assert_holds(spool, rows, whole, chosen, data):
 def test_a_row_that_the_files_do_not_have_any_more_is_refused(tmp_path):
     write(tmp_path, {"n": 20, "n_files": 2, "group": 5, "ragged": False, "seed": 0})
     head = LogitTable(tmp_path).read_head("m", "test")
-    with pytest.raises(DataError, match="1 rows are not in its files any more"):
-        SpooledLogits(WantedRows("m", head.files, np.append(head.places, 20)))
+    with pytest.raises(DataError, match="1 rows are missing from its files"):
+        SpooledLogits(WantedRows("m", head.files, np.append(head.positions, 20)))
 
 
 def test_a_head_is_read_without_the_logits_and_refuses_what_the_table_refuses(tmp_path):

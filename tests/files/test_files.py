@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.files.atomic import make_folder, require_writable, written_beside
+from cauc_ray.files.atomic import atomic_file, make_folder, require_writable
 from cauc_ray.files.documents import read_json, write_json, write_text
 from cauc_ray.files.listing import content_digest, files_below, visible
 from cauc_ray.files.parquet import count_rows, has_parquet_files, parquet_files, read_parquet, write_parquet
@@ -23,8 +23,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(folder):
         write_json(path, {"a": float("nan")})
 
     def fail_halfway():
-        with written_beside(path) as beside:
-            beside.write_text("half")
+        with atomic_file(path) as temporary:
+            temporary.write_text("half")
             raise RuntimeError
 
     with pytest.raises(RuntimeError):

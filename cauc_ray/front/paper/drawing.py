@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.files.atomic import written_beside
+from cauc_ray.files.atomic import atomic_file
 
 # Of Okabe and Ito (2008).
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
@@ -63,5 +63,5 @@ def figure(width: float, height: float, path: Path) -> Iterator[Any]:
         FigureCanvasAgg(drawn)
         yield drawn
         for kind in ("png", "svg"):
-            with written_beside(path.with_name(f"{path.name}.{kind}")) as beside:
-                drawn.savefig(beside, format=kind, dpi=160)
+            with atomic_file(path.with_name(f"{path.name}.{kind}")) as temporary:
+                drawn.savefig(temporary, format=kind, dpi=160)
