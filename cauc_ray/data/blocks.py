@@ -18,8 +18,8 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Ints
 
-# Blocks that are committed, by number, with the digests of their ids; None where it is unknown.
-Done: TypeAlias = Mapping[int, str | None]
+# Blocks that are committed, by number, with the digests of their ids.
+Done: TypeAlias = Mapping[int, str]
 NOTHING_DONE: Done = MappingProxyType({})
 
 
@@ -119,9 +119,9 @@ def ids_digest(example_ids: Sequence[str | None]) -> str:
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
 
 
-def is_committed(table: pa.Table, digest: str | None) -> bool:
-    """Return whether rows have the ids whose digest was committed; None is any's."""
-    return digest in (None, ids_digest(id_texts(table.column("example_id")).tolist()))
+def is_committed(table: pa.Table, digest: str) -> bool:
+    """Return whether rows have the ids whose digest was committed."""
+    return digest == ids_digest(id_texts(table.column("example_id")).tolist())
 
 
 def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:

@@ -133,18 +133,16 @@ class FileBlocks:
         return len(self.starts) - 1
 
     def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
-        """Yield a group's blocks, read as a stream; of done ones before and after the others, no more than the ids."""
+        """Yield a group's blocks, read as a stream; of done ones before and after the others, only the ids."""
         numbers = range(self.firsts[group], self.firsts[group + 1])
         wanted = [number for number in numbers if number not in self.done]
 
         def columns(number: int) -> tuple[str, ...]:
-            if wanted and wanted[0] <= number <= wanted[-1]:
-                return tuple(self.rows.columns)
-            return () if self.done[number] is None else ("example_id",)
+            among = bool(wanted) and wanted[0] <= number <= wanted[-1]
+            return tuple(self.rows.columns) if among else ("example_id",)
 
         for names, run in groupby(numbers, columns):
-            if names:
-                yield from self._read(group, list(run), names)
+            yield from self._read(group, list(run), names)
 
     def _read(self, group: int, numbers: list[int], columns: tuple[str, ...]) -> Iterator[tuple[int, InputBlock]]:
         """Read neighbouring blocks. Raises DataError naming file and row where a done one has other ids."""

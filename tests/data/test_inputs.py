@@ -21,9 +21,15 @@ from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.parquet import write_parquet
 
 
+def digests(blocks):
+    return {number: ids_digest(block.example_ids) for number, block in blocks.items()}
+
+
 def read(path, block_rows, done=()):
     """Return the blocks by number, of a source that went to another process, the last group first."""
-    source = pickle.loads(pickle.dumps(open_input(path).source(block_rows, dict.fromkeys(done))))
+    whole = digests(read(path, block_rows)) if done else {}
+    done = {number: whole.get(number, "of no block") for number in done}
+    source = pickle.loads(pickle.dumps(open_input(path).source(block_rows, done)))
     blocks = {}
     for group in reversed(range(source.n_groups)):
         inside = list(source.blocks(group))
@@ -142,18 +148,22 @@ def test_one_file_is_named_after_itself_and_the_size_of_a_row_is_stated(tmp_path
     assert open_input(tmp_path).identity == {"a.parquet": 2, "b.parquet": 4}
 
 
-def test_what_only_done_blocks_need_is_not_read():
+def test_of_blocks_that_are_done_only_ids_are_read():
     with parquet_folder([4] * 6, 2) as folder:  # 3 rows a block: one group of 8 blocks
-        source = open_input(folder).source(3, dict.fromkeys((0, 1, 2, 6, 7)))
+        whole = digests(read(folder, 3))
+        done = {number: whole[number] for number in (0, 1, 2, 6, 7)}
+        source, other = (open_input(folder).source(3, each) for each in (done, {**done, 0: "of other rows"}))
         assert source.n_groups == 1
-        for gone in ("0000", "0001", "0005"):
+        damage(folder / "0000.parquet", 0, 2)
+        with pytest.raises(DataError, match="not the rows of block 0"):
+            list(other.blocks(0))
+        for gone in ("0001", "0005"):
             (folder / f"{gone}.parquet").unlink()
         damage(folder / "0002.parquet", 0, 0)
         blocks = dict(source.blocks(0))
         assert list(blocks) == [3, 4, 5]
         # Block 3 needs rows 9 and on, which are in the second half of row group 0: that one was needed.
         assert [bool(block.unreadable) for block in blocks.values()] == [True, False, False]
-        assert list(open_input(folder / "0003.parquet").source(4, {0: None}).blocks(0)) == []
 
 
 def test_files_that_differ_in_types_share_a_block(tmp_path):
@@ -239,14 +249,10 @@ def test_files_written_anew_after_the_start_end_the_reading(change):
             list(source.blocks(0))
 
 
-def digests(path, block_rows):
-    return {number: ids_digest(block.example_ids) for number, block in read(path, block_rows).items()}
-
-
 @given(SIZES, st.integers(1, 12), st.integers(1, 7), st.data())
 def test_blocks_that_are_done_are_compared_with_what_was_committed(sizes, row_group_rows, block_rows, data):
     with parquet_folder(sizes, row_group_rows) as folder:
-        whole = digests(folder, block_rows)
+        whole = digests(read(folder, block_rows))
         done = {number: whole[number] for number in data.draw(st.sets(st.sampled_from(sorted(whole)), min_size=1))}
         source = open_input(folder).source(block_rows, done)
         left = [number for group in range(source.n_groups) for number, _ in source.blocks(group)]
@@ -262,8 +268,9 @@ def test_ids_of_any_type_are_compared_as_the_texts_that_were_committed(tmp_path)
     for number, stored in enumerate((texts, [t.encode() for t in texts], pa.array(texts).dictionary_encode(), [1, 2])):
         pq.write_table(pa.table({"example_id": stored, "x": [1, 2]}), tmp_path / f"{number}.parquet")
         opened = open_input(tmp_path / f"{number}.parquet")
-        assert ids(read(opened.path, 2)) == (["1", "2"] if number == 3 else texts)
-        assert list(opened.source(2, digests(tmp_path / f"{number}.parquet", 2)).blocks(0)) == []
+        blocks = read(opened.path, 2)
+        assert ids(blocks) == (["1", "2"] if number == 3 else texts)
+        assert list(opened.source(2, digests(blocks)).blocks(0)) == []
 
 
 def test_done_rows_that_cannot_be_read_now_are_passed_over():

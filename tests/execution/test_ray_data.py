@@ -87,16 +87,16 @@ def test_done_blocks_are_left_out_unconverted():
     opened = dataset_input(data)
     assert opened.n_rows == 10
     assert opened.row_bytes > 1
-    left = list(opened.source(4, {0: None}).blocks(0))
-    assert [(number, block.example_ids) for number, block in left] == [(1, list("4567")), (2, list("89"))]
     first = ids_digest(list("0123"))
+    left = list(opened.source(4, {0: first}).blocks(0))
+    assert [(number, block.example_ids) for number, block in left] == [(1, list("4567")), (2, list("89"))]
     assert [number for number, _ in opened.source(4, {0: first, 1: ids_digest(list("4567"))}).blocks(0)] == [2]
     for done, said in (
         ({0: ids_digest(list("0132"))}, "block 0 holds other rows"),
         ({3: first}, "ends before block 3"),
     ):
         with pytest.raises(DataError, match=f"the Ray dataset is not the one .*{said}.*start a new run"):
-            list(opened.source(4, {0: None} | done).blocks(0))
+            list(opened.source(4, {0: first} | done).blocks(0))
     with pytest.raises(DataError, match="the Ray dataset: column 'label' holds negative numbers"):
         list(opened.source(4).blocks(0))
 
