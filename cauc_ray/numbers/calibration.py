@@ -209,10 +209,6 @@ class Parts:
         p = len(self.lowest)
         return np.concatenate([np.clip(at[:p], self.lowest, self.highest), at[p:]])
 
-    def inside(self, weights: Floats) -> bool:
-        """Say whether no weight is near a bound."""
-        return bool(((weights > 10 * self.lowest) & (weights < self.highest / 10)).all())
-
 
 def _scales(logits: Floats) -> tuple[float, float]:
     """Return the spread of rows of logits, and their margin, the geometric mean."""
@@ -228,23 +224,15 @@ def solve_temperatures(parts: Parts) -> TemperatureFit:
     """Fit the temperatures of the arrays that parts hold."""
     p = len(parts.lowest)
     start = np.full(p, 1.0 / p)
-    initial = _begin(parts, start)
+    # Constant logits say nothing, and nothing would move their weight.
+    initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
+    if parts.n >= _SAMPLED_ROWS:
+        initial = _newton(Parts.of(parts.some).means, initial, parts).at
     found = _newton(parts.means, initial, parts)
     nll_before = found.first_value if (initial == start).all() else parts.nll(start)
     directions = _inverse(found.means, p)
     squares = np.diag(directions @ found.means.scatter @ directions.T)
     return _fit(found, parts, squares, nll_before, found.means.value)
-
-
-def _begin(parts: Parts, start: Floats) -> Floats:
-    """Return the weights from which a search goes on: start, or of many rows those that some of them have."""
-    # Constant logits say nothing, and nothing would move their weight.
-    initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
-    if parts.n < _SAMPLED_ROWS:
-        return initial
-    of_some = _newton(Parts.of(parts.some).means, initial, parts).at
-    # They may be separable, or say nothing, where the whole is not, or the reverse.
-    return of_some if parts.inside(of_some) else initial
 
 
 def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = PRIOR_VARIANCE) -> TemperatureFit:

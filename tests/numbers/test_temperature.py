@@ -201,17 +201,21 @@ def many_rows(odd):
         labels[every] = small[every].argmax(axis=1)
     elif odd == "loud":
         small[every] *= 50
+    elif odd == "quiet":  # no weight that is too much for these is too little for the others
+        labels[every] = small[every].argmax(axis=1)
+        small[every] *= 1e-4
     elif odd == "copies":
         large = small + 1e-6 * large
     return small, large, labels
 
 
-@pytest.mark.parametrize("odd", ["nothing", "wrong", "right", "loud", "copies"])
+@pytest.mark.parametrize("odd", ["nothing", "wrong", "right", "loud", "quiet", "copies"])
 def test_fits_of_many_rows_end_at_the_minimum_however_odd_the_sample(odd):
     small, large, labels = many_rows(odd)
     fit = fit_temperature(small, labels)
     expected, lowest = best_by_scipy(small, labels)
     assert fit.temperature == pytest.approx(expected, rel=1e-5)
+    assert fit.nll_before == pytest.approx(nll([1.0], [small], labels), rel=1e-12)
     assert fit.nll_after == pytest.approx(lowest, abs=1e-10)
     pair = fit_pair(small, large, labels)
     starts = ([0.5, 0.5], [0.01, 1.0])
