@@ -81,7 +81,7 @@ class EarlyAnswers:
         kept = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
         if not len(kept):
             return None
-        return float(self.frontier.thresholds[kept[0]]), int(self.n_accepted[kept[0]])
+        return float(self.frontier.settings[kept[0]]), int(self.n_accepted[kept[0]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,53 +97,25 @@ class OperatingPoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
-    """All P operating points of a method with one threshold, by rising threshold.
+class Frontier(OperatingPoints):
+    """All P operating points of a method with one threshold, by rising threshold; settings are thresholds to publish.
 
     Along them a cascade's cost never falls, and neither does a router's by prices where all calls of a model cost the
-    same.
+    same. Quality is accuracy or macro-F1.
 
     confidences: float64 (P - 1,), rising: point p holds for thresholds in (confidences[p - 1], confidences[p]].
-    cost: float64 (P,), mean per example.   quality: float64 (P,), accuracy or macro-F1.
     """
 
     confidences: Floats
-    cost: Floats
-    quality: Floats
-    unit: str
-
-    @property
-    def thresholds(self) -> Floats:
-        """Return for each point the threshold to publish: midway between its neighbours, float64 (P,).
-
-        Midway, so that rounding flips no example; the ends stop everything and nothing, whatever comes, where
-        confidences are probabilities, and lie one beyond the outermost where they are not, or at the next float where
-        one is less than the gap between two floats.
-        """
-        if not len(self.confidences):
-            return np.array([STOP_ALL])
-        low, high = self.confidences[:-1], self.confidences[1:]
-        middle = low + (high - low) / 2
-        # Adjacent floats have no middle; the upper end still belongs to the point.
-        middle = np.where(middle > low, middle, high)
-        first, last = self.confidences[0], self.confidences[-1]
-        lowest = STOP_ALL if first >= STOP_ALL else min(first - 1, np.nextafter(first, -np.inf))
-        highest = STOP_NONE if last < STOP_NONE else max(last + 1, np.nextafter(last, np.inf))
-        return np.concatenate([[lowest], middle, [highest]])
 
     def index(self, thresholds: Floats) -> Ints:
         """Return which point each threshold realises, int (same shape)."""
         return np.searchsorted(self.confidences, thresholds, side="left")
 
-    def points(self) -> OperatingPoints:
-        """Return the points by the thresholds to publish."""
-        return OperatingPoints(self.thresholds, self.cost, self.quality, self.unit)
-
     def best(self, budget: float | None = None) -> OperatingPoint:
         """Return the point of highest quality within the budget, as OperatingPoints has it."""
-        points = self.points()
-        point = points.index_of_best(budget)
-        return OperatingPoint(float(points.settings[point]), float(self.cost[point]), float(self.quality[point]))
+        point = self.index_of_best(budget)
+        return OperatingPoint(float(self.settings[point]), float(self.cost[point]), float(self.quality[point]))
 
     def at(self, threshold: float) -> OperatingPoint:
         """Return the point that a threshold realises."""
@@ -169,7 +141,7 @@ def sweep(
 
     >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
     ...                  Costs("GFLOPs", np.array([1.0, 4.0])))
-    >>> frontier.cost, frontier.quality, frontier.thresholds
+    >>> frontier.cost, frontier.quality, frontier.settings
     (array([1., 3., 5.]), array([0.5, 1. , 1. ]), array([0.  , 0.75, 2.  ]))
     """
     n, m = predictions.shape
@@ -198,10 +170,29 @@ def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Fron
     values: float64 (E,), rising, that part the E + 1 points; -inf lies above no threshold and inf below none.
     """
     real = np.isfinite(values)
-    if real.all():
-        return Frontier(values, cost, quality, unit)
-    points = np.append(values > -np.inf, True) & np.append(True, values < np.inf)
-    return Frontier(values[real], cost[points], quality[points], unit)
+    if not real.all():
+        points = np.append(values > -np.inf, True) & np.append(True, values < np.inf)
+        values, cost, quality = values[real], cost[points], quality[points]
+    return Frontier(_thresholds(values), cost, quality, unit, values)
+
+
+def _thresholds(confidences: Floats) -> Floats:
+    """Return for each of P points the threshold to publish, float64 (P,).   confidences: as Frontier has them.
+
+    Midway between its neighbours, so that rounding flips no example; the ends stop everything and nothing, whatever
+    comes, where confidences are probabilities, and lie one beyond the outermost where they are not, or at the next
+    float where one is less than the gap between two floats.
+    """
+    if not len(confidences):
+        return np.array([STOP_ALL])
+    low, high = confidences[:-1], confidences[1:]
+    middle = low + (high - low) / 2
+    # Adjacent floats have no middle; the upper end still belongs to the point.
+    middle = np.where(middle > low, middle, high)
+    first, last = confidences[0], confidences[-1]
+    lowest = STOP_ALL if first >= STOP_ALL else min(first - 1, np.nextafter(first, -np.inf))
+    highest = STOP_NONE if last < STOP_NONE else max(last + 1, np.nextafter(last, np.inf))
+    return np.concatenate([[lowest], middle, [highest]])
 
 
 def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:

@@ -141,7 +141,7 @@ class Thresholded:
     @cached_property
     def points(self) -> OperatingPoints:
         """Return what validation had at every threshold."""
-        return self._trace(self.validation).frontier(self.validation.chain).points()
+        return self._trace(self.validation).frontier(self.validation.chain)
 
     @property
     def default(self) -> float:

@@ -103,7 +103,7 @@ def choose_threshold(
         "guards": look(decided, expected, trace, measured_on, calibration),
     }
     if frontier is not None:
-        best = frontier.points().pareto(MOST_CURVE_POINTS)
+        best = frontier.pareto(MOST_CURVE_POINTS)
         points = zip(best.settings.tolist(), best.cost.tolist(), best.quality.tolist(), strict=True)
         found["curve"] = tuple(CurvePoint(threshold=t, cost=cost, quality=quality) for t, cost, quality in points)
         found["reference"] = reference_of(answered, trace, measured_on, split)

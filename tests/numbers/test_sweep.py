@@ -42,7 +42,7 @@ def test_every_point_is_what_a_replay_gives_at_its_threshold_and_at_its_confiden
     accuracy, macro = sweep(*data), sweep(*data, "macro-f1")
     assert (np.diff(accuracy.cost) >= -1e-12).all()
     assert accuracy.confidences.tolist() == np.unique(np.maximum.accumulate(data[0], axis=1)).tolist()
-    for point, threshold in [*enumerate(accuracy.thresholds), *enumerate(accuracy.confidences)]:
+    for point, threshold in [*enumerate(accuracy.settings), *enumerate(accuracy.confidences)]:
         cost, right, f1 = by_replay(*data, threshold)
         assert accuracy.index(np.array([threshold])).tolist() == [point]
         assert accuracy.cost[point] == pytest.approx(cost, abs=1e-9)
@@ -91,7 +91,7 @@ def test_the_pareto_points_are_those_that_no_other_beats(pairs):
 
 @given(seeds, sizes, st.integers(2, 9), st.floats(0, 1))
 def test_thinned_points_are_some_of_all_and_lose_nothing_at_evenly_spaced_budgets(seed, size, most, between):
-    points = sweep(*traces(seed, size)).points()
+    points = sweep(*traces(seed, size))
     whole, thin = points.pareto(10**6), points.pareto(most)
     assert len(thin.cost) <= most
     assert set(thin.settings) <= set(whole.settings)
@@ -117,7 +117,7 @@ def test_reached_shares_count_the_replay(seed, size):
 def test_thresholds_lie_midway_and_rounding_to_float32_flips_nothing():
     data = traces(0, (50, 3))
     frontier = sweep(*data)
-    for point, threshold in enumerate(frontier.thresholds.astype(np.float32).astype(float)):
+    for point, threshold in enumerate(frontier.settings.astype(np.float32).astype(float)):
         assert by_replay(*data, threshold)[0] == pytest.approx(frontier.cost[point])
 
 
@@ -126,7 +126,7 @@ def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_
     answers = np.zeros((2, 2), int), np.zeros(2, int), Costs("s", np.array([1.0, 1.0]))
     confidences = np.array([[low], [np.nextafter(low, np.inf)]])
     frontier = sweep(confidences, *answers)
-    assert [by_replay(confidences, *answers, t)[0] for t in frontier.thresholds] == frontier.cost.tolist()
+    assert [by_replay(confidences, *answers, t)[0] for t in frontier.settings] == frontier.cost.tolist()
 
 
 def test_shapes_that_do_not_fit_are_refused():

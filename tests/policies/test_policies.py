@@ -115,7 +115,7 @@ def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, pe
     trace, deepest = trace_policy(policy, test), np.zeros(40, int)
     frontier = trace.frontier(test)
     assert len(frontier.cost) > (5 if kind[2] > 1 else 0)
-    for threshold, cost, quality in zip(frontier.thresholds, frontier.cost, frontier.quality, strict=True):
+    for threshold, cost, quality in zip(frontier.settings, frontier.cost, frontier.quality, strict=True):
         result, measures = measure_replay(policy.with_threshold(float(threshold)), test)
         assert measures == measure(trace.at(float(threshold), test), test, test.source)  # to the bit
         assert measures.cost == pytest.approx(cost)

@@ -58,9 +58,9 @@ def test_every_point_is_what_its_threshold_gives_where_prices_are_equal_or_gains
     values = np.round(rng.normal(size=(40, m)), 1) * scale  # and some values, too
     trace = routed(values, prices, own, paid=paid)
     frontier = trace.frontier(own)
-    assert np.isfinite(frontier.thresholds).all()
-    assert (np.diff(frontier.thresholds) > 0).all()
-    for point, threshold in enumerate(frontier.thresholds):
+    assert np.isfinite(frontier.settings).all()
+    assert (np.diff(frontier.settings) > 0).all()
+    for point, threshold in enumerate(frontier.settings):
         answers = trace.answers(threshold)
         assert answers.costs(own).mean() == pytest.approx(frontier.cost[point])
         assert np.mean(answers.predictions == own.labels) == pytest.approx(frontier.quality[point])

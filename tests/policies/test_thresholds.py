@@ -119,13 +119,12 @@ def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(
     validation = chain(seed, 3000, strengths=(0.5, 3.0), shift=1)
     policy = fit(calibration, validation, ThresholdRule(threshold=0.5))
     frontier = trace_policy(policy, validation).frontier(validation)
-    points = frontier.points()
-    assert len(points.pareto(10**6).cost) > MOST_CURVE_POINTS
+    assert len(frontier.pareto(10**6).cost) > MOST_CURVE_POINTS
     assert MOST_CURVE_POINTS / 2 < len(policy.curve) <= MOST_CURVE_POINTS
     cheapest, best = policy.curve[0], policy.curve[-1]
     assert cheapest.cost == frontier.cost[0]
     assert (best.threshold, best.quality) == (frontier.best().threshold, frontier.quality.max())
-    of_threshold = dict(zip(points.settings, zip(points.cost, points.quality, strict=True), strict=True))
+    of_threshold = dict(zip(frontier.settings, zip(frontier.cost, frontier.quality, strict=True), strict=True))
     step = (best.cost - cheapest.cost) / (MOST_CURVE_POINTS - 1)
     for budget in np.linspace(cheapest.cost, best.cost * 1.1, 500):
         cost, found = of_threshold[policy.with_budget(budget).threshold]

@@ -71,7 +71,7 @@ def find_budgets(measured: Measured) -> Budgets | None:
     objective = policy.threshold_choice.objective or "accuracy"
     trace = trace_policy(policy, validation)
     on_validation, on_test = (trace, validation), (measured.trace, measured.test)
-    of_all = trace.frontier(validation, objective).points()
+    of_all = trace.frontier(validation, objective)
     best = of_all.pareto(max(2, len(of_all.settings)))
     points = tuple(
         BudgetPoint(cost, quality, _at(on_validation, on_test, threshold, objective))
