@@ -180,24 +180,6 @@ class Watched:
         return cls(tuple(stages), evidence)
 
 
-class _Feature:
-    """The test of one feature.   share: of the rate of false alarms."""
-
-    def __init__(self, reference: Ints, share: float) -> None:
-        self._test, self._log_share = ShareDrift(reference), math.log(share)
-        self.evidence = Evidence()
-
-    def add(self, contexts: Ints, categories: Ints) -> None:
-        if not len(categories):
-            return
-        n = self._test.n
-        found = (self._test.add(contexts, categories) + self._log_share) / math.log(10)
-        at, since = self.evidence.at, self.evidence.since
-        if at is None and found.max() >= NEEDED:
-            at, since = n + int((found >= NEEDED).argmax()) + 1, self._test.since
-        self.evidence = Evidence(self._test.n, max(self.evidence.log10, float(found.max())), at, since)
-
-
 class Watch:
     """Compares a policy's answers with its reference as they come, in as many pieces as they like."""
 
@@ -212,7 +194,10 @@ class Watch:
                 "with a validation split that has all labels"
             )
         counts = _reference_counts(policy.reference)
-        self._features = {name: _Feature(counts[name], share / n_watches) for name, (share, _) in FEATURES.items()}
+        self._tests = {name: ShareDrift(counts[name]) for name in FEATURES}
+        # Each test has its share of the rate of false alarms.
+        self._log_shares = {name: math.log(share / n_watches) for name, (share, _) in FEATURES.items()}
+        self._evidence = dict.fromkeys(FEATURES, Evidence())
         self._sums = [StageSums() for _ in policy.stages]
 
     def add(self, answered: Answered) -> None:
@@ -220,8 +205,8 @@ class Watch:
         assert answered.likeliest is not None
         none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
         bins = equal_width_bins(answered.confidences, N_BINS)
-        self._features["confidence"].add(none, stages * N_BINS + bins)
-        self._features["answers"].add(none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
+        self._test("confidence", none, stages * N_BINS + bins)
+        self._test("answers", none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
         self._sum(stages, lambda here: StageSums.of_answers(answered.confidences[here], answered.costs[here]))
 
     def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
@@ -230,8 +215,8 @@ class Watch:
         stages: int (n,), which gave them.   confidences: float64 (n,).   correct: bool (n,).
         """
         stages, right = stages.astype(np.int64), correct.astype(np.int64)
-        self._features["calibration"].add(stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
-        self._features["accuracy"].add(stages, right)
+        self._test("calibration", stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
+        self._test("accuracy", stages, right)
         self._sum(stages, lambda here: StageSums.of_outcomes(confidences[here], correct[here]))
 
     def add_agreements(self, stages: Ints, agreed: Bools) -> None:
@@ -240,8 +225,19 @@ class Watch:
         stages: int (n,), which gave them.   agreed: bool (n,).
         """
         stages = stages.astype(np.int64)
-        self._features["agreement"].add(stages, agreed.astype(np.int64))
+        self._test("agreement", stages, agreed.astype(np.int64))
         self._sum(stages, lambda here: StageSums.of_agreements(agreed[here]))
+
+    def _test(self, name: str, contexts: Ints, categories: Ints) -> None:
+        """Add rows to the evidence of a feature."""
+        if not len(categories):
+            return
+        test, so_far = self._tests[name], self._evidence[name]
+        n, at, since = test.n, so_far.at, so_far.since
+        found = (test.add(contexts, categories) + self._log_shares[name]) / math.log(10)
+        if at is None and found.max() >= NEEDED:
+            at, since = n + int((found >= NEEDED).argmax()) + 1, test.since
+        self._evidence[name] = Evidence(test.n, max(so_far.log10, float(found.max())), at, since)
 
     def _sum(self, stages: Ints, of: Callable[[Bools], StageSums]) -> None:
         """Add what is to be summed of the rows of each stage."""
@@ -250,7 +246,7 @@ class Watch:
 
     def watched(self) -> Watched:
         """Return what has been seen so far."""
-        return Watched(tuple(self._sums), {name: feature.evidence for name, feature in self._features.items()})
+        return Watched(tuple(self._sums), dict(self._evidence))
 
 
 def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
