@@ -1,4 +1,4 @@
-"""CAUC Base, CAUC-RF and the methods beside them: fitted from logits, stepped through by replay and run."""
+"""CAUC Base, CAUC-RF and the methods compared with them: fitted from logits, stepped through by replay and run."""
 
 # Policy.load knows the policy files of these, whichever module is asked for first.
 from cauc_ray.policies.cauc_base import BasePolicy

@@ -56,8 +56,8 @@ class RFPolicy(Policy):
     def contradictions(self) -> Iterator[str]:
         """Yield what in the policy contradicts something else in it."""
         yield from super().contradictions()
-        for place, stage in enumerate(self.stages):
-            if (place == 0) != (stage.alpha is None) or (place == 0) != (stage.beta is None):
+        for index, stage in enumerate(self.stages):
+            if (index == 0) != (stage.alpha is None) or (index == 0) != (stage.beta is None):
                 yield "alpha and beta must be null for the first stage and numbers for the others"
             if stage.isotonic is not None:
                 yield "isotonic maps are of single models' confidences, which RF does not use"

@@ -202,7 +202,7 @@ class Reference(FrozenModel):
             yield f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}"
         for stage in self.stages:
             if not len(stage.confidences) == len(stage.right) == N_BINS:
-                yield f"the reference of {stage.name!r} has not {N_BINS} bins"
+                yield f"the reference of {stage.name!r} must have {N_BINS} bins"
             n = sum(stage.confidences)
             rows = [*stage.confidences, *stage.right, *stage.likeliest.values()]
             exceeding = any(right > of for right, of in zip(stage.right, stage.confidences, strict=True))

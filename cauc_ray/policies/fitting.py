@@ -95,15 +95,15 @@ def fit_base(
     require_base_rule(rule)
     require_calibrator(calibrator, "base", len(calibration.models))
     _require_labels(calibration)
-    fits = [_calibrate(calibration, place, calibrator) for place in range(len(calibration.models))]
-    sums = sum_answers(calibration, {place: own for place, (own, _) in enumerate(fits)})
+    fits = [_calibrate(calibration, index, calibrator) for index in range(len(calibration.models))]
+    sums = sum_answers(calibration, {index: own for index, (own, _) in enumerate(fits)})
     stages = []
-    for place, (calibrated, fit) in enumerate(fits):
-        own, last = sums[place], place == len(fits) - 1
+    for index, (calibrated, fit) in enumerate(fits):
+        own, last = sums[index], index == len(fits) - 1
         rate = None if last else own.complementarity_rate
         stages.append(
             BaseStage(
-                **_of_model(calibration, place, calibrated, fit, own),
+                **_of_model(calibration, index, calibrated, fit, own),
                 mean=own.logits.mean,
                 std=own.logits.std,
                 complementarity_rate=rate,
@@ -173,22 +173,22 @@ def fit_rf(
     _require_labels(calibration)
     of_splits = _of_splits(calibration, validation, names, rule)
     stages: list[RFStage] = []
-    for place in range(len(calibration.models)):
-        own, fit = _calibrate(calibration, place, calibrator)
-        sums = sum_answers(calibration, {place: own})[place]
+    for index in range(len(calibration.models)):
+        own, fit = _calibrate(calibration, index, calibrator)
+        sums = sum_answers(calibration, {index: own})[index]
         pair = pair_of(calibration, tuple(stages), own) if stages else None
         alpha, beta = pair.temperatures if pair else (None, None)
         stage = RFStage(
-            **_of_model(calibration, place, own, fit, sums),
+            **_of_model(calibration, index, own, fit, sums),
             alpha=alpha,
             beta=beta,
             pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
         )
         stages.append(stage)
-        if safe and place and validation is not None:
+        if safe and index and validation is not None:
             so_far = RFPolicy(**of_splits, stages=tuple(stages))
-            if not _fusion_gains(so_far, validation.of_models(range(place + 1))):
-                stages[place] = stage.model_copy(update={"fused": False})
+            if not _fusion_gains(so_far, validation.of_models(range(index + 1))):
+                stages[index] = stage.model_copy(update={"fused": False})
     return choose_threshold(RFPolicy(**of_splits, stages=tuple(stages)), calibration, validation, rule)
 
 
@@ -197,11 +197,11 @@ def _require_labels(calibration: Chain) -> None:
     calibration.costs.warn_unless_rising(calibration.models)
 
 
-def _calibrate(calibration: Chain, place: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
-    calibrator, fit = calibrator_of(calibration, place, kind)
+def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
+    calibrator, fit = calibrator_of(calibration, index, kind)
     if fit.status is not FitStatus.CONVERGED:
         warnings.warn(
-            f"{calibration.source}: model {calibration.models[place]!r} is {fit.status} on its {len(calibration)} "
+            f"{calibration.source}: model {calibration.models[index]!r} is {fit.status} on its {len(calibration)} "
             f"examples; its temperature is clamped to {calibrator.temperature:.3g}",
             CaucWarning,
             stacklevel=2,
@@ -210,13 +210,13 @@ def _calibrate(calibration: Chain, place: int, kind: CalibratorKind) -> tuple[Ca
 
 
 def _of_model(
-    calibration: Chain, place: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
+    calibration: Chain, index: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
 ) -> dict[str, Any]:
     """Return what every policy knows of a model."""
     return {
-        "name": calibration.models[place],
-        "cost": float(calibration.costs.means[place]),
-        "logit_kind": calibration.logit_kinds[place],
+        "name": calibration.models[index],
+        "cost": float(calibration.costs.means[index]),
+        "logit_kind": calibration.logit_kinds[index],
         "temperature": calibrator.temperature,
         "offsets": calibrator.offsets,
         "isotonic": calibrator.isotonic,
@@ -225,7 +225,7 @@ def _of_model(
             calibration_error_before=sums.before.error,
             calibration_error_after=sums.after.error,
             accuracy=sums.accuracy,
-            logits_fingerprint=calibration.logits_fingerprint(place),
+            logits_fingerprint=calibration.logits_fingerprint(index),
         ),
     }
 

@@ -49,7 +49,7 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
     own, split, unit = found(policy), policy.validation.split, policy.cost_unit
     unfused, changes = _unfused(policy), []
     if unfused:
-        changes.append(f"{', '.join(unfused)} not fused, for want of support")
+        changes.append(f"{', '.join(unfused)} not fused: no gain is established")
     # A threshold that is given may cost what it does.
     limit = rule.budget
     if limit is None:
@@ -68,12 +68,12 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
             f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
             f"{unit}; the chain has {100 * own.quality:.2f} % at {own.cost:.4g}"
         ]
-        place = [calibration.models.index(single.name)]
-        policy = fit(calibration.of_models(place), validation.of_models(place), rule, safe=True)
+        own_index = [calibration.models.index(single.name)]
+        policy = fit(calibration.of_models(own_index), validation.of_models(own_index), rule, safe=True)
     choice = SafeChoice(
         models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "nothing had to be changed"
     )
-    guards = tuple(_stands(policy, guard) for guard in policy.guards)
+    guards = tuple(_without_refusals(policy, guard) for guard in policy.guards)
     return policy.model_copy(update={"safe": choice, "guards": guards})
 
 
@@ -126,8 +126,8 @@ def _unfused(policy: Policy) -> tuple[str, ...]:
     return tuple(stage.name for stage in policy.stages if not stage.fused)
 
 
-def _stands(policy: Policy, guard: Guard) -> Guard:
-    """Return a guard, quiet where it speaks of a refusal: that is what want of support leads to here."""
+def _without_refusals(policy: Policy, guard: Guard) -> Guard:
+    """Return a guard, without its warning where the fusion in question was refused for it."""
     refused = isinstance(policy, BasePolicy) and any(
         stage.name == guard.stage and not stage.fused for stage in policy.stages
     )

@@ -1,7 +1,7 @@
 """The best sub-chain of a pool, with its threshold, found on validation among all of them.
 
 Sub-chains are visited depth first, so that those which begin alike share their fits and steps. Every one is measured as
-a fit of its models alone would be: by the steps that fits and replays take.
+a fit of only its models would be: by the steps that fits and replays take.
 """
 
 from __future__ import annotations

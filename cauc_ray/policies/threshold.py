@@ -119,7 +119,7 @@ def _certify(
     on_validation = _early(trace, validation)
     found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
     plug_in = on_validation.plug_in(limit.risk)
-    assert plug_in is not None  # what is certified at most so wrong is no more so on these rows
+    assert plug_in is not None  # a certified threshold's own risk on these rows is within the limit
     figures = asdict(limit) | asdict(found)
     threshold: float = figures.pop("threshold")
     return threshold, RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])

@@ -29,12 +29,12 @@ Array: TypeAlias = npt.NDArray[Any]
 class EmbeddingCall:
     """The call of a pool's model whose layer the embeddings are: who looks at them pays it on every example.
 
-    model: its name.   place: in the chain, None for a model that the chain does not have.   costs: of that one's calls,
+    model: its name.   index: in the chain, None for a model that the chain does not have.   costs: of that one's calls,
     float64 (N,), or one for all; 0 for a model of the chain, whose costs the chain has.
     """
 
     model: str
-    place: int | None
+    index: int | None
     costs: Floats | float = 0.0
 
 
@@ -177,20 +177,20 @@ def with_embedding_paid(found: _Paid, examples: Examples) -> _Paid:
     call = examples.embedding_call
     if call is None:
         return found
-    if call.place is None:
+    if call.index is None:
         return replace(found, other_costs=found.other_costs + call.costs)
     calls = found.calls.copy()
-    calls[:, call.place] = True
+    calls[:, call.index] = True
     return replace(found, calls=calls)
 
 
 def costs_to_come(examples: Examples) -> Costs:
     """Return what calls cost beyond those made anyway: a model called for its embedding is free."""
     costs, call = examples.chain.costs, examples.embedding_call
-    if call is None or call.place is None:
+    if call is None or call.index is None:
         return costs
     per_call = costs.per_call.copy()
-    per_call[..., call.place] = 0.0
+    per_call[..., call.index] = 0.0
     return Costs(costs.unit, per_call)
 
 

@@ -65,7 +65,7 @@ def test_a_fit_on_shards_is_that_of_one_process(table, ray_session, models, opti
 @pytest.mark.parametrize(
     ("costs", "says"),
     [
-        (None, "not fused, for want of support|threshold chosen anew|nothing had to be changed"),
+        (None, "not fused: no gain is established|threshold chosen anew|nothing had to be changed"),
         ((10.0, 11.0, 12.0), f"^{MODELS[2]} alone, "),
     ],
     ids=["chain", "alone"],

@@ -177,7 +177,7 @@ def test_the_command_prints_tables_for_people_and_writes_files_for_machines(tabl
     words = ["compare", table, "--models", "m0,m2", "--methods", "single,base,rf,random,oracle"]
     told = cauc(*words, "-o", tmp_path / "out")
     assert (told.returncode, told.stderr) == (0, "")
-    for word in ("single:m0", "less the last model's", "AIQ", "over base's", "told the labels"):
+    for word in ("single:m0", "less the last model's", "AIQ", "over base's", "sees the labels"):
         assert word in told.stdout
     again = cauc(*words, "-o", tmp_path / "out")
     assert again.returncode == 2

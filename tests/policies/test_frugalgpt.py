@@ -14,7 +14,7 @@ from synthetic import seeds
 from cauc_ray.errors import BudgetError
 from cauc_ray.policies.baselines import frugalgpt
 from cauc_ray.policies.baselines.features import option_features
-from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, quantiles, search
+from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, search
 
 
 def table(seed, n, m, *, levels=6, per_call=False):
@@ -99,16 +99,6 @@ def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
     assert len(few) == 10
     assert set(few) <= set(everything)
     assert (few[0], few[-1]) == (everything[0], everything[-1])
-
-
-@given(seeds, st.integers(1, 50), st.integers(1, 4))
-def test_quantiles_leave_from_none_to_all_below(seed, n, levels):
-    distances = np.random.default_rng(seed).integers(0, levels, n).astype(float)
-    thresholds = quantiles(distances)
-    assert thresholds[0] == distances.min()
-    assert thresholds[-1] == np.inf
-    if n <= 40:
-        assert (thresholds == every_cut(distances)).all()
 
 
 def test_a_distance_equal_to_the_threshold_goes_on_and_the_last_model_answers_whatever_its_distance():

@@ -105,17 +105,11 @@ def test_noise_has_its_deviation():
     assert abs(noise.mean().item()) < 0.01
 
 
-def test_the_number_of_threads_is_given_back():
-    def fail():
-        with one_thread():
-            assert torch.get_num_threads() == 1
-            raise ArithmeticError
-
+def test_the_number_of_threads_is_given_back_whatever_happens():
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(ArithmeticError):
-            fail()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(2)
+    with pytest.raises(ZeroDivisionError), one_thread():
+        1 / (torch.get_num_threads() - 1)
+    found = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert found == 2

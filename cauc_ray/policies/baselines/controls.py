@@ -60,5 +60,5 @@ def fit_oracle(fitting: Fitting) -> Fitted:
     def chosen(examples: Examples) -> Trace:
         return routed(examples.correct().astype(np.float64), prices, examples.chain, paid=False)
 
-    note = "told the labels; nobody can reach it"
+    note = "sees the labels; not attainable"
     return Thresholded(chosen, fitting.validation, given=0.0, note=note, sees_labels=True)

@@ -181,15 +181,6 @@ def _midway(low: float, high: float) -> float:
     return float(middle if middle > low else high)  # between adjacent floats there is none
 
 
-def _records(cost: Floats, n_right: Ints, order: tuple[int, ...], thresholds: Floats) -> np.ndarray:
-    """Return R solutions of one order as records of cost and n_right (summed over rows), order and thresholds."""
-    length = len(order)
-    fields = [("cost", "f8"), ("n_right", "i8"), ("order", "i8", (length,)), ("thresholds", "f8", (length - 1,))]
-    records = np.empty(len(cost), dtype=fields)
-    records["cost"], records["n_right"], records["order"], records["thresholds"] = cost, n_right, order, thresholds
-    return records
-
-
 def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
     """Return the best solutions by rising cost: each has more right than all that cost no more.
 
@@ -203,28 +194,33 @@ def search(distances: Floats, correct: Bools, costs: Floats) -> list[Solution]:
     ranks = [np.argsort(own, kind="stable") for own in distances.T]
     parts = []
     for order in permutations(range(m), min(m, LONGEST)):
-        if len(order) == 1:
-            found = _records(costs.sum(axis=0), correct.sum(axis=0), order, np.zeros((1, 0)))
-        else:
-            found = _of_order(order, ranks[order[-2]], distances, correct, costs)
-        parts.append(found[pareto(found["cost"], found["n_right"])])
-    best = np.concatenate(parts)
-    best = best[pareto(best["cost"], best["n_right"])]
+        found = _of_order(order, ranks, distances, correct, costs)
+        best = pareto(found[0], found[1])
+        parts.append((*(of[best] for of in found), np.tile(order, (len(best), 1))))
+    cost, n_right, thresholds, orders = (np.concatenate(of) for of in zip(*parts, strict=True))
+    best = pareto(cost, n_right)
     if len(best) > MOST_SOLUTIONS:
         best = best[np.linspace(0, len(best) - 1, MOST_SOLUTIONS).round().astype(np.int64)]
     return [
-        Solution(tuple(order), tuple(thresholds)).centred(distances)
-        for order, thresholds in zip(best["order"].tolist(), best["thresholds"].tolist(), strict=True)
+        Solution(tuple(order), tuple(own)).centred(distances)
+        for order, own in zip(orders[best].tolist(), thresholds[best].tolist(), strict=True)
     ]
 
 
-def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: Bools, costs: Floats) -> np.ndarray:
-    """Return an order's solutions: for each of T thresholds before, the best of the stage before the last.
+def _of_order(
+    order: tuple[int, ...], all_ranks: Sequence[Ints], distances: Floats, correct: Bools, costs: Floats
+) -> tuple[Floats, Ints, Floats]:
+    """Return an order's R solutions: for each of T thresholds before, the best of the stage before the last.
 
-    ranks: int (N,), the rows by rising distance of the model before the last.
+    all_ranks: int (N,) of each model, the rows by rising distance. Returns cost and number right, summed over rows,
+    and the thresholds, float64 (R, stages - 1).
     """
-    *first, inner, last = order
+    *first, last = order
+    if not first:
+        return costs.sum(axis=0), correct.sum(axis=0), np.zeros((1, 0))
+    inner = first.pop()
     before, reached, n_right, cost = _entrances(first, distances, correct, costs)
+    ranks = all_ranks[inner]
     # The rows of lowest distance stop at the inner model, the rest go on: from none that stop to all, (T, N + 1).
     in_rank = reached[:, ranks]
     stop_gain = correct[ranks, inner].astype(np.int64) - correct[ranks, last]
@@ -235,7 +231,7 @@ def _of_order(order: tuple[int, ...], ranks: Ints, distances: Floats, correct: B
     cuts = np.flatnonzero(np.r_[True, own[1:] > own[:-1], True])  # equal distances stop together
     n_right, cost, thresholds = n_right[:, cuts], cost[:, cuts], np.append(own, np.inf)[cuts]
     at, cut = np.nonzero(_rises_from_the_right(n_right))
-    return _records(cost[at, cut], n_right[at, cut], order, np.column_stack([before[at], thresholds[cut]]))
+    return cost[at, cut], n_right[at, cut], np.column_stack([before[at], thresholds[cut]])
 
 
 def _entrances(
