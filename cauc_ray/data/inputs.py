@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -14,7 +14,7 @@ from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, id
 from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
-from cauc_ray.files.parquet import UnopenedError, UnreadableError, has_parquet_files, parquet_files
+from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
 from cauc_ray.files.paths import AnyPath, RemotePath, path_inside, path_of, readable
 from cauc_ray.numbers.types import Ints
 
@@ -54,12 +54,16 @@ def open_input(path: str | AnyPath) -> RunInput:
     """
     path = path_of(path)
     with readable(path):
-        images = not has_parquet_files(path) if path.is_dir() else path.is_file() and is_image(path)
-        return _images(path) if images else _tables(path)
+        if not path.is_dir():
+            alone = path.is_file() and is_image(path)
+            return _images(path, path.parent, [path]) if alone else _tables(path, parquet_files(path))
+        # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
+        files = list(files_below(path))
+        tables = list(filter(is_parquet, files))
+        return _tables(path, tables) if tables else _images(path, path, filter(is_image, files))
 
 
-def _tables(path: AnyPath) -> FileInput:
-    files = parquet_files(path)
+def _tables(path: AnyPath, files: Sequence[AnyPath]) -> FileInput:
     rows = ParquetRows(list(map(_absolute, files)), "example_id")
     rows.schema(rows.columns)  # whose columns must fit together
     if rows.n_rows == 0:
@@ -70,10 +74,7 @@ def _tables(path: AnyPath) -> FileInput:
     return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.row_group_ends, 8)
 
 
-def _images(path: AnyPath) -> FileInput:
-    folder = path.parent if path.is_file() else path
-    # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
-    files = [path] if path.is_file() else filter(is_image, files_below(path))
+def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInput:
     rows = ImageRows(_absolute(folder), sorted(path_inside(file, folder) for file in files))
     if rows.n_rows == 0:
         raise DataError(f"there are no .parquet files and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}")

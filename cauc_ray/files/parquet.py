@@ -152,17 +152,18 @@ def parquet_files(path: SomePath) -> list[SomePath]:
         return [path]
     if not path.is_dir():
         raise DataError(f"there is no file {path}")
-    with readable(path):
-        files = list(_parquet_below(path))
+    files = parquet_below(path)
     if not files:
         raise DataError(f"there are no .parquet files in {path}")
     return files
 
 
-def has_parquet_files(folder: AnyPath) -> bool:
-    """Return whether there are Parquet files in a folder or below it."""
-    return any(True for _ in _parquet_below(folder))
+def parquet_below(folder: SomePath) -> list[SomePath]:
+    """Return the visible Parquet files of a folder and below it, sorted; none where there are none."""
+    with readable(folder):
+        return list(filter(is_parquet, files_below(folder)))
 
 
-def _parquet_below(folder: SomePath) -> Iterator[SomePath]:
-    return (file for file in files_below(folder) if file.name.endswith(".parquet"))
+def is_parquet(file: AnyPath) -> bool:
+    """Return whether a file is Parquet by its name."""
+    return file.name.endswith(".parquet")

@@ -9,7 +9,7 @@ from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.files.atomic import atomic_file, make_folder, require_writable
 from cauc_ray.files.documents import read_json, write_json, write_text
 from cauc_ray.files.listing import content_digest, files_below, visible
-from cauc_ray.files.parquet import count_rows, has_parquet_files, parquet_files, read_parquet, write_parquet
+from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet, write_parquet
 from cauc_ray.files.paths import path_inside, path_of
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3", "memory"], indirect=True)
@@ -45,7 +45,6 @@ def test_a_folder_is_listed_without_hidden_files_and_its_digest_follows_names_an
     assert sorted(path_inside(file, folder) for file in files_below(folder)) == below
     assert [file.name for file in visible(folder)] == ["b", "b.txt"]
     assert [path_inside(file, folder) for file in parquet_files(folder)] == below[1:]
-    assert has_parquet_files(folder)
     before = content_digest(folder)
     (folder / "b" / ".part").write_bytes(b"other")
     assert content_digest(folder) == before

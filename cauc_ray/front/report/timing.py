@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cauc_ray.errors import DataError, explain
 from cauc_ray.files.documents import read_json
-from cauc_ray.files.parquet import has_parquet_files, parquet_files, read_parquet
+from cauc_ray.files.parquet import parquet_below, read_parquet
 
 
 class _Summary(BaseModel):
@@ -70,10 +70,11 @@ def read_timing(run: Path) -> RunTiming:
 
 def _used(folder: Path) -> dict[str, tuple[int, int]]:
     """Return how many replicas and nodes answered calls of each stage."""
-    if not folder.is_dir() or not has_parquet_files(folder):
+    files = parquet_below(folder) if folder.is_dir() else []
+    if not files:
         return {}
     columns = ["stage", "replica", "node"]
-    tables = [read_parquet(file) for file in parquet_files(folder)]
+    tables = [read_parquet(file) for file in files]
     if any(set(columns) - set(table.column_names) for table in tables):
         raise DataError(f"{folder} is no ledger: it lacks one of the columns {', '.join(columns)}")
     ledger = pa.concat_tables([table.select(columns) for table in tables])
