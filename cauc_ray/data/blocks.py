@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -136,6 +136,8 @@ def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
 def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     """Return a column as models read it: (n,), (n, d) for lists of one length, else an array of objects.
 
+    A null is NaN or NaT where its type has one, and of whole numbers, which keep their own type; else it is None.
+
     >>> column_to_numpy(pa.chunked_array([[[1, 2], [3, 4]]])).shape
     (2, 2)
     """
@@ -146,6 +148,11 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     if isinstance(kind, pa.FixedShapeTensorType):
         values = array.to_numpy_ndarray()
         return values
+    if array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        # Arrow would change the type of all rows, also of those that go to a model without the null.
+        return nulls_between(
+            array, column_to_numpy(column.drop_null()), np.float64(np.nan) if pa.types.is_integer(kind) else None
+        )
     if not (fixed or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         values = array.to_numpy(zero_copy_only=False)
         return values
@@ -157,12 +164,21 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
             # In one piece: row by row takes several times as long.
             values = whole.to_numpy(zero_copy_only=False)
             return values.reshape(len(array), width)
-    return as_column([np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
+    return as_column([row if row is None else np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
 
 
-def as_column(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Stack rows of one shape; keep rows of several as an array of objects."""
-    if rows and all(row.shape == rows[0].shape and row.dtype != object for row in rows):
+def nulls_between(column: pa.Array | pa.ChunkedArray, known: Iterable[Any], null: Any = None) -> npt.NDArray[Any]:
+    """Return a column's known values with another for each null in between, an array of objects (n,)."""
+    values = iter(known)
+    return objects([next(values) if valid else null for valid in column.is_valid().to_pylist()])
+
+
+def as_column(rows: Sequence[Any]) -> npt.NDArray[Any]:
+    """Stack rows of one shape, numbers or arrays of them; keep other rows as an array of objects."""
+    if len(rows) and all(
+        isinstance(row, np.ndarray | np.generic) and row.dtype.kind in "biufmM" and row.shape == rows[0].shape
+        for row in rows
+    ):
         return np.stack(rows)
     return objects(rows)
 
@@ -176,9 +192,7 @@ def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
 
 
 def concat_column(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Join one column's values from several blocks, which may differ in whether their lists had one length."""
-    if len(parts) == 1:
-        return parts[0]
-    if len({(part.shape[1:], part.dtype == object) for part in parts}) == 1:
-        return np.concatenate(parts)
-    return as_column([row for part in parts for row in part])
+    """Join one column's values from several blocks, whatever other rows these blocks have."""
+    if any(part.dtype == object for part in parts) or len({part.shape[1:] for part in parts}) > 1:
+        return as_column([row for part in parts for row in part])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

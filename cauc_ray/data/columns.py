@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock, column_to_numpy, objects
+from cauc_ray.data.blocks import InputBlock, column_to_numpy, nulls_between, objects
 from cauc_ray.data.rows import Rows, read_image
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
@@ -144,12 +144,10 @@ def _images(column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
     if _is_text(kind) or pa.types.is_struct(kind):
         raise DataError(f"{source}: column 'image' holds {kind}; images are bytes or arrays")
     try:
-        if column.null_count == 0:
-            return column_to_numpy(column)
-        known = iter(column_to_numpy(column.drop_null()))
+        known = column_to_numpy(column.drop_null())
     except (ValueError, TypeError, pa.ArrowException) as error:
         raise DataError(f"{source}: column 'image' ({kind}) cannot be given to a model: {error}") from error
-    return objects([next(known) if valid else None for valid in column.is_valid().to_pylist()])
+    return nulls_between(column, known) if column.null_count else known
 
 
 def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:

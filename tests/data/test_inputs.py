@@ -62,6 +62,9 @@ FIXED = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float32
 COLUMNS = [
     (pa.array([1.5, 2.5]), np.float64, [1.5, 2.5]),
     (pa.array(["a", None]), object, ["a", None]),
+    (pa.array([True, None]), object, [True, None]),
+    (pa.array([1.5, None]), np.float64, [1.5, pytest.approx(np.nan, nan_ok=True)]),
+    (pa.array([2**53 + 1, None]), object, [2**53 + 1, pytest.approx(np.nan, nan_ok=True)]),
     (pa.array([b"\x00\x01"]), object, [b"\x00\x01"]),
     (FIXED, np.float32, [[0, 1, 2], [3, 4, 5]]),
     (FIXED.slice(1), np.float32, [[3, 4, 5]]),
@@ -77,6 +80,32 @@ def test_columns_come_as_models_read_them(stored, dtype, expected):
     column = column_to_numpy(pa.chunked_array([stored]))
     assert column.dtype == dtype
     assert [row.tolist() if isinstance(row, np.ndarray) else row for row in column] == expected
+
+
+KINDS = {
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.bool_(): st.booleans(),
+    pa.float32(): st.floats(width=32, allow_nan=False),
+    pa.string(): st.text(st.characters(codec="utf-8"), max_size=3),
+    pa.timestamp("s"): st.integers(0, 2**31),
+    pa.list_(pa.float32()): st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@given(data=st.data())
+def test_rows_do_not_depend_on_the_other_rows_of_their_blocks(kind, data):
+    def read(values):
+        return column_to_numpy(pa.chunked_array([pa.array(values, kind)]))
+
+    rows = st.lists(st.tuples(KINDS[kind] | st.none(), st.booleans()), min_size=1, max_size=5)
+    blocks = data.draw(st.lists(rows, min_size=1, max_size=3))
+    parts = [read([value for value, _ in block])[np.array([wanted for _, wanted in block])] for block in blocks]
+    found = concat_column([part for part in parts if len(part)] or parts)
+    alone = concat_column([read([value for block in blocks for value, wanted in block if wanted])])
+    assert str(found.tolist()) == str(alone.tolist())
+    assert found.dtype == alone.dtype or not len(found)
 
 
 def test_blocks_of_even_and_ragged_lists_join():
