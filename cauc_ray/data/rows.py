@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,26 +84,28 @@ class ParquetRows(_Files):
 
         Raises DataError when a file is unreadable, lacks ids or has other columns than the first.
         """
-        read = partial(_read_footer, ids=ids)
-        if isinstance(files[0], RemotePath):  # opening is waiting; of local files threads would take twice as long
-            with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-                footers = list(pool.map(read, files))
-        else:
-            footers = list(map(read, files))
+        lengths, ends = [], []
+        self.n_bytes = 0
         self._schemas: dict[pa.Schema, AnyPath] = {}
-        for file, footer in zip(files, footers, strict=True):
-            first = next(iter(self._schemas), footer.schema)
-            if sorted(footer.schema.names) != sorted(first.names):
-                raise DataError(
-                    f"{file} has the columns {', '.join(footer.schema.names)}, but {files[0]} has "
-                    f"{', '.join(first.names)}"
-                )
-            self._schemas.setdefault(footer.schema, file)
-        super().__init__(files, [sum(footer.group_rows) for footer in footers])
-        self._digests = [footer.digest for footer in footers]
+        self._digests: list[str] = []
+        with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+            # Opening a remote file is waiting; local ones would take twice as long in threads.
+            each = pool.map if isinstance(files[0], RemotePath) else map
+            footers = each(partial(_read_footer, ids=ids), files)
+            for file, (schema, group_rows, n_bytes, digest) in zip(files, footers, strict=True):
+                first = next(iter(self._schemas), schema)
+                if sorted(schema.names) != sorted(first.names):
+                    raise DataError(
+                        f"{file} has the columns {', '.join(schema.names)}, but {files[0]} has {', '.join(first.names)}"
+                    )
+                self._schemas.setdefault(schema, file)
+                self._digests.append(digest)
+                lengths.append(sum(group_rows))
+                ends += group_rows
+                self.n_bytes += n_bytes
+        super().__init__(files, lengths)
         self.columns: Sequence[str] = next(iter(self._schemas)).names
-        self.n_bytes = sum(footer.n_bytes for footer in footers)
-        self.row_group_ends = np.cumsum([n for footer in footers for n in footer.group_rows], dtype=np.int64)
+        self.row_group_ends = np.cumsum(ends, dtype=np.int64)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """Return columns with the types that those of all files widen to. Raises DataError where there are none."""
@@ -153,18 +154,11 @@ class ParquetRows(_Files):
                     yield fitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Footer:
-    """What a Parquet file's footer states.   n_bytes: of its rows, uncompressed.   digest: of the footer."""
+def _read_footer(file: AnyPath, ids: str | None) -> tuple[pa.Schema, list[int], int, str]:
+    """Return a file's plain schema, the rows of each row group, the bytes of all, and a digest of the footer.
 
-    schema: pa.Schema
-    group_rows: list[int]
-    n_bytes: int
-    digest: str
-
-
-def _read_footer(file: AnyPath, ids: str | None) -> _Footer:
-    """Read a footer. Raises DataError where the file is unreadable, or lacks the column ids for some row."""
+    Raises DataError where the file is unreadable, or lacks the column ids for some row.
+    """
     with open_parquet(file) as opened:
         schema, meta = plain_schema(opened.schema_arrow), opened.metadata
         row_groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
@@ -179,8 +173,8 @@ def _read_footer(file: AnyPath, ids: str | None) -> _Footer:
             statistics = next(column for column in columns if column.path_in_schema == ids).statistics
             if statistics is not None and statistics.null_count:
                 raise DataError(f"{file}: a row has no {ids}")
-    n_bytes = sum(each.total_byte_size for each in row_groups)
-    return _Footer(schema, [each.num_rows for each in row_groups], n_bytes, digest)
+    n_bytes = sum(row_group.total_byte_size for row_group in row_groups)
+    return schema, [row_group.num_rows for row_group in row_groups], n_bytes, digest
 
 
 class TextRows(_Files):
