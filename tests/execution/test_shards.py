@@ -1,116 +1,203 @@
-"""Fits and replays by shards are those of one process, wherever the shards stand and whatever becomes of them."""
+"""Fits and replays by shards are those of one process, in whatever order the files hold the rows."""
 
+import json
 import warnings
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from synthetic import SPLITS, write_table
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
-from cauc_ray.execution.sharded import Sharding, sharded
+from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts_of
+from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.sharding import calibrate, evaluate_shards
-from cauc_ray.models.resources import Resources
-from cauc_ray.numbers.chain import ChainLogits, digest_of_rows
+from cauc_ray.numbers.chain import digest_of_rows
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay
+from jobs.job import main
+from jobs.schemas import job_named
 
 MODELS = ("m0", "m1", "m2")
+COSTS = (1.0, 4.0, 15.0)
 TWO = {"shards": 2, "deadline_s": 120}
-SHAPES = ["per-call", "plain", "ragged"]
-FITS = {
-    "base": {"method": "base"},
-    "base-f1": {"method": "base", "budget": 9.0, "objective": "macro-f1"},
-    "rf": {"method": "rf"},
-    "rf-budget": {"method": "rf", "budget": 8.0},
-    "rf-threshold": {"method": "rf", "threshold": 0.7},
-}
+FITS = (
+    (MODELS, "base", ThresholdRule(), "temperature"),
+    (MODELS, "base", ThresholdRule(budget=9.0, objective="macro-f1"), "offsets"),
+    (MODELS[:2], "base", ThresholdRule(), "isotonic"),
+    (MODELS, "rf", ThresholdRule(), "temperature"),
+    (MODELS, "rf", ThresholdRule(budget=8.0), "offsets"),
+)
 
 
-def scattered(folder, seed=0):
-    """Write every model's rows of every split anew, in an order and in files and row groups of its own."""
+def write_scattered(folder, seed, *, n=150, ragged=False, per_call=False):
+    """Write a table with ids like those of `collect`, each model's rows in an order, files and row groups of its own.
+
+    As text `vec-10` comes before `vec-2`: not even a file in the dataset's own order is in order of the ids.
+    """
     rng = np.random.default_rng(seed)
-    for model in MODELS:
-        for split in SPLITS:
-            (file,) = (folder / f"model={model}" / f"split={split}").glob("*.parquet")
-            table = pq.read_table(file)
-            table = table.take(pa.array(rng.permutation(len(table))))
-            file.unlink()
-            for number, places in enumerate(np.array_split(np.arange(len(table)), rng.integers(1, 5))):
+    for split in SPLITS:
+        size = n + int(rng.integers(20))
+        labels, logits = planted(rng, size, 4, (1.0, 1.7, 2.4), ragged=ragged)
+        for model, cost, own in zip(MODELS, COSTS, logits, strict=True):
+            order = rng.permutation(size) if rng.random() < 0.8 else np.arange(size)
+            costs = cost * rng.uniform(0.8, 1.2, size) if per_call else None
+            rows = [own[row][np.isfinite(own[row])] for row in order]
+            table = logit_columns([f"vec-{row}" for row in order], labels[order], rows, costs)
+            into = folder / f"model={model}" / f"split={split}"
+            into.mkdir(parents=True)
+            for number, places in enumerate(np.array_split(np.arange(size), rng.integers(1, 4))):
                 part = table.slice(int(places[0]), len(places))
-                pq.write_table(part, file.parent / f"{number}.parquet", row_group_size=int(rng.integers(5, 90)))
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def table(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("logits")
-    write_table(folder, n=600, ragged=request.param == "ragged", per_call=request.param == "per-call")
-    if request.param != "plain":
-        scattered(folder)
+                pq.write_table(part, into / f"{number}.parquet", row_group_size=int(rng.integers(5, 90)))
+    models = [{"name": model, "cost": cost} for model, cost in zip(MODELS, COSTS, strict=True)]
+    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "logit_kind": "raw", "models": models}))
     return folder
 
 
-def numbers_of(value, place=""):
-    """Yield all that a policy's file holds, by its place."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from numbers_of(inner, f"{place}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from numbers_of(inner, f"{place}[{number}]")
+def leaves(value, place=""):
+    """Yield every number and word of a JSON document with its place."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(inner, f"{place}.{key}")
     else:
         yield place, value
 
 
-def assert_same(policy, expected):
-    """Assert that two policies are the same but for 1e-9 of each number."""
-    one, other = dict(numbers_of(policy.model_dump())), dict(numbers_of(expected.model_dump()))
-    assert one.keys() == other.keys()
-    for place, value in one.items():
-        assert value == (pytest.approx(other[place], rel=1e-9) if isinstance(value, float) else other[place]), place
+def assert_same(policy, other, rel=1e-9):
+    """Assert that two policies' files have the same words, and numbers that agree."""
+    found, expected = (dict(leaves(json.loads(of.to_json()))) for of in (policy, other))
+    assert found.keys() == expected.keys()
+    for place, value in expected.items():
+        close = pytest.approx(value, rel=rel, abs=1e-12) if isinstance(value, float) else value
+        assert found[place] == close, place
+
+
+class LocalShards:
+    """Shards that actors of this process hold; an actor may have several."""
+
+    def __init__(self, heads, n_shards, n_actors):
+        """Cut a chain into shards, and share these among at most so many actors."""
+        pool = [ShardActor() for _ in range(n_actors)]
+        self._held = [(pool[shard % n_actors], rows) for shard, rows in enumerate(cut_rows(heads, n_shards))]
+
+    def ask(self, number, question):
+        return [actor.ask((number, shard), rows, question)[0] for shard, (actor, rows) in enumerate(self._held)]
+
+
+def local_chain(heads, n_shards, n_actors):
+    """Return a chain in shards that actors of this process hold."""
+    shards, models = LocalShards(heads, n_shards, n_actors), heads.known["models"]
+    width = max(facts.width for facts in shards.ask(0, partial(facts_of, models)))
+    return ShardedChain(**heads.known, shards=shards, number=0, width=width, places=tuple(range(len(models))))
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_any_cut_of_rows_in_any_order_is_the_whole_table(tmp_path_factory, examples):
+    @settings(max_examples=examples)
+    @given(
+        seed=st.integers(0, 2**32 - 1),
+        ragged=st.booleans(),
+        per_call=st.booleans(),
+        fit=st.sampled_from(FITS),
+        n_shards=st.integers(1, 9),
+        n_actors=st.integers(1, 9),
+    )
+    def check(seed, ragged, per_call, fit, n_shards, n_actors):
+        models, method, rule, calibrator = fit
+        fixed = calibrator == "offsets"
+        folder = tmp_path_factory.mktemp("logits")
+        table = LogitTable(write_scattered(folder, seed, ragged=ragged and not fixed, per_call=per_call))
+        whole = [table.read_chain(models, split) for split in SPLITS]
+        cut = [local_chain(table.read_chain_heads(models, split), n_shards, n_actors) for split in SPLITS]
+        expected, found = (
+            fit_policy(method, *chains[:2], rule, SPLITS[:2], calibrator=calibrator) for chains in (whole, cut)
+        )
+        assert_same(found, expected, rel=1e-6)
+        assert Evaluation.of(expected, cut[2]).to_arrow().equals(Evaluation.of(expected, whole[2]).to_arrow())
+
+    check()
+
+
+def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
+    """A shard then has none of the rows that a large fit takes as a sample, or all of them."""
+    n, turns = 9 * 512, 9
+    labels, logits = planted(np.random.default_rng(0), n, 4, (1.0, 1.7))
+    for model, own in zip(MODELS, logits, strict=False):
+        into = tmp_path / f"model={model}" / "split=calibration"
+        into.mkdir(parents=True)
+        for turn in range(turns):
+            rows = range(turn, n, turns)
+            table = logit_columns([f"{row:05d}" for row in rows], labels[rows], list(own[rows]), None)
+            pq.write_table(table, into / f"{turn}.parquet")
+    read = (MODELS[:2], "calibration")
+    table, costs = LogitTable(tmp_path), {"costs": COSTS[:2]}
+    whole, cut = table.read_chain(*read, **costs), local_chain(table.read_chain_heads(*read, **costs), turns, turns)
+    for method in ("base", "rf"):
+        fits = [fit_policy(method, chain, chain, ThresholdRule(), SPLITS[:2]) for chain in (cut, whole)]
+        assert_same(*fits, rel=1e-6)
 
 
 @pytest.fixture(scope="module")
-def chains(table, ray_session):
-    """Return all splits of a table, each on twelve shards."""
-    heads = [LogitTable(table).read_chain_heads(MODELS, split) for split in SPLITS]
-    with sharded(heads, Sharding(12, Resources(num_cpus=0.25), deadline_s=120)) as (_, held):
-        yield dict(zip(SPLITS, held, strict=True))
+def table(tmp_path_factory):
+    return write_scattered(tmp_path_factory.mktemp("logits"), 5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", FITS.values(), ids=FITS)
-def test_a_fit_on_twelve_shards_is_that_of_one_process(table, chains, options):
-    expected = cauc_ray.fit(table, models=MODELS, **options)
-    method, rule = options["method"], {name: value for name, value in options.items() if name != "method"}
-    splits = chains["calibration"], chains["validation"]
-    assert_same(fit_policy(method, *splits, ThresholdRule(**rule), ("calibration", "validation")), expected)
-
-
-@pytest.mark.slow
-def test_a_replay_on_shards_is_that_of_one_process_row_for_row(table, chains):
-    policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=8.0)
-    expected = cauc_ray.evaluate(table, policy)
-    found, measures = measure_replay(policy, chains["test"])
-    assert measures == expected.measures
-    for name in ("predictions", "confidences", "stages", "costs"):
-        assert np.array_equal(getattr(found, name), getattr(expected.replay, name))
-
-
-def test_a_table_is_calibrated_and_evaluated_by_its_path(ray_session, tmp_path):
-    table = tmp_path / "logits"
-    write_table(table, n=600)
-    expected = cauc_ray.fit(table, models=MODELS, method="base")
-    found = calibrate(table, models=MODELS, method="base", **TWO)
+@pytest.mark.parametrize("shards", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4, 5))])
+def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, shards):
+    options = {"shards": shards, "resources": {"num_cpus": 0.25}, "deadline_s": 120}
+    expected = cauc_ray.fit(table, models=MODELS, method="rf", budget=8.0)
+    found = calibrate(table, models=MODELS, method="rf", budget=8.0, **options)
+    assert len(found.shards.nodes) == shards
     assert_same(found.policy, expected)
-    assert found.n_rows == (600, 600)
-    assert len(found.shards.peak_bytes) == len(found.shards.nodes) == 2
-    evaluation, _ = evaluate_shards(table, found.policy, **TWO)
-    assert evaluation.to_arrow().equals(cauc_ray.evaluate(table, found.policy).to_arrow())
+    evaluation, _ = evaluate_shards(table, expected, **options)
+    alone = cauc_ray.evaluate(table, expected)
+    assert evaluation.measures == alone.measures
+    assert evaluation.to_arrow().equals(alone.to_arrow())
+
+
+def test_a_split_of_fewer_rows_than_shards_were_asked_for_is_in_order(ray_session, tmp_path):
+    """As many shards as the smallest split has rows hold all splits: one, where that has one row."""
+    table = write_scattered(tmp_path / "logits", 11)
+    for model in MODELS:
+        folder = table / f"model={model}" / "split=validation"
+        rows = pa.concat_tables([pq.read_table(file) for file in sorted(folder.iterdir())])
+        for file in folder.iterdir():
+            file.unlink()
+        chosen = rows.filter(pa.compute.equal(rows["example_id"], "vec-7"))
+        pq.write_table(chosen, folder / "0.parquet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaucWarning)
+        expected = cauc_ray.fit(table, models=MODELS)
+        found = calibrate(table, models=MODELS, shards=4, resources={"num_cpus": 0.25}, deadline_s=120)
+    assert len(found.shards.nodes) == 1
+    assert_same(found.policy, expected)
+
+
+def test_the_jobs_on_one_shard_give_what_the_commands_give(table, ray_session, tmp_path, capsys):
+    expected = cauc_ray.fit(table, models=MODELS)
+    shared = {"logits": str(table), "shards": 1, "deadline_s": 120}
+    configs = {
+        "calibrate": {**shared, "models": list(MODELS)},
+        "evaluate": {**shared, "policy": str(tmp_path / "calibrate" / "policy.json")},
+    }
+    for name, config in configs.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"output": str(tmp_path / name), **config}))
+        assert main(job_named(name), ["--config", str(path)]) == 0, capsys.readouterr().err
+    policy = cauc_ray.Policy.load(tmp_path / "calibrate" / "policy.json")
+    assert_same(policy, expected)
+    said = json.loads((tmp_path / "evaluate" / "result.json").read_text())["results"]
+    alone = cauc_ray.evaluate(table, expected).measures
+    assert (said["accuracy"], said["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
+    assert pq.read_table(tmp_path / "evaluate" / "predictions.parquet").num_rows == alone.n
 
 
 @pytest.mark.slow
@@ -134,48 +221,42 @@ def test_large_float32_logits_are_fitted_in_float32_in_shards_too(ray_session, t
     assert_same(calibrate(tmp_path, **options, **TWO).policy, expected)
 
 
-@pytest.mark.slow
-def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path):
-    def refusals(break_it):
-        folder = tmp_path / break_it.__name__
-        folder.mkdir()
-        write_table(folder, n=60, ragged=True)
-        break_it(folder / "model=m1" / "split=calibration" / "part-0.parquet")
-        told = []
-        for fit in (cauc_ray.fit, lambda *a, **o: calibrate(*a, **o, **TWO)):
-            with pytest.raises(DataError) as error:
-                fit(folder, models=MODELS, method="base")
-            told.append(str(error.value))
-        return told
+def rewritten(file, numbers, change):
+    rows = pq.read_table(file).to_pylist()
+    for number in numbers:
+        change(rows[number])
+    pq.write_table(pa.Table.from_pylist(rows, schema=pq.read_schema(file)), file)
 
-    def rewritten(file, row, change):
-        rows = pq.read_table(file).to_pylist()
-        change(rows[row])
-        schema = pq.read_schema(file)
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), file)
 
-    def nan(file):
-        rewritten(file, 7, lambda row: row["logits"].__setitem__(0, float("nan")))
+def nothing_shared(file):
+    for model, real in (("m1", -1), ("m2", 0)):
 
-    def more_options(file):
-        rewritten(file, 11, lambda row: row["logits"].append(-3.0))
+        def change(row, real=real):
+            row.update(label=None, logits=[-np.inf] * len(row["logits"]))
+            row["logits"][real] = 0.0
 
-    def gone(file):
-        rewritten(file, 13, lambda row: row.update(example_id="another"))
+        rewritten(file.parents[2] / f"model={model}" / "split=calibration" / file.name, [19], change)
 
-    def other_label(file):
-        rewritten(file, 17, lambda row: row.update(label=(row["label"] + 1) % 2))
 
-    def nothing_shared(file):
-        rewritten(file, 19, lambda row: row.update(label=None))
-        rewritten(file, 19, lambda row: row.update(logits=[-np.inf] * (len(row["logits"]) - 1) + [0.0]))
-        other = file.parents[2] / "model=m2" / "split=calibration" / "part-0.parquet"
-        rewritten(other, 19, lambda row: row.update(label=None))
-        rewritten(other, 19, lambda row: row.update(logits=[0.0] + [-np.inf] * (len(row["logits"]) - 1)))
+BREAKS = {
+    "more options": lambda file: rewritten(file, [11, 31, 51], lambda row: row["logits"].append(-3.0)),
+    "nan": lambda file: rewritten(file, [7], lambda row: row["logits"].__setitem__(0, float("nan"))),
+    "gone": lambda file: rewritten(file, [13], lambda row: row.update(example_id="another")),
+    "other label": lambda file: rewritten(file, [17], lambda row: row.update(label=(row["label"] + 1) % 2)),
+    "nothing shared": nothing_shared,
+}
 
-    for break_it in (nan, more_options, gone, other_label, nothing_shared):
-        local, by_shards = refusals(break_it)
-        assert by_shards == local
+
+@pytest.mark.parametrize("name", ["more options", *(pytest.param(n, marks=pytest.mark.slow) for n in list(BREAKS)[1:])])
+def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path, name):
+    write_table(tmp_path, n=60, ragged=True)
+    BREAKS[name](tmp_path / "model=m1" / "split=calibration" / "part-0.parquet")
+    messages = []
+    for fit, sharding in ((cauc_ray.fit, {}), (calibrate, TWO)):
+        with pytest.raises(DataError) as error:
+            fit(tmp_path, models=MODELS, method="base", **sharding)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
 
 
 def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
@@ -189,17 +270,6 @@ def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
         calibrate(table, models=MODELS, shards=0)
     with pytest.raises(ConfigError, match="resources: unknown key 'num_gpu'"):
         calibrate(table, models=MODELS, resources={"num_gpu": 1})
-
-
-@pytest.mark.slow
-def test_more_shards_than_rows_are_as_many_as_rows(ray_session, tmp_path):
-    write_table(tmp_path, n=5, k=2, strengths=(1.0, 1.1))
-    options = {"models": ("m0", "m1"), "threshold": 0.9}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CaucWarning)  # five rows may be separable
-        found = calibrate(tmp_path, **options, shards=12, resources={"num_cpus": 0.25})
-        assert len(found.shards.peak_bytes) == 5
-        assert_same(found.policy, cauc_ray.fit(tmp_path, **options))
 
 
 def test_parts_in_any_order_make_up_the_digest_of_the_whole():
@@ -216,12 +286,3 @@ def test_parts_in_any_order_make_up_the_digest_of_the_whole():
     nudged[9, 2] = np.nextafter(nudged[9, 2], np.float32(9))
     zero = np.pad(logits, ((0, 0), (0, 1)))
     assert len({whole, *(digest_of_rows(other, ranks) for other in (swapped, nudged, zero, logits[:, ::-1]))}) == 5
-
-
-def test_a_chain_in_memory_is_one_part():
-    from synthetic import chain
-
-    data = chain(3)
-    assert isinstance(data, ChainLogits)
-    (part,) = data.each(lambda part: part)
-    assert sum(rows.stop - rows.start for rows in part.blocks()) == len(data)
