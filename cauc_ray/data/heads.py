@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.data.logit_part import ModelHead, head_of
 from cauc_ray.errors import DataError
-from cauc_ray.files.parquet import read_parquet
+from cauc_ray.files.parquet import read_seen
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainPart
 from cauc_ray.numbers.types import Bools, Ints
@@ -18,7 +18,7 @@ from cauc_ray.numbers.types import Bools, Ints
 
 def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
     """Read all columns but the logits of a model's files. Raises DataError, which may begin with where."""
-    heads = [head_of(read_parquet(file, ("example_id", "label", "cost")), file, model) for file in files]
+    heads = [head_of(*read_seen(file, ("example_id", "label", "cost")), model) for file in files]
     return joined_head(heads, where)
 
 
@@ -35,7 +35,7 @@ def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
     doubled = pc.equal(ids[1:], ids[:-1])
     if pc.any(doubled).as_py():
         example = ids[pc.index(doubled, True).as_py()].as_py()
-        files = [h.files[0].name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
+        files = [h.files[0].path.name for h in heads if pc.is_in(pa.scalar(example), value_set=h.example_ids).as_py()]
         raise DataError(f"{where}: example {example!r} is a duplicate ({', '.join(files)})")
     if len({head.costs is None for head in heads}) > 1:
         raise DataError(f"{where}: column 'cost' is missing from some files")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cauc_ray.errors import DataError
-from cauc_ray.files.parquet import read_parquet
+from cauc_ray.files.parquet import SeenFile, read_seen
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.arrays import check_rows, refuse_rows
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
@@ -27,7 +27,7 @@ class ModelHead:
     positions: int64 (N,), of each row among those of all files, one file after the other.
     """
 
-    files: tuple[AnyPath, ...]
+    files: tuple[SeenFile, ...]
     example_ids: pa.Array
     labels: Ints
     costs: Floats | None
@@ -71,12 +71,12 @@ def read_part(file: AnyPath, model: str, kind: LogitKind | None) -> ModelRows:
 
     kind: of what is stored, None to leave it as it is.
     """
-    return part_of(read_parquet(file), file, model, kind)
+    return part_of(*read_seen(file), model, kind)
 
 
-def head_of(table: pa.Table, file: AnyPath, model: str) -> ModelHead:
+def head_of(table: pa.Table, file: SeenFile, model: str) -> ModelHead:
     """Check rows of a file, whose logits need not be there. Raises DataError as read_part does."""
-    where = f"{file}: model {model!r}"
+    where = f"{file.path}: model {model!r}"
     for column in ("example_id", "label"):
         if column not in table.column_names:
             raise DataError(f"{where}: no column {column!r}; it has {', '.join(table.column_names)}")
@@ -93,9 +93,9 @@ def head_of(table: pa.Table, file: AnyPath, model: str) -> ModelHead:
     return ModelHead((file,), ids, labels, costs, np.arange(len(ids)))
 
 
-def part_of(table: pa.Table, file: AnyPath, model: str, kind: LogitKind | None) -> ModelRows:
+def part_of(table: pa.Table, file: SeenFile, model: str, kind: LogitKind | None) -> ModelRows:
     """Check rows of a file with their logits. Arguments and errors are those of read_part."""
-    where = f"{file}: model {model!r}"
+    where = f"{file.path}: model {model!r}"
     if "logits" not in table.column_names:
         raise DataError(f"{where}: no column 'logits'; it has {', '.join(table.column_names)}")
     head = head_of(table, file, model)

@@ -10,8 +10,7 @@ import numpy as np
 
 from cauc_ray.data.logit_part import ModelRows, laid_out, part_of
 from cauc_ray.errors import DataError
-from cauc_ray.files.parquet import open_parquet, read_rows
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.parquet import SeenFile, footer_digest, open_parquet, read_rows
 from cauc_ray.numbers.logits import LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
 
@@ -23,12 +22,12 @@ _DECODED_BYTES = 4 << 20
 class WantedRows:
     """Rows of a model's files, without their logits.
 
-    model: its name.   files: paths.   positions: int64 (n,), of each row among those of all files, one after the
-    other.   kind: of what is stored.
+    model: its name.   positions: int64 (n,), of each row among those of all files, one after the other.   kind: of
+    what is stored.
     """
 
     model: str
-    files: tuple[AnyPath, ...]
+    files: tuple[SeenFile, ...]
     positions: Ints
     kind: LogitKind = "raw"
 
@@ -42,7 +41,7 @@ class SpooledLogits:
     """
 
     def __init__(self, wanted: WantedRows) -> None:
-        """Read the wanted rows. Raises DataError as LogitTable.read_model does, or where rows are gone."""
+        """Read the wanted rows. Raises DataError as LogitTable.read_model does, or for files that have changed."""
         self._file = tempfile.TemporaryFile(prefix="cauc-")  # noqa: SIM115
         self.has_gaps, self.sums = False, SumsToOne()
         order, lengths = np.argsort(wanted.positions), [np.empty(0, dtype=np.int32)]
@@ -54,8 +53,6 @@ class SpooledLogits:
             lengths.append(part.n_options.astype(np.int32))
         self._file.flush()
         in_file = np.concatenate(lengths)
-        if len(in_file) < len(order):
-            raise DataError(f"model {wanted.model!r}: {len(order) - len(in_file)} rows are missing from its files")
         # The file has the rows in the order of their positions: the index of each there, and where its options begin.
         self._positions = np.argsort(order)
         self._starts = np.append(0, np.cumsum(in_file, dtype=np.int64))
@@ -98,10 +95,13 @@ def _parts(wanted: WantedRows, positions: Ints) -> Iterator[ModelRows]:
     """Yield the rows at rising positions, decoding little at a time and only row groups that hold some."""
     start = 0
     for file in wanted.files:
-        with open_parquet(file, streamed=True) as opened:
-            end = start + opened.metadata.num_rows
-            first, last = np.searchsorted(positions, [start, end])
-            names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
-            for rows in read_rows(opened, file, positions[first:last] - start, names, 65_536, _DECODED_BYTES):
-                yield part_of(rows, file, wanted.model, wanted.kind)
-            start = end
+        end = start + file.n_rows
+        first, last = np.searchsorted(positions, [start, end])
+        if first < last:
+            with open_parquet(file.path, streamed=True) as opened:
+                if footer_digest(opened) != file.digest:
+                    raise DataError(f"{file.path} has changed since its example ids were read; start again")
+                names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
+                for rows in read_rows(opened, file.path, positions[first:last] - start, names, 65_536, _DECODED_BYTES):
+                    yield part_of(rows, file, wanted.model, wanted.kind)
+        start = end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,29 @@ def write_parquet(path: AnyPath, table: pa.Table) -> None:
         pq.write_table(table, temporary)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenFile:
+    """A Parquet file as it was when it was read.   digest: of its footer."""
+
+    path: AnyPath
+    n_rows: int
+    digest: str
+
+
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
     """Read one Parquet file, or those of some columns that it has.
 
     Raises UnreadableError naming the file when it is missing, truncated or of another format.
     """
+    return read_seen(path, columns)[0]
+
+
+def read_seen(path: AnyPath, columns: Collection[str] | None = None) -> tuple[pa.Table, SeenFile]:
+    """Read a file as read_parquet does, and note what it was like."""
     with open_parquet(path) as file:
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         try:
-            return file.read(names)
+            return file.read(names), SeenFile(path, file.metadata.num_rows, footer_digest(file))
         except (pa.ArrowException, OSError) as error:
             raise UnreadableError(f"{path} cannot be read: {first_line(error)}") from error
 
