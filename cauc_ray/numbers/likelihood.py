@@ -53,12 +53,7 @@ class Sums(Summed):
 
 def sample(part: ChainPart, step: int) -> ChainPart:
     """Return every row whose rank is a multiple of step. Raises DataError naming a row whose label is no option."""
-    (n, k), labels = part.logits[0].shape, part.labels
-    if n == 0 or k == 0:
-        raise DataError(f"a fit needs at least one row and one option, got logits of shape {(n, k)}")
-    if labels.shape != (n,) or any(source.shape != (n, k) for source in part.logits):
-        shapes = [source.shape for source in part.logits]
-        raise DataError(f"logits {shapes} and labels {labels.shape} do not describe the same rows")
+    k, labels = part.logits[0].shape[1], part.labels
     _require(part.ranks, labels, (labels >= 0) & (labels < k), f"label {{}} is outside the {k} options")
     rows = np.flatnonzero(part.ranks % step == 0)
     return ChainPart(tuple(source[rows] for source in part.logits), labels[rows], part.ranks[rows])
