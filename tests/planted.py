@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from synthetic import rows_of
 
 from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.costs import Costs
@@ -66,14 +67,8 @@ def alike(split):
 
 def of_rows(split, rows):
     """Return some examples, in any order."""
-    data = split.chain
-    part = replace(
-        data,
-        logits=tuple(logits[rows] for logits in data.logits),
-        example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows)),
-        labels=data.labels[rows],
-    )
-    return replace(split, chain=part, embeddings=None if split.embeddings is None else split.embeddings[rows])
+    embeddings = None if split.embeddings is None else split.embeddings[rows]
+    return replace(split, chain=rows_of(split.chain, rows), embeddings=embeddings)
 
 
 def scaled(split, factor):

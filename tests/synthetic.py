@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,27 @@ def chain(seed=0, n=400, k=5, strengths=(1.0, 1.7, 2.4), *, ragged=False, per_ca
 def splits(seed=0, n=200, n_splits=2, **options):
     """Return that many chains of the same models on different rows."""
     return tuple(chain(seed, n, shift=shift, **options) for shift in range(n_splits))
+
+
+def rows_of(data, rows):
+    """Return some rows of a chain, in any order and maybe more than once."""
+    per_call = data.costs.per_call
+    return replace(
+        data,
+        logits=tuple(logits[rows] for logits in data.logits),
+        example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows)),
+        labels=data.labels[rows],
+        costs=Costs(data.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
+    )
+
+
+def steps(policy, logits):
+    """Yield a policy's steps, each with the state of the one before."""
+    state = None
+    for stage, of_stage in enumerate(logits):
+        step = policy.step(stage, of_stage, state)
+        yield step
+        state = step.state
 
 
 def write_table(folder: Path, *, n=300, k=5, strengths=(1.0, 1.7, 2.4), ragged=False, per_call=False, pool_json=True):

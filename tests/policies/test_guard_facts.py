@@ -1,6 +1,5 @@
 """What real saved outputs show, verified from the logits by other means, and the guards that must see it coming."""
 
-from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -8,11 +7,10 @@ import pytest
 from scipy.optimize import minimize
 from scipy.special import softmax
 from scipy.stats import mannwhitneyu
-from synthetic import nll
+from synthetic import nll, rows_of
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.trace import measure_replay
 
@@ -84,17 +82,6 @@ def test_a_default_threshold_dearer_than_the_large_model_is_seen(shared_logits, 
     assert ("cost-above-largest", None) in fired(policy)
 
 
-def of_rows(chain, rows):
-    per_call = chain.costs.per_call
-    return replace(
-        chain,
-        example_ids=tuple(chain.example_ids[row] for row in rows),
-        labels=chain.labels[rows],
-        logits=tuple(logits[rows] for logits in chain.logits),
-        costs=Costs(chain.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
-    )
-
-
 def complementarity(small, large, labels):
     """Return the complementarity rate of two models' calibrated logits (paper, eq. 6)."""
     bolder = softmax(small, axis=1).max(axis=1) > softmax(large, axis=1).max(axis=1)
@@ -107,7 +94,7 @@ def test_a_complementarity_rate_that_changes_sign_between_splits_of_a_thousand_i
     whole = splits(shared_logits, "cifar10", models)
     changed = seen = 0
     for start in (0, 1000):
-        of_all = [of_rows(chain, np.arange(start, start + 1000)) for chain in whole]
+        of_all = [rows_of(chain, np.arange(start, start + 1000)) for chain in whole]
         scores = calibrated(of_all[0], *of_all)
         for places in combinations(range(len(models)), 2):
             rates = [

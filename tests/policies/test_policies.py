@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import softmax as softmax_of_rows
 from sklearn.isotonic import IsotonicRegression
-from synthetic import chain, fit_bias_corrected, nll, seeds, softmax, splits
+from synthetic import chain, fit_bias_corrected, nll, seeds, softmax, splits, steps
 
 import cauc_ray
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError
@@ -48,14 +48,6 @@ def of_kind(kind, seed=0, n=300, shift=0, **options):
 
 def fit(kind, *data, **rule):
     return FITS[kind[0]](*data, rule=ThresholdRule(**(rule or {"threshold": 0.6})), calibrator=kind[1])
-
-
-def steps(policy, logits):
-    state = None
-    for stage, of_stage in enumerate(logits):
-        step = policy.step(stage, of_stage, state)
-        yield step
-        state = step.state
 
 
 def with_stages(policy, **changes):

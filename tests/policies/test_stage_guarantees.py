@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import chain
+from synthetic import chain, steps
 
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.guarantees import stage_guarantees
@@ -17,13 +17,9 @@ METHODS = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
 
 def one_by_one(policy, data, row):
     """Return confidences, answers and costs of one row at every stage, taking each of them."""
-    state, steps = None, []
-    for stage, logits in enumerate(data.logits):
-        step = policy.step(stage, logits[row : row + 1], state)
-        cost = data.costs.per_call[row, stage] if data.per_call_costs else data.costs.per_call[stage]
-        steps.append((float(step.confidences[0]), int(step.predictions[0]), float(cost)))
-        state = step.state
-    return steps
+    costs = np.broadcast_to(data.costs.per_call, (len(data), 3))[row]
+    own = steps(policy, [logits[row : row + 1] for logits in data.logits])
+    return [(step.confidences[0], step.predictions[0], cost) for step, cost in zip(own, costs, strict=True)]
 
 
 @METHODS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import chain
+from synthetic import chain, steps
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import PolicyError
@@ -29,15 +29,6 @@ def outcomes(policy, data):
     trace = trace_policy(policy, data, likeliest=True)
     answered = trace.at(policy.threshold, data)
     return answered, answered.predictions == data.labels, answered.predictions == trace.predictions[:, -1]
-
-
-def step_scores(policy, data, stage):
-    """Return the scores of the answers of a stage."""
-    state = None
-    for place in range(stage + 1):
-        step = policy.step(place, data.logits[place], state)
-        state = step.state
-    return step.scores
 
 
 def watched(policy, data, watch=None):
@@ -69,7 +60,7 @@ def test_answers_are_those_of_a_replay_and_the_reference_counts_them(fit, per_ca
         for b, n in enumerate(stage.confidences):
             inside = (result.confidences >= b / 10) & (result.confidences < (b + 1) / 10 + (b == 9))
             assert n == (here & inside).sum()
-        scores = [step_scores(policy, validation, place)[row] for row in np.flatnonzero(here)]
+        scores = list(steps(policy, validation.logits))[place].scores[here]
         three = ["".join(str(option) for option in np.argsort(-own, kind="stable")[:3]) for own in scores]
         assert Counter(three) == stage.likeliest
     report = watch_report(policy, watched(policy, validation).watched())
