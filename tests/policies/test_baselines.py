@@ -12,6 +12,7 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.baselines import embedllm, graphrouter, routerdc
 from cauc_ray.policies.methods import METHODS, method_named
+from cauc_ray.policies.trace import EmbeddingCall
 
 FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts]
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
@@ -201,6 +202,13 @@ def test_the_length_of_embeddings_makes_no_difference(method):
     own, fitting, test = small(method)
     longer = fit(method, changed(fitting, lambda split: scaled(split, 8)))
     np.testing.assert_allclose(numbers(longer, scaled(test, 8)), numbers(own, test), atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["frugalgpt", *(name for name in ROUTERS if not name.startswith("routellm"))])
+def test_a_model_that_is_called_for_its_embedding_costs_nothing_more(method):
+    fitting, _ = problem(1, n=80, n_test=1)
+    own = fit(method, changed(fitting, lambda split: replace(split, embedding_call=EmbeddingCall("m1", 1))))
+    assert own.points.cost.min() == pytest.approx(fitting.validation.chain.costs.means[1])
 
 
 @learned

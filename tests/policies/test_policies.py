@@ -109,11 +109,14 @@ def test_the_sweep_is_the_replay_at_every_operating_point(kind, seed, ragged, pe
     assert len(frontier.cost) > (5 if kind[2] > 1 else 0)
     for threshold, cost, quality in zip(frontier.settings, frontier.cost, frontier.quality, strict=True):
         result, measures = measure_replay(policy.with_threshold(float(threshold)), test)
-        assert measures == measure(trace.at(float(threshold), test), test, test.source)  # to the bit
         assert measures.cost == pytest.approx(cost)
         assert measures.accuracy.value == pytest.approx(quality)
         assert (result.stages >= deepest).all()  # stop sets are nested
         deepest = result.stages
+    # A trace has the same to the bit, also where a confidence equals the threshold.
+    for threshold in (*frontier.settings[::5].tolist(), *trace.confidences[:9].ravel().tolist()):
+        found = measure_replay(policy.with_threshold(threshold), test)[1]
+        assert found == measure(trace.at(threshold, test), test, test.source)
 
 
 @kinds
