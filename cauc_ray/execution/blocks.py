@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from cauc_ray.execution.messages import Call, CallResult, Rows
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.execution.messages import Call, Rows
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # A row whose objects are lost with their nodes is started over so often.

@@ -15,13 +15,14 @@ import pyarrow as pa
 import ray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.worker import Collected
 from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
 from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.ledger import FAILED_SCHEMA
-from cauc_ray.execution.messages import Call, CallResult
-from cauc_ray.execution.stage import Collected
+from cauc_ray.execution.messages import Call
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files, write_parquet

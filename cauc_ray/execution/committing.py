@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import ray
 
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.execution.blocks import BlockResult
-from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.messages import Call
 from cauc_ray.execution.reader import BlockNames
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints

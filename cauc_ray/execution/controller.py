@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.execution.blocks import BlockResult, OpenBlocks, chosen_of_chunks
-from cauc_ray.execution.messages import Call, CallResult, Rows
+from cauc_ray.execution.messages import Call, Rows
 from cauc_ray.execution.progress import StageProgress
 from cauc_ray.execution.stage_queue import Batch, Failure, StageLimits, StageQueue, failed_batches
 from cauc_ray.numbers.types import Bools

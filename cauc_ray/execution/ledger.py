@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.execution.blocks import BlockResult
-from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.messages import Call
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet

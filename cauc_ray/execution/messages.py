@@ -1,14 +1,12 @@
-"""What the controller and the stages say to each other: small, plain, no payload among it."""
+"""Rows and calls as the controller knows them: small, plain, no payload among it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cauc_ray.errors import printable
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Bools, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,56 +81,3 @@ class Call:
     def ready_at(self) -> float:
         """Return when the row that waited longest became ready."""
         return min(rows.ready_at for rows in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """What a stage says of a call of n rows; the deferred rows' columns and state go beside it.
-
-    predictions: int32 (n,).   confidences: float64 (n,).   accepted: bool (n,).   costs: float64 (n,), of this
-    call alone.   started_at: seconds since the epoch.   compute_s: wall time in model and policy, None where
-    nobody knows.   policy_s: of that, the policy's step.   device_s: seconds of forward passes on a GPU, None where the
-    model measures none.
-    error: why the call failed; the arrays are empty then.   failures: why rows of a call that did not fail have no
-    answer, by place; they are neither accepted nor deferred.   state_bytes: of a deferred row's state.
-    """
-
-    predictions: Ints
-    confidences: Floats
-    accepted: Bools
-    costs: Floats
-    started_at: float
-    compute_s: float | None
-    policy_s: float
-    device_s: float | None
-    node: str
-    error: str | None = None
-    failures: Mapping[int, str] = field(default_factory=dict)
-    state_bytes: float = 0.0
-
-    @classmethod
-    def broken(cls, started_at: float, node: str, error: str) -> CallResult:
-        """Return the result of a call that nothing came back of but an error."""
-        nothing = np.zeros(0)
-        return cls(
-            predictions=np.zeros(0, dtype=np.int32),
-            confidences=nothing,
-            accepted=np.zeros(0, dtype=bool),
-            costs=nothing,
-            started_at=started_at,
-            compute_s=None,
-            policy_s=0.0,
-            device_s=None,
-            node=node,
-            error=printable(error),
-        )
-
-    @property
-    def n_answered(self) -> int:
-        """Return how many rows the model answered."""
-        return len(self.accepted) - len(self.failures)
-
-    @property
-    def n_deferred(self) -> int:
-        """Return how many rows go on."""
-        return self.n_answered - int(self.accepted.sum())

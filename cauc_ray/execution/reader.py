@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from cauc_ray.cascade.parcels import Parcel, packed
 from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
 from cauc_ray.execution.controller import Chunk
-from cauc_ray.execution.stage import Parcel, packed
 from cauc_ray.numbers.types import Ints
 
 # The pauses before each further try at a block that cannot be read: damage does not heal, but a file that cannot be

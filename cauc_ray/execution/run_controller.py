@@ -12,19 +12,20 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from cauc_ray.cascade.parcels import Part
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told
 from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.controller import Controller, Released
-from cauc_ray.execution.messages import Call, CallResult
+from cauc_ray.execution.messages import Call
 from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
 from cauc_ray.execution.session import store_bytes
-from cauc_ray.execution.stage import Part
 from cauc_ray.models.pool import StageSpec
 
 Method = TypeVar("Method", bound=Callable[..., Any])

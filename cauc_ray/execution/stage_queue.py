@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from cauc_ray.execution.messages import Call, CallResult, Rows
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.execution.messages import Call, Rows
 
 # One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are
 # so short that a result's way to the controller and back takes longer.

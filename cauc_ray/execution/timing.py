@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import ray
 
+from cauc_ray.cascade.parcels import Parcel, Part, packed
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, result_of, worker_class
-from cauc_ray.execution.messages import CallResult
 from cauc_ray.execution.plan import import_paths
 from cauc_ray.execution.session import require_fit
-from cauc_ray.execution.stage import Parcel, Part, packed
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas

@@ -57,7 +57,7 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
         )
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
-    deployments = [_stage(spec).bind(spec, import_paths()) for spec in stages]
+    deployments = [_stage(spec).bind(spec, stage, import_paths()) for stage, spec in enumerate(stages)]
     key = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
     return _router(pool).bind(model, pool, policy, deployments, key, import_paths())
 

@@ -6,16 +6,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 
-from cauc_ray.errors import DataError
-from cauc_ray.execution.stage import stacked
-from cauc_ray.models.answers import Answers, Batch
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.worker import MOST_POLICIES
+from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy, Step
+from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.crowd import Crowd
 from cauc_ray.serving.faults import RequestError, Trouble
 from cauc_ray.serving.flight import Early, Flight, Group, Payload
@@ -64,6 +65,7 @@ class Cascade:
         self._clock = asyncio.get_running_loop().time
         self._crowd = Crowd(self._clock)
         self.lanes: list[Lane] = []
+        self._keys: dict[int, tuple[Policy, str]] = {}
         for stage, (spec, client) in enumerate(zip(stages, clients, strict=True)):
             limits = LaneLimits(
                 batch_size=spec.serving.batch_size or spec.batch_size,
@@ -86,7 +88,8 @@ class Cascade:
         columns: each (n, ...).   last_stage: the deepest to call, by its number.   wants_scores: keep them.
         Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
-        flight = Flight(policy, columns, n, len(self.lanes) - 1 if last_stage is None else last_stage, wants_scores)
+        last_stage = len(self.lanes) - 1 if last_stage is None else last_stage
+        flight = Flight(policy, self._key(policy), columns, n, last_stage, wants_scores)
         rows = np.arange(n)
         with self._crowd.one_more():
             try:
@@ -95,6 +98,15 @@ class Cascade:
             finally:
                 self._withdraw(flight)
         return flight
+
+    def _key(self, policy: Policy) -> str:
+        """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
+        known = self._keys.get(id(policy))
+        if known is None or known[0] is not policy:
+            while len(self._keys) >= MOST_POLICIES:
+                del self._keys[next(iter(self._keys))]
+            known = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
+        return known[1]
 
     def compare(self, flight: Flight, tell: Tell) -> None:
         """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
@@ -121,27 +133,43 @@ class Cascade:
         """Note a call that a lane has made."""
         self._observer.called(stage, n_rows, call_s)
 
-    def answered(self, stage: int, groups: Sequence[Group], answers: Answers) -> None:
-        """Take a model's answers, let the policies decide, and send on what is deferred."""
+    def keeps(self, group: Group) -> Bools | None:
+        """Return which of a group's rows shall bring back their state even if they stop, bool (m,), None for none."""
+        return self._shadows.keeps(group)
+
+    def answered(
+        self, stage: int, groups: Sequence[tuple[Group, Ints]], result: CallResult, states: Floats | None
+    ) -> None:
+        """Take what a call answered and decided of groups, and send on what is deferred."""
         try:
-            self._take(stage, groups, answers)
+            self._take(stage, groups, result, states)
         except Exception:  # whatever it is, nobody shall wait for ever
             logger.exception("answers could not be taken")
-            for group in groups:
+            for group, _ in groups:
                 group.flight.fail(RequestError("an internal error; the service's log has it", 500))
                 self._withdraw(group.flight)
         for lane in self.lanes[stage + 1 :]:
             lane.pump_soon()  # what has waited for more rows may have to wait no longer
 
-    def _take(self, stage: int, groups: Sequence[Group], answers: Answers) -> None:
-        starts = np.cumsum([0, *map(len, groups)])
-        by_policy: dict[int, list[tuple[Group, Ints]]] = {}
-        for group, start in zip(groups, starts[:-1], strict=True):
-            places = np.arange(start, start + len(group))
-            for part, own in self._answerable(stage, group, places, answers):
-                by_policy.setdefault(id(part.flight.policy), []).append((part, own))
-        for own_groups in by_policy.values():
-            self._decide(stage, own_groups, answers)
+    def _take(
+        self, stage: int, groups: Sequence[tuple[Group, Ints]], result: CallResult, states: Floats | None
+    ) -> None:
+        now = self._clock()
+        answered = [part for group, places in groups for part in self._answerable(stage, group, places, result)]
+        for shadow in (False, True):
+            own = [(group, places) for group, places in answered if group.flight.shadow is shadow]
+            if not own:
+                continue
+            rows = np.concatenate([places for _, places in own])
+            if shadow:
+                self._observer.shadowed(stage, result.costs[rows])
+            else:
+                waits_s = [now - group.ready_at for group, _ in own]
+                self._observer.answered(stage, result.confidences[rows], result.costs[rows], waits_s)
+        assert result.carried is not None
+        at = np.cumsum(result.carried) - 1  # of each carried row among the states
+        for group, places in answered:
+            self._move(stage, group, places, result, None if states is None else (states, at))
 
     def unanswered(self, stage: int, group: Group, trouble: Trouble, reason: str) -> None:
         """Let a group that a stage has not answered stop with the best so far, or refuse its request."""
@@ -167,7 +195,7 @@ class Cascade:
             flight.fail(RequestError(reason, 503, RETRY_AFTER_S))
         self._withdraw(flight)
 
-    def _answerable(self, stage: int, group: Group, places: Ints, answers: Answers) -> list[tuple[Group, Ints]]:
+    def _answerable(self, stage: int, group: Group, places: Ints, answers: CallResult) -> list[tuple[Group, Ints]]:
         """Return a group without the rows that the model refuses, and where its rows stand in the call."""
         refused = np.array([int(place) in answers.failures for place in places]) if answers.failures else None
         if refused is None or not refused.any():
@@ -179,68 +207,38 @@ class Cascade:
         kept = np.flatnonzero(~refused)
         return [(group.part(kept), places[kept])] if len(kept) else []
 
-    def _decide(self, stage: int, groups: Sequence[tuple[Group, Ints]], answers: Answers) -> None:
-        """Take the policy's step for groups of one policy, each with its rows' places in the call, int (m,)."""
-        policy = groups[0][0].flight.policy
-        places = np.concatenate([own for _, own in groups])
-        try:
-            states = stacked([group.state for group, _ in groups if group.state is not None])
-            step = policy.step(stage, answers.logits[places], states)
-        except DataError as error:  # a row has options that it did not have before, or the reverse
-            if len(groups) == 1:
-                self.unanswered(stage, groups[0][0], "error", f"stage {self.lanes[stage].name!r}: {error}")
-            else:
-                for one in groups:
-                    self._decide(stage, [one], answers)
-            return
-        if policy.costs == "per-call" and answers.costs is not None:
-            costs = answers.costs[places]
-        else:
-            costs = np.full(len(places), policy.stages[stage].cost)
-        likeliest = None if policy.reference is None else step.likeliest()
-        now = self._clock()
-        if groups[0][0].flight.shadow:
-            self._observer.shadowed(stage, costs)
-        else:
-            self._observer.answered(stage, step.confidences, costs, [now - group.ready_at for group, _ in groups])
-        start = 0
-        for group, _ in groups:
-            taken = slice(start, start + len(group))
-            self._move(stage, group, step, costs[taken], None if likeliest is None else likeliest[taken], taken)
-            start = taken.stop
-
-    def _move(self, stage: int, group: Group, step: Step, costs: Floats, likeliest: Ints | None, taken: slice) -> None:
-        """Let a group's rows stop or go on."""
+    def _move(
+        self, stage: int, group: Group, places: Ints, result: CallResult, states: tuple[Floats, Ints] | None
+    ) -> None:
+        """Let a group's rows stop or go on.   states: of carried rows, and where each row of the call has its own."""
         flight = group.flight
         if flight.done.done():
             return
-        flight.note(stage, group.rows, step, taken, costs, likeliest, self._clock() - group.ready_at)
-        goes_on: Bools = ~step.accepted[taken]
+        flight.note(stage, group.rows, result, places, self._clock() - group.ready_at)
+        # Of a shadow the last stage's word is wanted.
+        goes_on: Bools = np.ones(len(places), dtype=bool) if flight.shadow else ~result.accepted[places]
+        if stage == len(self.lanes) - 1:
+            goes_on[:] = False
         n_on = int(goes_on.sum())
         n_stop = len(group) - n_on
         if not flight.shadow:
             self._count(stage, n_stop, n_on, flight)
-            self._choose_early(stage, group, step, taken)
+            assert result.carried is not None
+            early = np.flatnonzero(result.carried[places] & result.accepted[places])
+            if len(early) and states is not None:
+                flight.early.append(Early(stage, group.rows[early], states[0][states[1][places[early]]]))
         if stage == flight.last_stage:
             n_stop, n_on = len(group), 0
         if n_on:
+            assert states is not None
             on = np.flatnonzero(goes_on)
-            self._send(flight, stage + 1, group.rows[on], group.payload, group.places[on], step.state[taken][on])
+            state = states[0][states[1][places[on]]]
+            self._send(flight, stage + 1, group.rows[on], group.payload, group.places[on], state)
         flight.finish(n_stop)
 
     def _count(self, stage: int, n_stop: int, n_on: int, flight: Flight) -> None:
         self._observer.rows(stage, "accepted", n_stop)
         self._observer.rows(stage, "capped" if stage == flight.last_stage else "deferred", n_on)
-
-    def _choose_early(self, stage: int, group: Group, step: Step, taken: slice) -> None:
-        """Choose by lot which of the rows that stop here shall be compared with what the whole cascade answers."""
-        flight = group.flight
-        if self._shadows.share == 0 or stage == len(self.lanes) - 1 or flight.capped:
-            return
-        accepted = np.flatnonzero(step.accepted[taken])
-        chosen = accepted[self._shadows.chosen(len(accepted))]
-        if len(chosen):
-            flight.early.append(Early(stage, group.rows[chosen], step.state[taken][chosen]))
 
     def _send(
         self, flight: Flight, stage: int, rows: Ints, payload: Payload, places: Ints, state: Floats | None

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy, Step
+from cauc_ray.policies.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Early:
 class Flight:
     """A request of n rows. Its policy is the one that was in force when it came, to the end.
 
+    key: what stages know the policy by.
     columns: the input, each (n, ...).   kind_of_columns: rows of requests where it is the same may share a batch.
     last_stage: none of its rows goes beyond.   predictions: int32 (n,),
     confidences: float64 (n,), stages: int8 (n,), the best answers so far and the stages that gave them.
@@ -44,6 +46,7 @@ class Flight:
     """
 
     policy: Policy
+    key: str
     columns: Batch
     n: int
     last_stage: int
@@ -87,27 +90,24 @@ class Flight:
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(
-        self, stage: int, rows: Ints, step: Step, taken: slice, costs: Floats, likeliest: Ints | None, waited_s: float
-    ) -> None:
-        """Take a step's answers for some rows as the best so far.
+    def note(self, stage: int, rows: Ints, result: CallResult, taken: Ints, waited_s: float) -> None:
+        """Take a call's answers for some rows as the best so far.
 
-        rows: int (m,), places in the request.   taken: the m rows of the step that are theirs.   costs: float64
-        (m,), of the call.   likeliest: int16 (m,), None where it is not kept.   waited_s: since they were ready for
-        the stage.
+        rows: int (m,), positions in the request.   taken: int (m,), theirs in the call.   waited_s: since they were
+        ready for the stage.
         """
         now = time.time_ns()
         first, _ = self.spans_ns.get(stage, (now - int(waited_s * 1e9), now))
         self.spans_ns[stage] = first, now
         self.called[stage] = True
-        self.costs[rows] += costs
-        self.predictions[rows] = step.predictions[taken]
-        self.confidences[rows] = step.confidences[taken]
+        self.costs[rows] += result.costs[taken]
+        self.predictions[rows] = result.predictions[taken]
+        self.confidences[rows] = result.confidences[taken]
         self.stages[rows] = stage
-        if likeliest is not None:
-            self.likeliest[rows] = likeliest
-        if self.wants_scores:
-            self._keep_scores(rows, step.scores[taken])
+        if result.likeliest is not None and self.policy.reference is not None:
+            self.likeliest[rows] = result.likeliest[taken]
+        if self.wants_scores and result.scores is not None:
+            self._keep_scores(rows, result.scores[taken])
 
     def _keep_scores(self, rows: Ints, scores: Floats) -> None:
         k = scores.shape[1]

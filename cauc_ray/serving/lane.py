@@ -21,14 +21,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cauc_ray.execution.stage import Part
-from cauc_ray.models.answers import Answers, Batch
+from cauc_ray.cascade.isolation import row_of
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.serving.faults import StageError, Trouble
 from cauc_ray.serving.flight import Group
 from cauc_ray.serving.health import DOWN_AFTER_S, StageHealth
-from cauc_ray.serving.isolation import StageAnswer, row_of
 from cauc_ray.serving.pace import Pace
-from cauc_ray.serving.packing import of_groups, packed
+from cauc_ray.serving.packing import StageCall, packed
 from cauc_ray.serving.suspects import Suspects
 
 # So many replicas are asked for rows that replicas could not answer.
@@ -56,18 +57,12 @@ class StageClient(Protocol):
     """How a stage is called."""
 
     async def answer(
-        self,
-        parts: Sequence[Part],
-        parcels: Sequence[Any],
-        *,
-        good_row: Batch | None = ...,
-        avoid: Collection[str] = ...,
-        on_begin: Callable[[], None] | None = ...,
-    ) -> StageAnswer:
-        """Have the model answer rows of parcels, each columns or a reference to some.
+        self, call: StageCall, *, avoid: Collection[str] = ..., on_begin: Callable[[], None] | None = ...
+    ) -> tuple[CallResult, Floats | None]:
+        """Have a call answered and decided on; return its result, and the states of the rows that go on.
 
-        good_row: one that the stage has answered before.   avoid: replicas that shall not answer, if there are others.
-        on_begin: called once the model begins. Raises StageError.
+        avoid: replicas that shall not answer, if there are others.   on_begin: called once the model begins. Raises
+        StageError.
         """
 
     def replace(self, replica: str) -> None:
@@ -80,8 +75,13 @@ class StageClient(Protocol):
 class LaneEvents(Protocol):
     """Who is told what became of rows."""
 
-    def answered(self, stage: int, groups: Sequence[Group], answers: Answers) -> None:
-        """Take the model's answers for live groups, in their order."""
+    def keeps(self, group: Group) -> Bools | None:
+        """Return which of a group's rows shall bring back their state even if they stop, bool (m,), None for none."""
+
+    def answered(
+        self, stage: int, groups: Sequence[tuple[Group, Ints]], result: CallResult, states: Floats | None
+    ) -> None:
+        """Take a call's answers for live groups, each with its rows' positions in the call, int (m,)."""
 
     def unanswered(self, stage: int, group: Group, trouble: Trouble, reason: str) -> None:
         """Take back a group that the stage has not answered."""
@@ -318,8 +318,9 @@ class Lane:
     async def _call(self, call: _Call) -> None:
         fault: StageError | None = None
         try:
-            parts, parcels = packed(call.batch, self._client.share)
-            answer = await self._client.answer(parts, parcels, **self._how(call))
+            good_row, how = self._how(call)
+            asked = packed(call.batch, self._client.share, self._events.keeps, good_row)
+            result, states = await self._client.answer(asked, **how)
         except StageError as error:
             fault = error
         except Exception as error:  # whatever it is, nobody shall wait for ever
@@ -330,86 +331,89 @@ class Lane:
             self.pump_soon()
         if fault is not None:
             self._recover(call, fault)
-        elif answer.answers is None:
-            self._unanswered(call, answer)
+        elif result.error is not None:
+            self._unanswered(call, result)
         else:
-            self._answered(call, answer, answer.answers)
+            self._answered(call, result, states)
         self._end_idle_calls()  # another call may have had the same rows
 
-    def _how(self, call: _Call) -> dict[str, Any]:
-        """Return how a call differs from others."""
+    def _how(self, call: _Call) -> tuple[Batch | None, dict[str, Any]]:
+        """Return the good row that a call brings along, and how else it differs from others."""
         if call.alone:
-            return {"on_begin": partial(self._begin, call), "good_row": self._good_row}
+            return self._good_row, {"on_begin": partial(self._begin, call)}
         failed_at = frozenset[str]().union(*(group.failed_at for group in call.batch))
         if not failed_at:
-            return {}
-        return {"avoid": failed_at if self.health.n_replicas > 1 else (), "good_row": self._good_row}
+            return None, {}
+        return self._good_row, {"avoid": failed_at if self.health.n_replicas > 1 else ()}
 
     def _begin(self, call: _Call) -> None:
         call.began_at = self._loop.time()
 
-    def _answered(self, call: _Call, answer: StageAnswer, answers: Answers) -> None:
+    def _answered(self, call: _Call, result: CallResult, states: Floats | None) -> None:
         """Pass on the answers of a call, but for rows on which another replica shall be heard first."""
         batch = call.batch
         call_s = self._loop.time() - call.started_at
         self.health.succeeded()
         self._recovered_at = min(self._recovered_at, self._loop.time())
         if call.started_at >= self._recovered_at and not call.alone:  # others may have waited for a replica to start
-            self._pace.note(call_s, answer.compute_s)
+            self._pace.note(call_s, result.compute_s or 0.0)
         self._events.called(self.stage, sum(map(len, batch)), call_s)
-        self._keep_good_row(batch, answers)
-        starts = np.cumsum([0, *map(len, batch)])
+        self._keep_good_row(batch, result)
+        starts = np.cumsum([0, *map(len, batch)]).tolist()
         again: list[Group] = []
+        answered: list[tuple[Group, Ints]] = []
         failed_at: set[str] = set()
         for group, start in zip(batch, starts[:-1], strict=True):
             if not group.live:
                 continue
-            if any(row in answer.raised for row in range(start, start + len(group))):
-                if not group.failed_at and self._has_another(group, answer.replica):
+            own = range(start, start + len(group))
+            if not result.raised.isdisjoint(own):
+                if not group.failed_at and self._has_another(group, result.replica):
                     again.append(group)
+                    continue
             else:
                 failed_at |= group.failed_at
                 if call.alone:
                     self._suspects.note(group.flight, "clear")
+            answered.append((group, np.arange(own.start, own.stop)))
         for replica in failed_at:
             self._failed_alone(replica)
-        if not answer.raised:
-            del self._failures[answer.replica]
-        self._ask_another(again, answer.replica)
-        live, answers = of_groups(batch, answers, [group.live and group not in again for group in batch])
-        for group in live:
+        if not result.raised:
+            del self._failures[result.replica]
+        self._ask_another(again, result.replica)
+        for group, _ in answered:
             group.end()
-        if live:
-            self._events.answered(self.stage, live, answers)
+        if answered:
+            self._events.answered(self.stage, answered, result, states)
 
-    def _keep_good_row(self, batch: Sequence[Group], answers: Answers) -> None:
+    def _keep_good_row(self, batch: Sequence[Group], result: CallResult) -> None:
         """Keep the first row that was ever answered: what fails on it is the stage, or a replica."""
         if self._good_row is not None:
             return
         rows = ((group, row) for group in batch for row in group.rows)
-        good = next((one for place, one in enumerate(rows) if place not in answers.failures), None)
+        good = next((one for place, one in enumerate(rows) if place not in result.failures), None)
         if good is not None:
             self._good_row = row_of(good[0].flight.columns, int(good[1]))
 
-    def _unanswered(self, call: _Call, answer: StageAnswer) -> None:
+    def _unanswered(self, call: _Call, result: CallResult) -> None:
         """Have another replica asked for the rows of a call of which none was answered, or give them back."""
-        if answer.fault == "replica":
-            self._failed_alone(answer.replica)
+        if result.fault == "replica":
+            self._failed_alone(result.replica)
         live = [group for group in call.batch if group.live]
-        again = [group for group in live if answer.fault != "stage" and self._may_ask_again(group, answer)]
-        self._ask_another(again, answer.replica)
+        again = [group for group in live if result.fault != "stage" and self._may_ask_again(group, result)]
+        self._ask_another(again, result.replica)
         given_up = [group for group in live if group not in again]
         # What nobody has ever answered may be the inputs' own fault.
-        if given_up and answer.fault != "unknown":
+        if given_up and result.fault != "unknown":
             self._failed()
         for group in given_up:
             if group.live:
-                self._give_back(group, "error", f"stage {self.name!r}: {answer.error}")
+                self._give_back(group, "error", f"stage {self.name!r}: {result.error}")
 
-    def _may_ask_again(self, group: Group, answer: StageAnswer) -> bool:
+    def _may_ask_again(self, group: Group, result: CallResult) -> bool:
         # With a good row, the only replica finds out whether it is broken.
-        finds_out = answer.fault == "unknown" and not group.failed_at and self._good_row is not None
-        return self._has_another(group, answer.replica) or finds_out
+        finds_out = result.fault == "unknown" and not group.failed_at and self._good_row is not None
+        return self._has_another(group, result.replica) or finds_out
 
     def _has_another(self, group: Group, replica: str) -> bool:
         """Return whether a replica is left to ask for rows after one could not answer them."""

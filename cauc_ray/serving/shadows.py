@@ -15,11 +15,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from cauc_ray.models.answers import Batch
-from cauc_ray.numbers.sweep import STOP_NONE
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.flight import Flight, Group
 from cauc_ray.serving.lane import Lane
 
 # How often the stages are looked at, how long rows wait for them to be idle, and how many may wait.
@@ -46,6 +45,7 @@ class _Waiting:
     """Rows that a stage has answered.   columns: of these, each (n, ...).   until: on the loop's clock."""
 
     policy: Policy
+    key: str
     stage: int
     columns: Batch
     predictions: Ints
@@ -55,7 +55,7 @@ class _Waiting:
 
 
 class Shadows:
-    """Chooses early answers by lot, and has them asked on when their stages are idle.
+    """Chooses early answers at random, and has them asked on when their stages are idle.
 
     share: of early answers.   on_dropped: told of how many nothing came: stages were busy, or failed.
     """
@@ -69,9 +69,15 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks = False
 
-    def chosen(self, n: int) -> Ints:
-        """Return which of n early answers are chosen, int (m,)."""
-        return np.flatnonzero(self._lot.random(n) < self.share)
+    def keeps(self, group: Group) -> Bools | None:
+        """Return which of a group's rows are chosen if they stop early, bool (m,); all of those that were once."""
+        flight, last = group.flight, len(self._lanes) - 1
+        if flight.shadow:
+            return np.ones(len(group), dtype=bool)
+        if self.share == 0 or group.stage == last or flight.capped:
+            return None
+        chosen: Bools = self._lot.random(len(group)) < self.share
+        return chosen
 
     def offer(self, flight: Flight, tell: Tell) -> None:
         """Take what was chosen of a request that has been answered.   tell: told what became of it, if anything."""
@@ -82,7 +88,9 @@ class Shadows:
                 continue
             columns = {name: column[early.rows] for name, column in flight.columns.items()}
             predictions = flight.predictions[early.rows]
-            self._waiting.append(_Waiting(flight.policy, early.stage, columns, predictions, early.state, tell, until))
+            self._waiting.append(
+                _Waiting(flight.policy, flight.key, early.stage, columns, predictions, early.state, tell, until)
+            )
         if self._waiting and not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
@@ -109,9 +117,7 @@ class Shadows:
 
     async def _ask(self, waiting: _Waiting) -> None:
         n = len(waiting.predictions)
-        # Of no use to stop early: the last stage's word is wanted.
-        policy = waiting.policy.model_copy(update={"threshold": STOP_NONE})
-        flight = Flight(policy, waiting.columns, n, len(self._lanes) - 1, shadow=True)
+        flight = Flight(waiting.policy, waiting.key, waiting.columns, n, len(self._lanes) - 1, shadow=True)
         try:
             self._sender.go_on(flight, waiting.stage + 1, waiting.state)
             await flight.done

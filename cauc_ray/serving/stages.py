@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -13,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import ray
@@ -22,12 +21,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from cauc_ray.cascade.parcels import Parcel, packed
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.worker import Worker, prepare_process
 from cauc_ray.errors import printable
-from cauc_ray.execution.stage import Parcel, Part, gathered, packed
-from cauc_ray.models.answers import Answers, AsDeclared, Batch, Model, ModelFacts, choices_in, matched
+from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.types import Floats
 from cauc_ray.serving.faults import StageError
-from cauc_ray.serving.isolation import StageAnswer, answer_apart, row_of
+from cauc_ray.serving.packing import StageCall
 
 # Smaller columns travel with the call: to put them into the object store and fetch them takes longer.
 SHARED_BYTES = 100_000
@@ -42,47 +44,42 @@ MOST_LOOKS = 4
 
 logger = logging.getLogger("ray.serve")
 
+T = TypeVar("T")
+
 
 class StageServer:
-    """A replica of a stage: it loads the model and lets it answer in a thread of its own, one call at a time."""
+    """A replica of a stage: its worker answers in a thread of its own, one call at a time."""
 
-    def __init__(self, spec: StageSpec, import_paths: Sequence[str]) -> None:
-        sys.path[:0] = [path for path in import_paths if path not in sys.path]
-        if not spec.resources.num_gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a stage that asked for none shall not fill one's memory
+    def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str]) -> None:
+        prepare_process(spec, import_paths)
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._busy_since: float | None = None
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._leaves = False
-        self._good_row: Batch | None = None
-        self._model: Model = self._thread.submit(spec.model.load).result()
-        self._as_declared = AsDeclared(self._model.facts)
+        self._worker = Worker(spec, stage, {}, replica=self._replica)
+        self._facts = self._thread.submit(self._worker.load).result()
 
     async def facts(self) -> ModelFacts:
         """Return what the model says of itself."""
-        return self._model.facts
+        return self._facts
 
-    async def answer(self, parts: Sequence[Part], parcels: Sequence[Any], good_row: Batch | None) -> StageAnswer:
-        """Answer rows of parcels: columns by name, or references to some. A fault of the model is an answer.
+    async def answer(self, call: StageCall) -> tuple[CallResult, Floats | None]:
+        """Answer a call's rows. A fault of the model is a result.
 
-        good_row: one that this stage has answered, to tell a bad input from a broken replica; the replica's own
-        without one.
+        Returns the result, and the states of the rows that go on.
         """
-        columns = [await _fetched(parcel) for parcel in parcels]
-        return await self._in_thread(partial(self._answer, parts, [Parcel(one) for one in columns], good_row))
+        columns = [await _fetched(parcel) for parcel in call.parcels]
+        return await self._in_thread(partial(self._answer, call, columns))
 
-    async def answer_watched(
-        self, parts: Sequence[Part], parcels: Sequence[Any], good_row: Batch | None
-    ) -> AsyncIterator[StageAnswer | None]:
-        """Yield None once the model begins, whatever it then does to the process, and its answer."""
-        columns = [await _fetched(parcel) for parcel in parcels]
+    async def answer_watched(self, call: StageCall) -> AsyncIterator[tuple[CallResult, Floats | None] | None]:
+        """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
+        columns = [await _fetched(parcel) for parcel in call.parcels]
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-        def answer(stopped: Callable[[], bool]) -> StageAnswer:
+        def answer(stopped: Callable[[], bool]) -> tuple[CallResult, Floats | None]:
             loop.call_soon_threadsafe(begins.set)
             sent.wait(ASK_S)
-            return self._answer(parts, [Parcel(one) for one in columns], good_row, stopped)
+            return self._answer(call, columns, stopped)
 
         answering = asyncio.ensure_future(self._in_thread(answer))
         try:
@@ -107,12 +104,12 @@ class StageServer:
         longest = self._spec.call_timeout_s
         if not self._spec.model.GIVES_UP:
             longest = min(longest, 2 * self._spec.serving.timeout_s)
-        busy_since = self._busy_since
+        busy_since = self._worker.busy_since
         if busy_since is not None and time.monotonic() - busy_since > longest:
             logger.error(f"a call has not ended for {longest:g} s; this replica ends, and another is started")
             os._exit(1)  # to ask it to stop would be to wait for the call
 
-    async def _in_thread(self, answer: Callable[[Callable[[], bool]], StageAnswer]) -> StageAnswer:
+    async def _in_thread(self, answer: Callable[[Callable[[], bool]], T]) -> T:
         """Let the model's thread answer; it is told where the caller goes away."""
         stopped = threading.Event()
         future = self._thread.submit(answer, stopped.is_set)
@@ -124,30 +121,21 @@ class StageServer:
                 await asyncio.wait([asyncio.wrap_future(future)])
 
     def _answer(
-        self,
-        parts: Sequence[Part],
-        parcels: Sequence[Parcel],
-        good_row: Batch | None,
-        stopped: Callable[[], bool],
-    ) -> StageAnswer:
+        self, call: StageCall, columns: Sequence[Any], stopped: Callable[[], bool]
+    ) -> tuple[CallResult, Floats | None]:
         if self._leaves:
-            return StageAnswer(None, 0.0, "the replica is being replaced", "replica", replica=self._replica)
-        started = time.monotonic()
-        batch = partial(gathered, parts, parcels)
-        good_row = self._good_row if self._good_row is not None else good_row
-        answer = answer_apart(self._asked, batch, good_row, stopped)
-        if self._good_row is None and answer.answers is not None:
-            good = next((row for row in range(len(answer.answers.logits)) if row not in answer.answers.failures), None)
-            self._good_row = None if good is None else row_of(batch(), good)
-        return replace(answer, compute_s=time.monotonic() - started, replica=self._replica)
-
-    def _asked(self, batch: Batch) -> Answers:
-        n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
-        self._busy_since = time.monotonic()
-        try:
-            return self._as_declared(matched(self._model(batch), n_choices))
-        finally:
-            self._busy_since = None
+            error = "the replica is being replaced"
+            return CallResult.broken(time.time(), "", error, "replica", replica=self._replica), None
+        result, goes_on = self._worker.decide(
+            call.parts,
+            [Parcel(one) for one in columns],
+            policies=call.policies,
+            carries_columns=False,
+            isolates=True,
+            good_row=call.good_row,
+            stopped=stopped,
+        )
+        return result, goes_on.state
 
 
 async def _fetched(parcel: Any) -> Any:
@@ -172,21 +160,22 @@ class ServeClient:
         return [facts for facts in told if isinstance(facts, ModelFacts)]
 
     async def answer(
-        self,
-        parts: Sequence[Part],
-        parcels: Sequence[Any],
-        *,
-        good_row: Batch | None = None,
-        avoid: Collection[str] = (),
-        on_begin: Callable[[], None] | None = None,
-    ) -> StageAnswer:
+        self, call: StageCall, *, avoid: Collection[str] = (), on_begin: Callable[[], None] | None = None
+    ) -> tuple[CallResult, Floats | None]:
         """Have a replica answer. Raises StageError; if the caller is cancelled, so is the call."""
-        asked = list(parts), list(parcels), good_row
+        # Policies travel only where they are asked for: a replica has those of the calls before.
+        slim = replace(call, policies={})
+        result, states = await self._faulty(self._asked(slim, avoid, on_begin))
+        if result.fault == "policy":
+            result, states = await self._faulty(self._asked(call, avoid, on_begin))
+        return result, states
+
+    def _asked(
+        self, call: StageCall, avoid: Collection[str], on_begin: Callable[[], None] | None
+    ) -> Awaitable[tuple[CallResult, Floats | None]]:
         if on_begin is not None:
-            return await self._faulty(self._watched(asked, on_begin))
-        if avoid:
-            return await self._faulty(self._elsewhere(asked, avoid))
-        return await self._faulty(self._awaited(self._handle.answer.remote(*asked)))
+            return self._watched(call, on_begin)
+        return self._elsewhere(call, avoid) if avoid else self._awaited(self._handle.answer.remote(call))
 
     def replace(self, replica: str) -> None:
         """Have a replica ended, so that Serve starts another."""
@@ -204,14 +193,14 @@ class ServeClient:
         except (TimeoutError, DeploymentUnavailableError):
             logger.warning(f"replica {replica} could not be asked to end")
 
-    async def _awaited(self, response: Awaitable[StageAnswer]) -> StageAnswer:
+    async def _awaited(self, response: Awaitable[T]) -> T:
         try:
             return await response
         except asyncio.CancelledError:
             response.cancel()  # type: ignore[attr-defined]
             raise
 
-    async def _elsewhere(self, asked: tuple[Any, ...], avoid: Collection[str]) -> StageAnswer:
+    async def _elsewhere(self, call: StageCall, avoid: Collection[str]) -> tuple[CallResult, Floats | None]:
         """Have a replica answer that is none of those to avoid, if there is one."""
         handle = self._handle.answer
         async with AsyncExitStack() as looked_at:  # as long as these are held, others are less busy
@@ -219,12 +208,12 @@ class ServeClient:
                 chosen = await looked_at.enter_async_context(handle.choose_replica())
                 if chosen.replica_id not in avoid:
                     break
-            return await self._awaited(handle.dispatch(chosen, *asked))
+            return await self._awaited(handle.dispatch(chosen, call))
 
-    async def _watched(self, asked: tuple[Any, ...], on_begin: Callable[[], None]) -> StageAnswer:
+    async def _watched(self, call: StageCall, on_begin: Callable[[], None]) -> tuple[CallResult, Floats | None]:
         """Have a replica answer that reports when its model begins."""
-        response = self._handle.options(stream=True).answer_watched.remote(*asked)
-        answer: StageAnswer | None = None
+        response = self._handle.options(stream=True).answer_watched.remote(call)
+        answer: tuple[CallResult, Floats | None] | None = None
         try:
             async for answer in response:
                 if answer is None:
@@ -236,7 +225,7 @@ class ServeClient:
             raise StageError("failed", "the replica gave no answer")
         return answer
 
-    async def _faulty(self, answering: Awaitable[StageAnswer]) -> StageAnswer:
+    async def _faulty(self, answering: Awaitable[T]) -> T:
         """Await a call, whose failures become StageErrors."""
         try:
             return await answering

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.execution.blocks import RESTARTS
 from cauc_ray.execution.controller import Chunk, Controller
-from cauc_ray.execution.messages import CallResult
 from cauc_ray.execution.stage_queue import (
     CALLS_PER_REPLICA,
     HOPELESS_DEATHS,

@@ -2,9 +2,7 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,15 +18,10 @@ from runs import (
     two_model_policy,
     write_pool,
 )
-from synthetic import chain, write_table
+from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
-from cauc_ray.execution.stage import Parcel, Part, StageWorker
-from cauc_ray.models.answers import Answers
-from cauc_ray.models.pool import StageSpec
-from cauc_ray.policies.fitting import fit_base, fit_rf
-from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -333,21 +326,3 @@ def test_real_logits_live_and_replayed_agree(tmp_path, shared_logits):
     expected = by_example(evaluation.to_arrow().drop_columns(["label"]))
     assert live == expected
     assert (replay(policy, evaluation.chain).stages > 0).any()
-
-
-@pytest.mark.parametrize("method", [fit_base, fit_rf])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stage, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the worker has it, here for this test alone
-    calibration = replace(chain(31, 200, 2, (1.0, 2.0)), models=("small", "large"))
-    policy = method(calibration, rule=ThresholdRule(threshold=0.7))
-    spec = StageSpec(name=policy.models[stage], model={"kind": "python", "factory": "user_models:by_x"})
-    worker = StageWorker(spec, stage, policy, ())
-    failures = {0: "too long", 1: "no question"}
-    worker._model = lambda batch: Answers(np.zeros((2, 0), np.float32), failures=failures, device_s=0.25)
-    carried = None if stage == 0 else policy.step(0, np.zeros((2, 2)), None).state
-    result, goes_on = worker.decide([Part(0, np.arange(2))], Parcel({"x": np.zeros(2)}, carried))
-    assert (result.error, result.failures) == (None, {0: "too long", 1: "no question"})
-    assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
-    assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
-    assert result.costs.tolist() == [0.0, 0.0]

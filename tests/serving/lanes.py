@@ -8,16 +8,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from told_models import worker_of
 
-from cauc_ray.execution.stage import Parcel, gathered
+from cauc_ray.cascade.parcels import Parcel, gathered
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
 from cauc_ray.serving.faults import StageError
-from cauc_ray.serving.isolation import StageAnswer, answer_apart
 
 # What stages have put where all of them can read it.
 SHARED: list[Any] = []
+
+
+def stage_of(column: str) -> int:
+    """Return the number of the stage that reads a column."""
+    return int(column.removeprefix("logits"))
 
 
 @dataclass
@@ -33,17 +38,21 @@ class Stage:
     batches: list[list[int]] = field(default_factory=list)
     shares: bool = False
 
-    async def answer(self, parts, parcels, *, good_row=None, avoid=(), on_begin=None) -> StageAnswer:
-        columns = [SHARED[parcel] if isinstance(parcel, int) else parcel for parcel in parcels]
-        batch = dict(gathered(parts, [Parcel(one) for one in columns]))
+    async def answer(self, call, *, avoid=(), on_begin=None):
+        parcels = [Parcel(SHARED[one] if isinstance(one, int) else one) for one in call.parcels]
+        batch = dict(gathered(call.parts, parcels))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
         if on_begin is not None:
             on_begin()
         if self.before is not None:
             await self.before(len(self.batches), batch)
-        logits = np.asarray(batch[self.column], dtype=np.float32)
-        return StageAnswer(self.alter(Answers(logits), batch), asyncio.get_running_loop().time() - started)
+        worker = worker_of(self.answers, stage_of(self.column))
+        result, goes_on = worker.decide(call.parts, parcels, policies=call.policies, carries_columns=False)
+        return replace(result, compute_s=asyncio.get_running_loop().time() - started), goes_on.state
+
+    def answers(self, batch):
+        return self.alter(Answers(np.array(batch[self.column], dtype=np.float32)), batch)
 
     def share(self, columns):
         if not self.shares:
@@ -117,9 +126,9 @@ class Replica:
     name: str
     fails: bool
     ended: asyncio.Future[None]
+    worker: Any = None
     free: asyncio.Lock = field(default_factory=asyncio.Lock)
     n_calls: int = 0
-    good_row: Any = None
 
 
 class Fleet:
@@ -140,7 +149,11 @@ class Fleet:
 
     def started(self, fails: bool) -> Replica:
         self.n_started += 1
-        return Replica(f"replica-{self.n_started}", fails, asyncio.get_running_loop().create_future())
+        replica = Replica(f"replica-{self.n_started}", fails, asyncio.get_running_loop().create_future())
+        replica.worker = worker_of(
+            lambda batch: self.asked(replica, batch), stage_of(self.column), replica=replica.name
+        )
+        return replica
 
     def share(self, columns):
         return None
@@ -163,27 +176,28 @@ class Fleet:
             self.lane.pump_soon()
             await asyncio.sleep(1.0)
 
-    async def answer(self, parts, parcels, *, good_row=None, avoid=(), on_begin=None):
+    async def answer(self, call, *, avoid=(), on_begin=None):
         while not self.replicas:
             await asyncio.sleep(0.05)
         others = [one for one in self.replicas if one.name not in avoid] or self.replicas
         replica = min(others, key=lambda one: one.n_calls)
         replica.n_calls += 1
-        batch = dict(gathered(parts, [Parcel(one) for one in parcels]))
-        computing = asyncio.ensure_future(self.computed(replica, batch, good_row, on_begin))
+        computing = asyncio.ensure_future(self.computed(replica, call, on_begin))
         await asyncio.wait([computing, replica.ended], return_when=asyncio.FIRST_COMPLETED)
         if replica.ended.done():
             raise StageError("died", "its replica ended")
         return computing.result()
 
-    async def computed(self, replica, batch, good_row, on_begin):
+    async def computed(self, replica, call, on_begin):
         """Compute a call when its turn comes. A caller that goes away does not end it."""
+        parcels = [Parcel(one) for one in call.parcels]
+        rows = gathered(call.parts, parcels)["row"].tolist()
         async with replica.free:
             if replica.ended.done():
                 return None
             if on_begin is not None:
                 on_begin()
-            kinds = {self.poison.get(row) for row in batch["row"].tolist()}
+            kinds = {self.poison.get(row) for row in rows}
             if "kills" in kinds:
                 self.end(replica)
                 return None
@@ -192,16 +206,17 @@ class Fleet:
                 self.end(replica)
                 return None
             before = self.n_asked
-            copied = lambda: {name: column.copy() for name, column in batch.items()}  # noqa: E731
-            answer = answer_apart(
-                lambda own: self.asked(replica, own), copied, replica.good_row or good_row, lambda: False
+            result, goes_on = replica.worker.decide(
+                call.parts,
+                parcels,
+                policies=call.policies,
+                carries_columns=False,
+                isolates=True,
+                good_row=call.good_row,
             )
             await asyncio.sleep(self.takes_s * (self.n_asked - before))
         replica.n_calls -= 1
-        if answer.answers is not None and replica.good_row is None:
-            good = [row for row in range(len(batch["row"])) if row not in answer.answers.failures]
-            replica.good_row = {name: column[good[:1]] for name, column in batch.items()} if good else None
-        return replace(answer, replica=replica.name, compute_s=self.takes_s)
+        return replace(result, compute_s=self.takes_s), goes_on.state
 
     def asked(self, replica, batch):
         """Answer as the model would."""

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from completion_server import Fault, scripted_server
+from synthetic import chain
 from user_models import hanging
 
-from cauc_ray.execution.stage import Part
+from cauc_ray.cascade.parcels import Part
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.policies.fitting import ThresholdRule, fit_base
+from cauc_ray.serving.packing import StageCall
 from cauc_ray.serving.stages import StageServer
 
 TIMEOUT_S = 0.02
+DATA = chain(2, n=40)
+POLICY = fit_base(DATA, DATA, ThresholdRule(threshold=0.5))
 
 
 class EndedError(Exception):
@@ -39,9 +44,9 @@ def answered_while_asked_for_health(model, batch, entered, leave):
     spec = StageSpec.model_validate({"name": "one", "model": model, "serving": {"timeout_s": TIMEOUT_S}})
 
     async def main():
-        server = StageServer(spec, [])
+        server = StageServer(spec, 0, [])
         n = len(next(iter(batch.values())))
-        call = asyncio.create_task(server.answer([Part(0, np.arange(n))], [batch], None))
+        call = asyncio.create_task(server.answer(StageCall([Part(0, np.arange(n))], [batch], {"": POLICY})))
         try:
             assert await asyncio.to_thread(entered.wait, 60)
             await asyncio.sleep(3 * TIMEOUT_S)

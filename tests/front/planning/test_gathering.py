@@ -2,17 +2,19 @@
 
 import asyncio
 import heapq
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
 import pytest
 from lanes import Counts, a_pool
 from synthetic import chain
+from told_models import worker_of
 from virtual_time import run_virtually
 
+from cauc_ray.cascade.parcels import Parcel
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.execution.controller import Chunk, Controller
-from cauc_ray.execution.messages import CallResult
-from cauc_ray.execution.stage import Parcel, gathered
 from cauc_ray.execution.stage_queue import StageLimits
 from cauc_ray.front.planning.simulation import Window, simulate_arrivals, simulate_backlog
 from cauc_ray.front.planning.stages import BatchSeconds, PlannedStage, loads
@@ -20,7 +22,6 @@ from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.isolation import StageAnswer
 
 PLENTY = 10**12
 DATA = chain(3, n=240)
@@ -42,17 +43,21 @@ class Sleeping:
         self.turns = [asyncio.Lock() for _ in range(planned.replicas)]
         self.calls = [0] * planned.replicas
         self.sizes = []
+        column = f"logits{place}"
+        self.worker = worker_of(lambda batch: Answers(np.array(batch[column], np.float32)), place)
 
-    async def answer(self, parts, parcels):
-        batch = gathered(parts, [Parcel(one) for one in parcels])
+    async def answer(self, call):
+        parcels = [Parcel(one) for one in call.parcels]
+        n = sum(map(len, call.parts))
         replica = int(np.argmin(self.calls))
         self.calls[replica] += 1
-        self.sizes.append(len(batch["row"]))
-        takes = self.seconds.of(len(batch["row"]))
+        self.sizes.append(n)
+        takes = self.seconds.of(n)
         async with self.turns[replica]:
             await asyncio.sleep(takes)
         self.calls[replica] -= 1
-        return StageAnswer(Answers(np.asarray(batch[f"logits{self.place}"], np.float32)), takes)
+        result, goes_on = self.worker.decide(call.parts, parcels, policies=call.policies, carries_columns=False)
+        return replace(result, compute_s=takes), goes_on.state
 
     def share(self, columns):
         return None

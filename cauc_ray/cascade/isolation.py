@@ -8,59 +8,54 @@ it are at fault. A replica that fails on a row known to be good is broken.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
+from cauc_ray.cascade.results import Fault
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError, printable
 from cauc_ray.models.answers import Answers, Batch, batch_size
 from cauc_ray.numbers.types import Ints
 
-# Who is at fault when no row of a call was answered: the replica (it fails on a good row, too), the stage (a wrong key,
-# a server that is down), or nobody knows: no good row is known yet.
-Fault: TypeAlias = Literal["replica", "stage", "unknown"]
 Ask: TypeAlias = Callable[[Batch], Answers]
 
 
 @dataclass(frozen=True, slots=True)
-class StageAnswer:
-    """The result of a call.
+class Isolated:
+    """What a model answered.
 
-    answers: of the model, None where it answered no row.   compute_s: in the model.   error, fault: why there are no
-    answers, and who is at fault.   raised: rows on which the model raised while it answered others or a good row; they
-    are among the failures of answers.   replica: which one answered, "" if unknown.
+    answers: None where it answered no row.   error, fault: why there are none, and who is at fault.   raised: rows on
+    which the model raised while it answered others or a good row; they are among the failures of answers.
     """
 
     answers: Answers | None
-    compute_s: float
-    error: str | None = None
+    error: str = ""
     fault: Fault | None = None
-    raised: frozenset[int] = field(default_factory=frozenset)
-    replica: str = ""
+    raised: frozenset[int] = frozenset()
 
 
-def answer_apart(
+def answer_isolated(
     ask: Ask, batch: Callable[[], Batch], good_row: Batch | None, stopped: Callable[[], bool]
-) -> StageAnswer:
+) -> Isolated:
     """Have a model answer a batch; where it raises, find the rows that it raises on.
 
     batch: makes the call's columns, each (n, ...), anew: the model may do with them what it likes.   good_row: a row
     that this stage has answered before, each column (1, ...).   stopped: whether nobody waits for the answer any more.
     """
     try:
-        return StageAnswer(ask(batch()), 0.0)
+        return Isolated(ask(batch()))
     except (ConfigError, ExecutionError) as error:
-        return StageAnswer(None, 0.0, reason_of(error), "stage")
+        return Isolated(None, reason_of(error), "stage")
     except BaseException as error:  # a model may raise what it likes
         reason = reason_of(error)
     if good_row is not None and not _answers(ask, good_row):
-        return StageAnswer(None, 0.0, reason, "replica")
+        return Isolated(None, reason, "replica")
     rows = batch()
     found, raised = _divided(ask, rows, stopped)
     if stopped() or not (found or good_row is not None):
-        return StageAnswer(None, 0.0, reason, "unknown")
-    return StageAnswer(_joined(batch_size(rows), found, raised), 0.0, raised=frozenset(raised))
+        return Isolated(None, reason, "unknown")
+    return Isolated(_joined(batch_size(rows), found, raised), raised=frozenset(raised))
 
 
 def reason_of(error: BaseException) -> str:

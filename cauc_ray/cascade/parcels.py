@@ -1,0 +1,130 @@
+"""Rows on their way to a model: their columns, what policies have made of them so far, and which of them a call has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from cauc_ray.data.blocks import concat_column
+from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+Column: TypeAlias = npt.NDArray[Any] | pa.Array
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Columns by name, numbers as numpy arrays, bytes in Arrow; state: float64 (n, S), of the rows that carry one."""
+
+    columns: Mapping[str, Column]
+    state: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a call, and what is asked of them.
+
+    parcel: which argument of the call holds them.   places: int (n,), positions there in rising order, or a slice of
+    neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the parcel
+    does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants_scores:
+    whether calibrated logits are wanted.
+    """
+
+    parcel: int
+    places: Ints | slice
+    policy: str = ""
+    state: Floats | None = None
+    keeps: Bools | None = None
+    wants_scores: bool = False
+
+    def __len__(self) -> int:
+        return self.places.stop - self.places.start if isinstance(self.places, slice) else len(self.places)
+
+    @classmethod
+    def of(cls, parcel: int, places: Ints, policy: str = "", **asked: Any) -> Part:
+        """Return rows at rising positions of a parcel."""
+        first, last = int(places[0]), int(places[-1])
+        return cls(parcel, slice(first, last + 1) if last - first + 1 == len(places) else places, policy, **asked)
+
+
+def packed(columns: Batch) -> dict[str, Column]:
+    """Return columns as they travel to workers: those of bytes, as images are, in Arrow.
+
+    A worker maps numbers and Arrow from shared memory, but would copy every one of the block's Python objects
+    for each call that takes a few of its rows.
+    """
+    return {name: pa.array(c, pa.large_binary()) if _holds_bytes(c) else c for name, c in columns.items()}
+
+
+def gathered(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
+    """Gather the parts' rows, column by column, into arrays that the model may write to."""
+    return {
+        name: concat_column([_plain(_take(parcels[part.parcel].columns[name], part.places)) for part in parts])
+        for name in parcels[parts[0].parcel].columns
+    }
+
+
+def chosen(parts: Sequence[Part], parcels: Sequence[Parcel], mask: Bools) -> dict[str, Column]:
+    """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
+    masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
+    kept = [(part.parcel, _places(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
+    columns: dict[str, Column] = {}
+    for name in parcels[parts[0].parcel].columns:
+        taken = [_take(parcels[parcel].columns[name], _neighbours(places)) for parcel, places in kept]
+        arrow = all(isinstance(column, pa.Array) for column in taken)
+        columns[name] = pa.concat_arrays(taken) if arrow else concat_column([_plain(column) for column in taken])
+    return columns
+
+
+def states_of(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
+    """Gather what the parts' rows carry, padded with -inf to the widest; None where they carry nothing."""
+    carried: list[Floats] = []
+    for part in parts:
+        state = parcels[part.parcel].state
+        if part.state is not None:
+            carried.append(part.state)
+        elif state is not None:
+            carried.append(state[part.places])
+    return stacked(carried)
+
+
+def stacked(states: Sequence[Floats]) -> Floats | None:
+    """Return states in one array, padded with -inf to the widest; None where there are none."""
+    if not states:
+        return None
+    width = max(state.shape[1] for state in states)
+    if any(state.shape[1] < width for state in states):
+        states = [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
+    return np.concatenate(states)
+
+
+def _places(part: Part) -> Ints:
+    return np.arange(part.places.start, part.places.stop) if isinstance(part.places, slice) else part.places
+
+
+def _neighbours(places: Ints) -> Ints | slice:
+    """Return rising positions as a slice if they are neighbours."""
+    return Part.of(0, places).places
+
+
+def _holds_bytes(column: npt.NDArray[Any]) -> bool:
+    return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
+
+
+def _take(column: Column, places: Ints | slice) -> Column:
+    """Copy rows of a column: what is in shared memory cannot be written to, and would be kept there by a view."""
+    if isinstance(column, pa.Array):
+        return column.take(pa.array(np.arange(*places.indices(len(column))) if isinstance(places, slice) else places))
+    return column[places].copy() if isinstance(places, slice) else column[places]
+
+
+def _plain(column: Column) -> npt.NDArray[Any]:
+    if isinstance(column, pa.Array):
+        plain: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+        return plain
+    return column

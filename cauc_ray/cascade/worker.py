@@ -1,0 +1,292 @@
+"""A stage's worker: it has the model answer and the policies decide, so that only rows that go on carry anything.
+
+Runs and services use this one. It knows nothing of Ray, and answers one call at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+
+from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
+from cauc_ray.cascade.parcels import Parcel, Part, chosen, gathered, states_of
+from cauc_ray.cascade.results import CallResult, Fault
+from cauc_ray.errors import ConfigError, DataError, ExecutionError
+from cauc_ray.models.answers import Answers, AsDeclared, Batch, Model, ModelFacts, choices_in, matched
+from cauc_ray.models.flops import measured_gflops
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.policy import Policy, Step
+
+# A worker keeps so many policies, the latest ones.
+MOST_POLICIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A model's answers to a whole call as they are.
+
+    gflops: measured on the worker's first call, per example; None where torch has counted none.
+    """
+
+    answers: Answers
+    gflops: float | None
+
+
+def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
+    """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
+    sys.path[:0] = [path for path in import_paths if path not in sys.path]
+    if not spec.resources.num_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+class Worker:
+    """A model, which is loaded once, and the policies that decide on its answers.
+
+    policies: by the keys that parts name them by; more may come with calls.   node, replica: where it is, for results.
+    busy_since: when the model began what it now computes, on the monotonic clock; None while it computes nothing.
+    """
+
+    def __init__(
+        self, spec: StageSpec, stage: int, policies: Mapping[str, Policy], *, node: str = "", replica: str = ""
+    ) -> None:
+        self._spec, self._stage, self._policies = spec, stage, dict(policies)
+        self._node, self._replica = node, replica
+        self._model: Model | None = None
+        self._as_declared = AsDeclared(ModelFacts(spec.name))
+        self._good_row: Batch | None = None
+        self._gflops: float | None = None
+        self.busy_since: float | None = None
+
+    def load(self) -> ModelFacts:
+        """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
+        self._model = self._spec.model.load()
+        self._as_declared = AsDeclared(self._model.facts)
+        return self._model.facts
+
+    def decide(
+        self,
+        parts: Sequence[Part],
+        parcels: Sequence[Parcel],
+        *,
+        policies: Mapping[str, Policy] | None = None,
+        carries_columns: bool = True,
+        isolates: bool = False,
+        good_row: Batch | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> tuple[CallResult, Parcel]:
+        """Answer a call's rows and decide which of them stop.
+
+        parcels: what the parts point into.   policies: by key, those that this worker may not have yet.
+        carries_columns: whether rows that go on bring their columns, too.   isolates: find the rows that the model
+        raises on, with the help of a good_row, each column (1, ...), that the stage has answered before.   stopped:
+        whether nobody waits for the answer any more.
+        Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
+        ConfigError and ExecutionError of the model unless it isolates: they are no fault of the rows.
+        """
+        clock = _Clock()
+        self._learn(policies or {})
+        unknown = next((part.policy for part in parts if part.policy not in self._policies), None)
+        if unknown is not None:
+            return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
+        try:
+            batch = partial(gathered, parts, parcels)
+            if isolates:
+                found = answer_isolated(self._asked, batch, self._good_row or good_row, stopped)
+            else:
+                found = Isolated(self._asked(batch()))
+            if found.answers is None:
+                return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
+            decided = self._decided(parts, parcels, found, clock, carries_columns)
+        except (ConfigError, ExecutionError, SystemExit):
+            raise
+        except BaseException as error:  # a model may raise what it likes
+            return self._broken(clock, reason_of(error), "unknown"), Parcel({})
+        if isolates and self._good_row is None and decided[0].n_answered:
+            good = next(row for row in range(len(decided[0].accepted)) if row not in decided[0].failures)
+            self._good_row = row_of(batch(), good)
+        return decided
+
+    def collect(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> tuple[CallResult, Collected | None]:
+        """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
+
+        Returns the result, whose predictions and confidences mean nothing, and the model's answers; None for a call
+        that failed. Raises as decide does.
+        """
+        clock = _Clock()
+        try:
+            answers = self._asked(gathered(parts, parcels))
+        except (ConfigError, ExecutionError, SystemExit):
+            raise
+        except BaseException as error:
+            return self._broken(clock, reason_of(error), "unknown"), None
+        compute_s = clock.elapsed_s
+        if self._gflops is None and answers.costs is None:
+            assert self._model is not None
+            self._gflops = measured_gflops(self._model, gathered(parts, parcels)) or 0.0
+        n = len(answers.logits)
+        result = CallResult(
+            predictions=np.full(n, -1, dtype=np.int32),
+            confidences=np.full(n, np.nan),
+            accepted=_all_but(n, answers.failures),
+            costs=np.zeros(n) if answers.costs is None else answers.costs,
+            started_at=clock.started_at,
+            compute_s=compute_s,
+            policy_s=0.0,
+            device_s=answers.device_s,
+            node=self._node,
+            failures=answers.failures,
+            replica=self._replica,
+        )
+        return result, Collected(answers, self._gflops or None)
+
+    def _learn(self, policies: Mapping[str, Policy]) -> None:
+        if policies:
+            kept = {key: policy for key, policy in self._policies.items() if key not in policies}
+            kept |= policies
+            self._policies = dict(islice(kept.items(), max(0, len(kept) - MOST_POLICIES), None))
+
+    def _asked(self, batch: Batch) -> Answers:
+        """Ask the model, and hold its answers against the number of choices where rows offer some."""
+        assert self._model is not None
+        n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
+        self.busy_since = time.monotonic()
+        try:
+            return self._as_declared(matched(self._model(batch), n_choices))
+        finally:
+            self.busy_since = None
+
+    def _broken(self, clock: _Clock, error: str, fault: Fault) -> CallResult:
+        return CallResult.broken(
+            clock.started_at, self._node, error, fault, replica=self._replica, compute_s=clock.elapsed_s
+        )
+
+    def _decided(
+        self, parts: Sequence[Part], parcels: Sequence[Parcel], found: Isolated, clock: _Clock, carries_columns: bool
+    ) -> tuple[CallResult, Parcel]:
+        """Take the policies' steps for answers, and put them together."""
+        answers = found.answers
+        assert answers is not None
+        n, began = len(answers.logits), time.perf_counter()
+        failures = dict(answers.failures)
+        steps = [
+            one
+            for key, own_parts, rows in _by_policy(parts)
+            for one in self._steps(self._policies[key], rows, answers.logits, states_of(own_parts, parcels), failures)
+        ]
+        policy_s = time.perf_counter() - began
+        predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
+        accepted, costs = np.zeros(n, dtype=bool), np.zeros(n)
+        likeliest = None
+        for policy, rows, step in steps:
+            predictions[rows], confidences[rows], accepted[rows] = step.predictions, step.confidences, step.accepted
+            per_call = answers.costs if policy.costs == "per-call" else None
+            costs[rows] = policy.stages[self._stage].cost if per_call is None else per_call[rows]
+            if policy.reference is not None:
+                likeliest = np.full(n, -1, dtype=np.int16) if likeliest is None else likeliest
+                likeliest[rows] = step.likeliest()
+        answered = _all_but(n, failures)
+        carried = answered & ~accepted
+        if any(part.keeps is not None for part in parts):
+            carried |= answered & np.concatenate(
+                [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
+            )
+        states = [(rows, step.state) for _, rows, step in steps]
+        goes_on = Parcel({})
+        if carried.any():
+            columns = chosen(parts, parcels, carried) if carries_columns else {}
+            goes_on = Parcel(columns, _laid_out(states, carried))
+        result = CallResult(
+            predictions=predictions,
+            confidences=confidences,
+            accepted=accepted,
+            costs=costs,
+            started_at=clock.started_at,
+            compute_s=clock.elapsed_s,
+            policy_s=policy_s,
+            device_s=answers.device_s,
+            node=self._node,
+            failures=failures,
+            state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
+            raised=found.raised,
+            replica=self._replica,
+            carried=carried,
+            scores=_laid_out([(rows, step.scores) for _, rows, step in steps], np.ones(n, dtype=bool))
+            if any(part.wants_scores for part in parts)
+            else None,
+            likeliest=likeliest,
+        )
+        return result, goes_on
+
+    def _steps(
+        self, policy: Policy, rows: Ints, logits: Floats, state: Floats | None, failures: dict[int, str]
+    ) -> list[tuple[Policy, Ints, Step]]:
+        """Take a policy's step for rows, int (m,), of a call; rows on which it cannot decide are added to failures.
+
+        It cannot where a row has options that it did not have at an earlier stage.
+        """
+        if failures:
+            answered = np.array([row not in failures for row in rows.tolist()], dtype=bool)
+            rows, state = rows[answered], None if state is None else state[answered]
+        if not len(rows):
+            return []
+        try:
+            own = logits if len(rows) == len(logits) else logits[rows]  # no copy where all rows are of one policy
+            return [(policy, rows, policy.step(self._stage, own, state))]
+        except DataError as error:
+            if len(rows) == 1:
+                failures[int(rows[0])] = reason_of(error)
+                return []
+        half = len(rows) // 2
+        halves = [(rows[part], None if state is None else state[part]) for part in (slice(half), slice(half, None))]
+        return [one for own, states in halves for one in self._steps(policy, own, logits, states, failures)]
+
+
+def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
+    """Return for each policy its key, its parts, and their rows in the call, int (m,)."""
+    if len({part.policy for part in parts}) == 1:
+        return [(parts[0].policy, list(parts), np.arange(sum(map(len, parts))))]
+    owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    found: list[tuple[str, list[Part], Ints]] = []
+    for key in dict.fromkeys(part.policy for part in parts):
+        own = [place for place, part in enumerate(parts) if part.policy == key]
+        found.append((key, [parts[place] for place in own], np.flatnonzero(np.isin(owners, own))))
+    return found
+
+
+def _laid_out(pieces: Sequence[tuple[Ints, Floats]], wanted: Bools) -> Floats:
+    """Return the wanted rows of a call in their order, float64 (m, K), padded with -inf.
+
+    pieces: rows of the call, int (p,), and values of each, (p, k).   wanted: bool (n,).
+    """
+    places = np.cumsum(wanted) - 1
+    kept = [(places[rows[own]], values[own]) for rows, values in pieces if (own := wanted[rows]).any()]
+    whole = np.full((int(wanted.sum()), max((values.shape[1] for _, values in kept), default=0)), -np.inf)
+    for rows, values in kept:
+        whole[rows, : values.shape[1]] = values
+    return whole
+
+
+def _all_but(n: int, rows: Mapping[int, str]) -> Bools:
+    mask = np.ones(n, dtype=bool)
+    mask[list(rows)] = False
+    return mask
+
+
+class _Clock:
+    """The time that a call takes on the wall."""
+
+    def __init__(self) -> None:
+        self.started_at = time.time()
+        self._started = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._started

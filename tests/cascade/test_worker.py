@@ -1,0 +1,108 @@
+"""The worker that runs and services share: models answer, policies decide, and only what goes on is carried."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import chain
+from told_models import worker_of
+
+from cauc_ray.cascade.parcels import Parcel, Part, stacked
+from cauc_ray.models.answers import Answers
+from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+
+DATA = chain(3, n=120, ragged=True)
+POLICIES = {
+    "base": fit_base(DATA, DATA, ThresholdRule(threshold=0.7)),
+    "rf": fit_rf(DATA, DATA, ThresholdRule(threshold=0.8)),
+    "rf-last": fit_rf(DATA, DATA, ThresholdRule(threshold=2.0)),
+}
+
+
+def states_before(stage, policy, rows):
+    """Return what rows carry when they reach a stage, None at the first."""
+    state = None
+    for earlier in range(stage):
+        state = policy.step(earlier, DATA.logits[earlier][rows], state).state
+    return state
+
+
+def worker_at(stage, **options):
+    return worker_of(lambda batch: Answers(np.array(DATA.logits[stage][batch["row"]], np.float32)), stage, **options)
+
+
+@given(
+    stage=st.integers(0, 2),
+    parts=st.lists(
+        st.tuples(st.sampled_from(sorted(POLICIES)), st.sets(st.integers(0, 119), min_size=1, max_size=9)),
+        min_size=1,
+        max_size=8,
+    ),
+    in_parcels=st.booleans(),
+    keeps=st.booleans(),
+)
+def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, in_parcels, keeps):
+    worker = worker_at(stage, policies=POLICIES)
+    asked, parcels, expected, kept = [], [], [], []
+    for key, rows in parts:
+        rows = np.array(sorted(rows))
+        state = states_before(stage, POLICIES[key], rows)
+        mask = rows % 2 == 0 if keeps else None
+        parcels.append(Parcel({"row": rows}, state if in_parcels else None))
+        carries = None if in_parcels else state
+        asked.append(Part.of(len(parcels) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants_scores=True))
+        expected.append(POLICIES[key].step(stage, DATA.logits[stage][rows], state))
+        kept.append(np.zeros(len(rows), bool) if mask is None else mask)
+    result, goes_on = worker.decide(asked, parcels)
+    carried = [~step.accepted | mask for step, mask in zip(expected, kept, strict=True)]
+    for name in ("predictions", "confidences", "accepted"):
+        assert np.array_equal(getattr(result, name), np.concatenate([getattr(step, name) for step in expected]))
+    assert np.array_equal(result.costs, [POLICIES[key].stages[stage].cost for key, rows in parts for _ in rows])
+    assert np.array_equal(result.carried, np.concatenate(carried))
+    assert np.array_equal(result.scores, stacked([step.scores for step in expected]))
+    if result.carried.any():
+        states = [step.state[own] for step, own in zip(expected, carried, strict=True) if own.any()]
+        assert np.array_equal(goes_on.state, stacked(states))
+        rows = np.concatenate([parcel.columns["row"] for parcel in parcels])
+        assert np.array_equal(goes_on.columns["row"], rows[result.carried])
+    else:
+        assert not goes_on.columns
+
+
+def test_a_worker_asks_for_a_policy_that_it_does_not_have_and_remembers_it():
+    worker = worker_at(0)
+    call = [Part.of(0, np.arange(4), "rf")], [Parcel({"row": np.arange(4)})]
+    assert worker.decide(*call)[0].fault == "policy"
+    answered = worker.decide(*call, policies=POLICIES)[0]
+    assert answered.n_answered == 4
+    assert np.array_equal(worker.decide(*call)[0].predictions, answered.predictions)
+
+
+def test_rows_with_other_options_than_before_fail_and_no_others():
+    policy = POLICIES["rf"]
+    rows = np.arange(6)
+    state = policy.step(0, DATA.logits[0][rows], None).state
+    others = np.pad(DATA.logits[1][rows], ((0, 0), (0, 1)), constant_values=-np.inf)
+    failing = [2, 5]
+    others[failing, -1] = 0.0  # an option more than before
+    worker = worker_of(lambda batch: Answers(np.array(others, np.float32)), 1, {"rf": policy})
+    result, _ = worker.decide([Part.of(0, rows, "rf")], [Parcel({"row": rows}, state)])
+    assert sorted(result.failures) == failing
+    answered = np.setdiff1d(rows, failing)
+    expected = policy.step(1, others[answered], state[answered])
+    assert np.array_equal(result.predictions[answered], expected.predictions)
+    assert np.array_equal(result.confidences[answered], expected.confidences)
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stage):
+    failures = {0: "too long", 1: "no question"}
+    declined = Answers(np.zeros((2, 0), np.float32), failures=failures, device_s=0.25)
+    worker = worker_of(lambda batch: declined, stage, {"": POLICIES[method]})
+    state = states_before(stage, POLICIES[method], np.arange(2))
+    result, goes_on = worker.decide([Part.of(0, np.arange(2))], [Parcel({"row": np.arange(2)}, state)])
+    assert (result.error, result.failures) == (None, failures)
+    assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
+    assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
+    assert result.costs.tolist() == [0.0, 0.0]
