@@ -119,8 +119,8 @@ class AsDeclared:
 
     def __init__(self, facts: ModelFacts) -> None:
         self._kind = kind_of(facts.logit_kind) or "raw"
-        # None once a row was none of probabilities.
-        self._seen: SumsToOne | None = SumsToOne() if self._kind in MUST_BE_DECLARED else None
+        # Different rows so far, all of which may be probabilities; None once a row was none.
+        self._seen: Floats | None = np.zeros((0, 0), np.float32) if self._kind in MUST_BE_DECLARED else None
 
     def __call__(self, answers: Answers) -> Answers:
         """Return answers with logits.
@@ -135,19 +135,29 @@ class AsDeclared:
             return answers
         logits = as_logits(given, self._kind)
         if self._seen is not None:
-            self._seen += SumsToOne.of(logits)
-            if self._seen.certain:
+            sums = self._look(self._seen, logits)
+            if sums.certain:
                 raise ConfigError(
                     "the model gives probabilities (none below 0, each row sums to one), not logits; declare them in "
                     "the pool file as logit_kind: probabilities in the stage's model"
                 )
-            if not self._seen.possible:
-                self._seen = None
         if logits is given:
             return answers
         every = answers.logits.copy()
         every[rows] = logits
         return replace(answers, logits=every)
+
+    def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
+        """Look at rows together with those before them; one that comes again says nothing new."""
+        sums = SumsToOne.of(logits)
+        if not sums.n_negative:
+            width = max(seen.shape[1], logits.shape[1])
+            rows = [np.pad(own, ((0, 0), (0, width - own.shape[1])), constant_values=-np.inf) for own in (seen, logits)]
+            self._seen = np.unique(np.concatenate(rows), axis=0)
+            sums = SumsToOne.of(self._seen)
+        if not sums.possible:
+            self._seen = None
+        return sums
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:

@@ -1,5 +1,7 @@
 """The worker that runs and services share: models answer, policies decide, and only what goes on is carried."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,6 +10,7 @@ from synthetic import chain
 from told_models import worker_of
 
 from cauc_ray.cascade.parcels import Parcel, Part, stacked
+from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 
@@ -106,3 +109,23 @@ def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stag
     assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
     assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
     assert result.costs.tolist() == [0.0, 0.0]
+
+
+def test_a_row_of_zeros_and_a_one_is_no_probability_however_often_it_comes():
+    """A row that is known to be good is asked again for every call that fails."""
+    worker = worker_of(lambda batch: Answers(batch["x"].astype(np.float32)), 0, POLICIES)
+    for row in [*([[1.0, 0.0]] * 20), [2.5, 0.7], [1.0, 0.0]]:
+        assert worker.decide([Part.of(0, np.arange(1), "rf")], [Parcel({"x": np.array([row])})])[0].n_answered == 1
+
+
+def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_by_one():
+    worker = worker_of(lambda batch: Answers(batch["x"].astype(np.float32)), 0, POLICIES)
+    rows = [np.roll([1.0, 0.0, 0.0, 0.0, 0.0], place)[None] for place in range(5)]
+    rows += [np.array([[0.0, half, other, 0, 0]]) for half, other in product([0.25, 0.75], [0.25, 0.75])]
+
+    def answer_all():
+        for row in rows:
+            worker.decide([Part.of(0, np.arange(1), "rf")], [Parcel({"x": row})])
+
+    with pytest.raises(ConfigError, match="probabilities"):
+        answer_all()
