@@ -25,6 +25,7 @@ class StageHealth:
         self._without_since: float | None = None
         self._n_failures = 0
         self._paused_until = 0.0
+        self.why_paused = ""
         self.succeeded_at = -math.inf
         self.n_replicas = n_replicas
 
@@ -57,7 +58,7 @@ class StageHealth:
         if self.missing:
             return "it has no replica"
         if self.paused and (calling or self._clock() < self._paused_until):
-            return "its last calls have failed"
+            return self.why_paused
         return None
 
     def succeeded(self) -> None:
@@ -70,8 +71,9 @@ class StageHealth:
         """Return how many seconds ago a call was answered last."""
         return self._clock() - self.succeeded_at
 
-    def failed(self, *, for_good: bool = False) -> None:
+    def failed(self, reason: str, *, for_good: bool = False) -> None:
         """Note a call that came to nothing; for_good: it alone is reason enough to leave the stage alone."""
+        self.why_paused = f"its last calls have failed: {reason}"
         self._n_failures += FAILURES_TO_PAUSE if for_good else 1
         if self.paused:
             self._paused_until = self._clock() + PAUSE_S

@@ -405,7 +405,7 @@ class Lane:
         given_up = [group for group in live if group not in again]
         # What nobody has ever answered may be the inputs' own fault.
         if given_up and result.fault != "unknown":
-            self._failed()
+            self._failed(result.error or "")
         for group in given_up:
             if group.live:
                 self._give_back(group, "error", f"stage {self.name!r}: {result.error}")
@@ -444,7 +444,7 @@ class Lane:
         if fault.kind == "died":
             self._died(call, live, reason)
             return
-        self._failed(for_good=fault.kind == "down")
+        self._failed(fault.message, for_good=fault.kind == "down")
         trouble: Trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
         for group in live:
             if fault.kind == "failed" and group.attempt < MOST_ATTEMPTS and not self.health.paused:
@@ -457,7 +457,7 @@ class Lane:
         """Suspect the rows of a call during which a replica ended, and refuse those that were alone in it."""
         now = self._loop.time()
         if not call.alone and now - self._died_at > ONE_DEATH_S:
-            self._failed()
+            self._failed("replicas end")
         self._died_at, self._recovered_at = now, float("inf")
         for group in live:
             if not group.live:  # another of its request's was given back
@@ -468,7 +468,7 @@ class Lane:
                 self._give_back(group, "refused", f"{reason} twice while it had this input")
                 self._convict(group)
             elif group.attempt > MOST_ATTEMPTS + (0 if began or not call.alone else 2):
-                self._failed()  # others have not been answered either: it may be the stage
+                self._failed("replicas end")  # others have not been answered either: it may be the stage
                 self._give_back(group, "error", reason)
             else:
                 self._suspect(group)
@@ -502,9 +502,9 @@ class Lane:
         self._again.extend(batches)
         self.n_queued += sum(len(group) for batch in batches for group in batch)
 
-    def _failed(self, *, for_good: bool = False) -> None:
+    def _failed(self, reason: str, *, for_good: bool = False) -> None:
         """Note a call that came to nothing; if that is one too many, give back all that waits."""
-        self.health.failed(for_good=for_good)
+        self.health.failed(reason, for_good=for_good)
         if not self.health.paused:
             return
         waiting = [*self._queue, *self._alone, *(group for batch in self._again for group in batch)]
@@ -514,7 +514,7 @@ class Lane:
         self.n_queued = 0
         for group in waiting:
             if group.live:
-                self._give_back(group, "down", f"stage {self.name!r} is down: its last calls have failed")
+                self._give_back(group, "down", f"stage {self.name!r} is down: {self.health.why_paused}")
 
     def _give_back(self, group: Group, trouble: Trouble, reason: str) -> None:
         group.end()
@@ -552,7 +552,7 @@ class Lane:
             self._events.unanswered(self.stage, group, "timeout", reason)
         # While others are answered, a replica hangs or there is much to do: no reason to leave the stage alone.
         if expired and self._end_idle_calls() and self.health.silent_s > self.limits.timeout_s:
-            self._failed(for_good=True)
+            self._failed(f"it has not answered within {self.limits.timeout_s:g} s", for_good=True)
         self.pump()
 
     def _overdue_at(self, call: _Call) -> float:

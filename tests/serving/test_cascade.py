@@ -284,6 +284,23 @@ def test_a_stage_that_always_fails_is_not_called_for_every_row():
     assert len(mine[1].batches) < 20
 
 
+def test_every_refusal_by_a_stage_that_fails_has_the_reason():
+    """The reason has the remedy: how to declare probabilities, say."""
+
+    async def before(call, batch):
+        raise StageError("failed", "declare them")
+
+    async def main():
+        mine = stages()
+        mine[0].before = before
+        cascade, _ = cascade_of(a_pool(NAMES), mine)
+        return await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200)))
+
+    refused = run_virtually(main())
+    assert {error.status for error in refused} == {503}
+    assert all("declare them" in error.message for error in refused)
+
+
 def test_rows_that_a_model_refuses():
     def refuse(answers, batch):
         places = np.flatnonzero(batch["row"] == 2)
