@@ -42,13 +42,18 @@ def answer_isolated(
 
     batch: makes the call's columns, each (n, ...), anew: the model may do with them what it likes.   good_row: a row
     that this stage has answered before, each column (1, ...).   stopped: whether nobody waits for the answer any more.
+    Raises ConfigError and ExecutionError of the model: a wrong key, or a server that is down, is no fault of the rows.
     """
     try:
-        return Isolated(ask(batch()))
-    except (ConfigError, ExecutionError) as error:
-        return Isolated(None, reason_of(error), "stage")
+        answers = ask(batch())
+    except (ConfigError, ExecutionError):
+        raise
     except BaseException as error:  # a model may raise what it likes
         reason = reason_of(error)
+    else:
+        if len(answers.failures) < len(answers.logits) or good_row is None or _answers(ask, good_row):
+            return Isolated(answers)
+        return Isolated(None, next(iter(answers.failures.values())), "replica")
     if good_row is not None and not _answers(ask, good_row):
         return Isolated(None, reason, "replica")
     rows = batch()
@@ -75,6 +80,8 @@ def row_of(batch: Batch, row: int) -> Batch:
 def _answers(ask: Ask, good_row: Batch) -> bool:
     try:
         return not ask(row_of(good_row, 0)).failures
+    except (ConfigError, ExecutionError):
+        raise
     except BaseException:
         return False
 
@@ -88,6 +95,8 @@ def _divided(ask: Ask, batch: Batch, stopped: Callable[[], bool]) -> tuple[list[
         rows = todo.pop()
         try:
             found.append((rows, ask({name: column[rows] for name, column in batch.items()})))
+        except (ConfigError, ExecutionError):
+            raise
         except BaseException as error:
             if len(rows) > 1:
                 todo += _halves(rows)

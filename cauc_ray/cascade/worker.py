@@ -78,18 +78,18 @@ class Worker:
         *,
         policies: Mapping[str, Policy] | None = None,
         carries_columns: bool = True,
-        isolates: bool = False,
         good_row: Batch | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> tuple[CallResult, Parcel]:
         """Answer a call's rows and decide which of them stop.
 
         parcels: what the parts point into.   policies: by key, those that this worker may not have yet.
-        carries_columns: whether rows that go on bring their columns, too.   isolates: find the rows that the model
-        raises on, with the help of a good_row, each column (1, ...), that the stage has answered before.   stopped:
-        whether nobody waits for the answer any more.
+        carries_columns: whether rows that go on bring their columns, too.   good_row: one that the stage has answered
+        before, each column (1, ...), which tells a bad row from a broken replica; the worker keeps the first that it
+        knows of.
+        stopped: whether nobody waits for the answer any more.
         Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
-        ConfigError and ExecutionError of the model unless it isolates: they are no fault of the rows.
+        ConfigError and ExecutionError of the model: they are no fault of the rows.
         """
         clock = _Clock()
         self._learn(policies or {})
@@ -98,10 +98,8 @@ class Worker:
             return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
         try:
             batch = partial(gathered, parts, parcels)
-            if isolates:
-                found = answer_isolated(self._asked, batch, self._good_row or good_row, stopped)
-            else:
-                found = Isolated(self._asked(batch()))
+            self._good_row = self._good_row or good_row
+            found = answer_isolated(self._asked, batch, self._good_row, stopped)
             if found.answers is None:
                 return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
             decided = self._decided(parts, parcels, found, clock, carries_columns)
@@ -109,7 +107,7 @@ class Worker:
             raise
         except BaseException as error:  # a model may raise what it likes
             return self._broken(clock, reason_of(error), "unknown"), Parcel({})
-        if isolates and self._good_row is None and decided[0].n_answered:
+        if self._good_row is None and decided[0].n_answered:
             good = next(row for row in range(len(decided[0].accepted)) if row not in decided[0].failures)
             self._good_row = row_of(batch(), good)
         return decided

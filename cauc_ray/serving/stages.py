@@ -21,10 +21,11 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.parcels import Parcel, packed
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Worker, prepare_process
-from cauc_ray.errors import printable
+from cauc_ray.errors import ConfigError, ExecutionError, printable
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats
@@ -126,15 +127,18 @@ class StageServer:
         if self._leaves:
             error = "the replica is being replaced"
             return CallResult.broken(time.time(), "", error, "replica", replica=self._replica), None
-        result, goes_on = self._worker.decide(
-            call.parts,
-            [Parcel(one) for one in columns],
-            policies=call.policies,
-            carries_columns=False,
-            isolates=True,
-            good_row=call.good_row,
-            stopped=stopped,
-        )
+        started_at = time.time()
+        try:
+            result, goes_on = self._worker.decide(
+                call.parts,
+                [Parcel(one) for one in columns],
+                policies=call.policies,
+                carries_columns=False,
+                good_row=call.good_row,
+                stopped=stopped,
+            )
+        except (ConfigError, ExecutionError) as error:
+            return CallResult.broken(started_at, "", reason_of(error), "stage", replica=self._replica), None
         return result, goes_on.state
 
 

@@ -211,7 +211,6 @@ class Fleet:
                 parcels,
                 policies=call.policies,
                 carries_columns=False,
-                isolates=True,
                 good_row=call.good_row,
             )
             await asyncio.sleep(self.takes_s * (self.n_asked - before))

@@ -1,0 +1,154 @@
+"""Rows, who they belong to, and the calls that have them: small, without the data that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """What rows belong to, a block of the input, and what has become of its n rows; arrays (n,).
+
+    names: what the shell knows the rows by.   predictions: int32, of the last stage that answered.   confidences,
+    costs: float64.   stages: int8, -1 for rows that have no answer.   degraded: bool, rows answered without a stage
+    that was down.   failures: the stage and the reason, by position; stage -1 where the row could not be read.
+    restarts: how often all of it was begun anew, since objects were lost with their nodes.   live: False once nobody
+    wants its answers any more.
+    """
+
+    block: int
+    n: int
+    names: Any = None
+    restarts: int = 0
+    predictions: Ints = field(init=False)
+    confidences: Floats = field(init=False)
+    stages: Ints = field(init=False)
+    costs: Floats = field(init=False)
+    degraded: Bools = field(init=False)
+    failures: dict[int, tuple[int, str]] = field(default_factory=dict)
+    n_left: int = field(init=False)
+    live: bool = True
+
+    def __post_init__(self) -> None:
+        self.predictions = np.full(self.n, -1, dtype=np.int32)
+        self.confidences = np.full(self.n, np.nan)
+        self.stages = np.full(self.n, -1, dtype=np.int8)
+        self.costs = np.zeros(self.n)
+        self.degraded = np.zeros(self.n, dtype=bool)
+        self.n_left = self.n
+
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints) -> Ints:
+        """Take a call's answers. Returns the rows that go on, by their positions here, int (m,).
+
+        indices: int (n,), positions here.   places: theirs in the call.   What rows that go on have so far is kept too:
+        it is their answer if the next stage is down.
+        """
+        accepted = result.accepted[places]
+        self.costs[indices] += result.costs[places]
+        self.predictions[indices] = result.predictions[places]
+        self.confidences[indices] = result.confidences[places]
+        self.stages[indices[accepted]] = stage
+        return indices[~accepted]
+
+    def fail(self, indices: Ints, stage: int, reason: str) -> None:
+        """Note why rows have no answer."""
+        self.failures.update(dict.fromkeys(indices.tolist(), (stage, reason)))
+
+    def degrade(self, indices: Ints, stage: int) -> None:
+        """Let rows that wait for a stage have the answer of the one before."""
+        self.stages[indices] = stage - 1
+        self.degraded[indices] = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of one owner that go to a stage together.
+
+    indices: int (n,), positions in the owner.   source: what holds their columns and state, which only the shell can
+    read.   places: int (n,), positions in it.   ready_at: when they became ready for the stage, in seconds.
+    row_bytes: what a row takes of the source, of which state_bytes are its state.
+    """
+
+    owner: Owner
+    indices: Ints
+    source: Any
+    places: Ints
+    ready_at: float
+    row_bytes: float
+    state_bytes: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def n_bytes(self) -> float:
+        """Return what the rows take."""
+        return len(self) * self.row_bytes
+
+    def cut(self, n: int) -> tuple[Rows, Rows]:
+        """Return the first n rows and the others."""
+        return self.part(slice(None, n)), self.part(slice(n, None))
+
+    def part(self, chosen: slice | Bools) -> Rows:
+        """Return some of the rows."""
+        return replace(self, indices=self.indices[chosen], places=self.places[chosen])
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Rows for one call of a stage, due at a time; and, once it is sent, the replica that has it.
+
+    attempt: 1, or more where rows are tried again.   isolated: nothing else is at the replica meanwhile, so that if it
+    ends, these rows are to blame.   failed_on: replicas on which these very rows failed, once for each failure.
+    n_unproven: how often they failed while the stage had never answered any.   probe: whether it asks a replica in
+    doubt for a row that the stage has answered before; nobody needs the answer.   good_row: one that the stage has
+    answered, for a replica that may have none.   handle: the shell's.
+    """
+
+    stage: int
+    rows: Sequence[Rows]
+    due: float
+    attempt: int = 1
+    isolated: bool = False
+    failed_on: tuple[int, ...] = ()
+    n_unproven: int = 0
+    probe: bool = False
+    replica: int = -1
+    good_row: Rows | None = None
+    handle: Any = None
+
+    def __len__(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
+    @property
+    def ready_at(self) -> float:
+        """Return when the row that waited longest became ready."""
+        return min(rows.ready_at for rows in self.rows)
+
+    def again(self, due: float, **changes: Any) -> Call:
+        """Return the call as it is to be tried again."""
+        fresh: dict[str, Any] = {"attempt": self.attempt + 1, "replica": -1, "good_row": None, "handle": None}
+        return replace(self, due=due, **(fresh | changes))
+
+    def pieces(self) -> Iterator[tuple[Rows, Ints]]:
+        """Return each owner's rows with their positions in the call, int (n,)."""
+        start = 0
+        for rows in self.rows:
+            yield rows, np.arange(start, start + len(rows))
+            start += len(rows)
+
+    def where(self, mask: Bools) -> list[Rows]:
+        """Return those of its rows that a mask (n,) marks."""
+        return [rows.part(mask[places]) for rows, places in self.pieces() if mask[places].any()]
+
+    def halves(self) -> tuple[list[Rows], list[Rows]]:
+        """Return its rows, two or more, in two halves."""
+        first = np.arange(len(self)) < len(self) // 2
+        return self.where(first), self.where(~first)

@@ -1,0 +1,317 @@
+"""From rows that were read to rows that are done, without Ray: which call goes out when, and what its end means.
+
+A shell feeds it events (rows were read, a call ended, a replica died) and asks it for the next call. Rows wait in a
+queue for each stage; those that a stage defers are gathered across calls and owners into full batches. A partial batch
+goes out when nothing upstream can add to it, or after the stage's time limit. A queue that is full holds the stages
+ahead of it back, and at last the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner, Rows
+from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
+from cauc_ray.numbers.types import Bools
+
+# An owner whose objects are lost with their nodes begins anew so often.
+RESTARTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some neighbouring rows of a block that was read.   source: what holds them, which only the shell can read."""
+
+    source: Any
+    n_rows: int
+    n_bytes: float
+
+
+class Scheduler:
+    """All that is known of a run in progress. Times are seconds and come from outside.
+
+    done: owners whose last row is done, and lost: those that must be read again, for the shell to take.
+    """
+
+    def __init__(self, stages: Sequence[StageLimits], open_rows: int) -> None:
+        """Take the stages' limits, and how many rows of the input may have no answer yet before reading pauses."""
+        self.stages = [StageQueue(stage, limits) for stage, limits in enumerate(stages)]
+        self.done: list[Owner] = []
+        self.lost: list[Owner] = []
+        self._most_open_rows = open_rows
+        self._open: set[Owner] = set()
+        self._open_rows = 0
+        self._n_reads = 0
+        self._row_bytes = 0.0
+        self._block_rows = 0
+        self._input_ended = False
+
+    # Input
+
+    def wants_block(self) -> bool:
+        """Say whether another block may be read: the first queue and the open rows leave room, or all is done."""
+        if self._input_ended:
+            return False
+        if not self._open and not self._n_reads:
+            return True
+        first, coming = self.stages[0], self._n_reads * self._block_rows
+        return (
+            self._open_rows + coming < self._most_open_rows
+            and first.queued_rows + coming < first.limits.queue_rows
+            and first.queued_bytes + coming * self._row_bytes < first.limits.queue_bytes
+        )
+
+    def read_started(self) -> None:
+        """Note that a block is being read."""
+        self._n_reads += 1
+
+    def read_ended(self) -> None:
+        """Note that a read has ended, with a block or without one."""
+        self._n_reads -= 1
+
+    def end_input(self) -> None:
+        """Note that no block will follow those that are being read."""
+        self._input_ended = True
+
+    def submit(self, owner: Owner, chunks: Sequence[Chunk], now: float) -> None:
+        """Queue an owner's rows, which lie in chunks one after the other, for the first stage."""
+        self._open.add(owner)
+        self._open_rows += owner.n
+        self._block_rows = max(self._block_rows, owner.n)
+        start = 0
+        for chunk in chunks:
+            row_bytes = chunk.n_bytes / chunk.n_rows
+            self._row_bytes = max(self._row_bytes, row_bytes)
+            places = np.arange(chunk.n_rows)
+            self.stages[0].push(Rows(owner, start + places, chunk.source, places, now, row_bytes))
+            start += chunk.n_rows
+
+    # Calls
+
+    @property
+    def finished(self) -> bool:
+        """Say whether every row of the input has its answer or its failure."""
+        return self._input_ended and not (self._open or self._n_reads or self.lost)
+
+    def next_call(self, now: float) -> Call | None:
+        """Return a call that can go to its replica now, the deepest stage's first, or None."""
+        for stage in reversed(range(len(self.stages))):
+            if self.held_back(stage):
+                continue
+            call = self.stages[stage].next_call(now, more_can_come=self._more_can_come(stage))
+            if call is not None:
+                return call
+        return None
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until a partial batch or a retry will have waited long enough, None if none waits."""
+        waits = [at.wait_s(now) for stage, at in enumerate(self.stages) if not self.held_back(stage)]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
+        """Take a call's result: note the answers, queue what is deferred for the next stage, try again what failed.
+
+        goes_on: what holds the rows that go on, in their order.
+        """
+        at = self.stages[call.stage]
+        at.take_back(call, now)
+        if result.error is not None:
+            self._unanswered(call, result, now)
+            return
+        answered = np.full(len(call), True)
+        answered[list(result.failures)] = False
+        good = call.where(np.arange(len(call)) == answered.argmax())[0] if answered.any() else None
+        if at.known_good is None and good is None:
+            self._unproven(call, next(iter(result.failures.values())), now)
+            return
+        if call.probe and not answered.any():
+            at.broken(call, next(iter(result.failures.values())), now)
+            return
+        at.works(call, good)
+        if call.probe:
+            return
+        at.count(result)
+        self._note(call, result, answered, goes_on, now)
+        for place, reason in sorted(result.failures.items()):
+            (row,) = call.where(np.arange(len(call)) == place)
+            if not row.owner.live:
+                continue
+            alone = Call(call.stage, [row], now, call.attempt, failed_on=call.failed_on)
+            if place in result.raised:
+                self._failed(alone, call.replica, reason, now)
+            else:
+                self._give_up(alone, reason)  # the model answers others, and named this one itself
+
+    def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
+        """Note the answers of a call, and have rows that go on wait for the next stage."""
+        n_on = 0
+        for rows, places in call.pieces():
+            own = answered[places]
+            indices = rows.indices[own]
+            if not rows.owner.live:
+                n_on += int((~result.accepted[places[own]]).sum())
+                continue
+            on = rows.owner.note(call.stage, indices, result, places[own])
+            if len(on):
+                at = np.arange(n_on, n_on + len(on))
+                n_on += len(on)
+                row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
+                self.stages[call.stage + 1].push(Rows(rows.owner, on, goes_on, at, now, row_bytes, result.state_bytes))
+            self._end_rows(rows.owner, len(indices) - len(on))
+        if n_on:
+            self._degrade(call.stage + 1)
+
+    def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
+        """Take the result of a call that answered no row."""
+        at, reason = self.stages[call.stage], result.error or ""
+        at.busy_s += result.compute_s or 0.0
+        if result.fault == "replica" or call.probe:
+            at.broken(call, reason, now)
+        if call.probe:
+            return
+        if at.down or result.fault == "replica":
+            at.try_again(call.again(now))
+            self._degrade(call.stage)
+        elif at.known_good is None:
+            self._unproven(call, reason, now)
+        elif len(call) > 1:
+            at.try_again(*(call.again(now, rows=half) for half in call.halves()))
+        else:
+            self._failed(call, call.replica, reason, now)
+
+    def _unproven(self, call: Call, reason: str, now: float) -> None:
+        """Take the end of a call that failed while the stage has never answered any row."""
+        if call.probe:
+            return
+        more = self._more_can_come(call.stage)
+        if self.stages[call.stage].try_unproven(call, reason, now, more_can_come=more):
+            self._degrade(call.stage)
+        else:
+            self._give_up(call, reason)
+
+    def postponed(self, call: Call, pause_s: float, now: float) -> None:
+        """Note that a call could not be computed for no fault of its own; it is tried again after a pause."""
+        at = self.stages[call.stage]
+        at.take_back(call, now)
+        if call.probe:
+            at.postpone_probe(call.replica, now + pause_s)
+        else:
+            at.try_again(call.again(now + pause_s))
+
+    def rows_lost(self, call: Call, reason: str, now: float) -> None:
+        """Note that objects which a call needs are gone: its owners begin anew, from the input, as if never seen."""
+        at = self.stages[call.stage]
+        at.take_back(call, now)
+        if call.good_row is not None or call.probe:
+            at.forget_good_row()  # what was lost may have been that
+        if call.probe:
+            return
+        for owner in dict.fromkeys(rows.owner for rows in call.rows if rows.owner.live):
+            owner.live = False
+            self._close(owner)
+            if owner.restarts < RESTARTS:
+                self.lost.append(owner)
+                continue
+            # Whatever waits of it may be lost too, and what was answered stays.
+            left = np.flatnonzero((owner.stages < 0) & ~np.isin(np.arange(owner.n), list(owner.failures)))
+            owner.fail(left, call.stage, reason)
+            at.note_failed([reason] * len(left))
+            self.done.append(owner)
+        for queue in self.stages:
+            queue.drop_ended()
+
+    def give_up(self, owner: Owner, reason: str) -> None:
+        """Fail all rows of an owner that was lost and cannot be read again."""
+        owner.fail(np.arange(owner.n), -1, reason)
+        self.done.append(owner)
+
+    def held_back(self, stage: int) -> bool:
+        """Say whether the queue after a stage is full."""
+        return stage + 1 < len(self.stages) and not self.stages[stage + 1].has_room
+
+    def _more_can_come(self, stage: int) -> bool:
+        """Say whether input or an earlier stage may still add rows to a stage's queue."""
+        return bool(self._n_reads or self.lost or self.wants_block()) or any(at.in_work for at in self.stages[:stage])
+
+    # What goes wrong
+
+    def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
+        """Forget a replica that died or was given up, for a reason, and send its calls elsewhere.
+
+        The call that it was computing may be what it died of: its rows are tried again in an isolated call, halved and
+        at last failed if that happens again and again.   own_fault: False where it certainly was not, as when its whole
+        node died.
+        """
+        at = self.stages[stage]
+        calls = at.calls_at(replica)
+        if own_fault and calls:
+            at.lost_by_own_fault(now)
+        for place, call in enumerate(calls):
+            at.take_back(call, now)
+            blamed = own_fault and place == 0
+            if call.probe:
+                continue
+            at.deaths += blamed and call.isolated  # many may be killed at once for no fault of a call
+            if not (blamed and call.isolated):
+                at.try_again(call.again(now, isolated=call.isolated or blamed))
+            elif len(call) > 1:
+                at.try_again(*(call.again(now, rows=half) for half in call.halves()))
+            else:
+                self._failed(call, replica, reason, now)
+        at.drop_replica(replica)
+        self._degrade(stage)
+
+    def stage_down(self, stage: int) -> None:
+        """Answer what waits for a stage, and what is yet to come, as the stages before would have.
+
+        Until a replica is added. The first stage has none before it.
+        """
+        assert stage > 0
+        self.stages[stage].down = True
+        self._degrade(stage)
+
+    def _failed(self, call: Call, replica: int, reason: str, now: float) -> None:
+        """Try one row again that failed by itself, on other replicas and after a pause, or give it up."""
+        failed_on = (*call.failed_on, replica)
+        if len(failed_on) >= TRIES:
+            self._give_up(call, reason)
+            return
+        due = now + PAUSE_S * 2 ** len(call.failed_on)
+        self.stages[call.stage].try_again(call.again(due, failed_on=failed_on))
+        self._degrade(call.stage)
+
+    def _give_up(self, call: Call, reason: str) -> None:
+        """Count rows as failed for their own sake."""
+        self.stages[call.stage].note_failed([reason] * len(call))
+        for rows in call.rows:
+            if rows.owner.live:
+                rows.owner.fail(rows.indices, call.stage, reason)
+                self._end_rows(rows.owner, len(rows))
+
+    def _degrade(self, stage: int) -> None:
+        """Give all rows that wait for a stage the answer of the one before it, if it is down."""
+        at = self.stages[stage]
+        if not at.down:
+            return
+        for rows in at.take_all():
+            at.degraded += len(rows)
+            rows.owner.degrade(rows.indices, stage)
+            self._end_rows(rows.owner, len(rows))
+
+    def _end_rows(self, owner: Owner, n: int) -> None:
+        """Count rows of an owner that need nothing more."""
+        owner.n_left -= n
+        self._open_rows -= n
+        if not owner.n_left and owner in self._open:
+            self._close(owner)
+            self.done.append(owner)
+
+    def _close(self, owner: Owner) -> None:
+        self._open.discard(owner)
+        self._open_rows -= owner.n_left
+        owner.n_left = 0

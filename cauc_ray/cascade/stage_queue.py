@@ -1,0 +1,460 @@
+"""One stage: rows that wait, calls that are tried again, and the calls of each replica.
+
+A worker finds out by itself which rows of a call fail and whether it is their fault, by a row that the stage has
+answered before. A replica that fails on such a row gets no others, but that row, until it answers; if it fails again,
+it is bad: it is to be replaced. What ends or hangs a replica tells nothing; rows that may have done so are tried in a
+call of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Rows
+
+# One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are
+# so short that a result's way to the controller and back takes longer.
+CALLS_PER_REPLICA = 2
+SHORT_CALL_S = 0.005
+SHORT_CALLS_PER_REPLICA = 5
+
+# What may wait before a stage: so many batches for each replica that it may have, and of the stage before.
+QUEUE_BATCHES = 8
+FED_BATCHES = 4
+
+# A row that fails by itself is tried so often, with a growing pause before each further time.
+TRIES = 3
+PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+# So often in a row must a replica fail on a row that others answer before it counts as bad: a fault that passes costs
+# no restart.
+FAILURES_TO_REPLACE = 2
+
+# Until a stage has answered a row, nothing tells its rows from its replicas. Rows are then tried so often at least, and
+# each replica that only fails is replaced by a new one. Where so many rows fail, in so many calls of a new replica, too,
+# the stage cannot work; nor can it after so many isolated calls that end their replica.
+EXHAUSTED = 2 * TRIES
+ROWS_TO_GIVE_UP = 32
+RENEWED_CALLS_TO_GIVE_UP = 8
+DEATHS_TO_GIVE_UP = 5
+
+# Different reasons of failures that are counted.
+MOST_REASONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """How a stage takes its rows.
+
+    batch_size: rows in a full batch.   batch_wait_s: seconds that a row waits for one.   queue_rows, queue_bytes:
+    what may wait before the stage ahead is held back.
+    """
+
+    batch_size: int
+    batch_wait_s: float
+    queue_rows: int
+    queue_bytes: float
+
+
+def queue_rows(batch_size: int, most_replicas: int, fed_by: int) -> int:
+    """Return how many rows may wait for a stage.   fed_by: those that come at once from what is before it."""
+    return max(QUEUE_BATCHES * batch_size * most_replicas, fed_by)
+
+
+def fed_rows(batch_size: int) -> int:
+    """Return the rows that come at once from a stage with batches of a size: a few of them."""
+    return FED_BATCHES * batch_size
+
+
+@dataclass(slots=True)
+class _Replica:
+    """A replica's calls, the one that computes first.   busy_since: when that one could begin.
+
+    proven: its latest call showed that it works.   failures: calls in a row that showed that it does not.
+    probe_due: when the next probe may go out.   n_failed: calls that it failed while the stage had answered no row.
+    is_renewed: it was started in place of one that only failed.
+    """
+
+    calls: deque[Call] = field(default_factory=deque)
+    busy_since: float = 0.0
+    open: bool = True
+    proven: bool = False
+    failures: int = 0
+    probe_due: float = 0.0
+    n_failed: int = 0
+    is_renewed: bool = False
+
+    @property
+    def takes_rows(self) -> bool:
+        return self.open and not self.failures and not any(call.isolated for call in self.calls)
+
+
+@dataclass(slots=True)
+class StageQueue:
+    """What waits for a stage, what is at its replicas, and counts of what has become of the rest.
+
+    down: it has no replica and is left out.   known_good: a row that it has answered, None before the first.
+    Counts are of rows, calls, ends of replicas that had an isolated call, replicas found bad; busy_s and cost are of
+    calls that ended well.   lost_in_row: replicas that were lost for their own fault since the stage last answered, and
+    failing_since the time of the first.   reasons: why rows failed.
+    """
+
+    stage: int
+    limits: StageLimits
+    down: bool = False
+    queued_rows: int = 0
+    queued_bytes: float = 0.0
+    in_flight: int = 0
+    accepted: int = 0
+    deferred: int = 0
+    failed: int = 0
+    degraded: int = 0
+    calls_done: int = 0
+    deaths: int = 0
+    quarantined: int = 0
+    busy_s: float = 0.0
+    cost: float = 0.0
+    known_good: Rows | None = None
+    lost_in_row: int = 0
+    failing_since: float | None = None
+    reasons: Counter[str] = field(default_factory=Counter)
+    _queue: deque[Rows] = field(default_factory=deque)
+    _again: list[Call] = field(default_factory=list)
+    _replicas: dict[int, _Replica] = field(default_factory=dict)
+    # The replica that takes no further calls until an isolated one has gone there.
+    _reserved: int | None = None
+    _bad: dict[int, str] = field(default_factory=dict)
+    _is_renewed: bool = False
+    _gives_up: bool = False
+    _n_failed_rows: int = 0
+
+    # What waits
+
+    @property
+    def n_waiting(self) -> int:
+        """Return the rows that wait, those that are tried again included."""
+        return self.queued_rows + sum(map(len, self._again))
+
+    @property
+    def in_work(self) -> bool:
+        """Say whether any row waits or is at a replica."""
+        return bool(self._queue or self._again or self.in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """Say whether the stage ahead may send more."""
+        return self.down or (self.queued_rows < self.limits.queue_rows and self.queued_bytes < self.limits.queue_bytes)
+
+    @property
+    def pressed(self) -> bool:
+        """Say whether the queue is half full or more."""
+        rows, n_bytes = self.queued_rows / self.limits.queue_rows, self.queued_bytes / self.limits.queue_bytes
+        return max(rows, n_bytes) >= 0.5
+
+    @property
+    def starved(self) -> bool:
+        """Say whether a replica could take a batch and there is no row for it."""
+        return not self._queue and self._free_replica() is not None
+
+    @property
+    def never_succeeds(self) -> bool:
+        """Say whether the stage has failed many times and never succeeded: its model is at fault, not the rows."""
+        return self.known_good is None and (self._gives_up or self.deaths >= DEATHS_TO_GIVE_UP)
+
+    @property
+    def backlog_s(self) -> float | None:
+        """Return the seconds of one replica's work that wait, None before any row has been answered.
+
+        Rows at replicas count as half done.
+        """
+        n_done = self.accepted + self.deferred
+        return (self.n_waiting + self.in_flight / 2) * self.busy_s / n_done if n_done else None
+
+    def push(self, rows: Rows) -> None:
+        """Have rows wait."""
+        self._queue.append(rows)
+        self.queued_rows += len(rows)
+        self.queued_bytes += rows.n_bytes
+
+    def try_again(self, *calls: Call) -> None:
+        """Have calls go out as they are, when they are due; without rows that nobody wants any more."""
+        wanted = ((call, [rows for rows in call.rows if rows.owner.live]) for call in calls)
+        self._again += [replace(call, rows=rows) for call, rows in wanted if rows]
+
+    def take_all(self) -> list[Rows]:
+        """Take everything that waits."""
+        waiting = [*self._pop(self.queued_rows), *(rows for call in self._again for rows in call.rows)]
+        self._again = []
+        self._reserved = None
+        return waiting
+
+    def drop_ended(self) -> None:
+        """Drop what waits of owners that nobody wants any more."""
+        waiting = [rows for rows in self._pop(self.queued_rows) if rows.owner.live]
+        for rows in waiting:
+            self.push(rows)
+        again, self._again = self._again, []
+        self._reserved = None  # for a call that may have gone
+        self.try_again(*again)
+
+    # Sending
+
+    def next_call(self, now: float, *, more_can_come: bool) -> Call | None:
+        """Return a call that can go out now, None if there is none.
+
+        more_can_come: whether rows may still be added to those that wait.
+        """
+        call = self._next_again(now, first=True)
+        if call is None and self.known_good is not None and (replica := self._replica_in_doubt(now)) is not None:
+            call = Call(self.stage, [replace(self.known_good, ready_at=now)], now, probe=True, replica=replica)
+        if (
+            call is None
+            and (replica := self._free_replica()) is not None
+            and (n := self._batch_rows(now, more_can_come))
+        ):
+            call = Call(self.stage, self._pop(n), now, replica=replica)
+        call = call or self._next_again(now, first=False)
+        if call is not None:
+            self._send(call, now)
+        return call
+
+    def _send(self, call: Call, now: float) -> None:
+        replica = self._replicas[call.replica]
+        self.in_flight += len(call)
+        if not replica.calls:
+            replica.busy_since = now
+        if not replica.proven and not call.probe:
+            call.good_row = self.known_good
+        replica.calls.append(call)
+        if self._reserved == call.replica and not call.probe:
+            self._reserved = None
+
+    def _next_again(self, now: float, *, first: bool) -> Call | None:
+        """Take a call that is tried again.   first: one that goes before rows which were never tried.
+
+        While the stage has never answered any, those that failed go last: rows from elsewhere say more than others of
+        the same kind.
+        """
+        for place, call in enumerate(self._again):
+            is_first = self.known_good is not None or not call.n_unproven
+            if call.due > now or is_first is not first:
+                continue
+            avoided = self._avoided(call)
+            replica = self._empty_replica(avoided) if call.isolated else self._free_replica(avoided)
+            if replica is not None:
+                del self._again[place]
+                call.replica = replica
+                return call
+        return None
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until a partial batch or one that is tried again is due, None if none waits for time."""
+        due = [call.due for call in self._again if call.due > now]
+        due += [replica.probe_due for replica in self._replicas.values() if replica.probe_due > now]
+        if self._queue and self._free_replica() is not None:
+            due.append(self._queue[0].ready_at + self.limits.batch_wait_s)
+        return max(0.0, min(due) - now) if due else None
+
+    def _batch_rows(self, now: float, more_can_come: bool) -> int:
+        """Return how many rows a batch takes now, 0 if it is better to wait."""
+        full = self.limits.batch_size
+        if not self._queue:
+            return 0
+        if not more_can_come:
+            # The last rows are shared out, so that no replica has a full batch while others idle.
+            share = -(-self.queued_rows // sum(replica.open for replica in self._replicas.values()))
+            return min(full, max(share, full // 4, 1))
+        if self.queued_rows >= full:
+            return full
+        waited = now - self._queue[0].ready_at >= self.limits.batch_wait_s
+        return full if waited or not self.has_room else 0
+
+    def _pop(self, n: int) -> list[Rows]:
+        taken = []
+        while n and self._queue:
+            rows = self._queue.popleft()
+            if len(rows) > n:
+                rows, rest = rows.cut(n)
+                self._queue.appendleft(rest)
+            taken.append(rows)
+            n -= len(rows)
+            self.queued_rows -= len(rows)
+            self.queued_bytes -= rows.n_bytes
+        return taken
+
+    # Replicas
+
+    def add_replica(self, replica: int) -> None:
+        """Note that a replica is ready."""
+        self._replicas[replica] = _Replica(is_renewed=self._is_renewed)
+        self.down = False
+
+    def close_replica(self, replica: int) -> None:
+        """Send a replica no further calls."""
+        self._replicas[replica].open = False
+        if self._reserved == replica:
+            self._reserved = None
+
+    def drop_replica(self, replica: int) -> None:
+        """Forget a replica."""
+        self.close_replica(replica)
+        del self._replicas[replica]
+        self._bad.pop(replica, None)
+
+    def calls_at(self, replica: int) -> tuple[Call, ...]:
+        """Return the calls that a replica has, the one that it must be computing first."""
+        return tuple(self._replicas[replica].calls)
+
+    def overdue(self, timeout_s: float, now: float) -> list[int]:
+        """Return the replicas that have computed one call for longer than that."""
+        own = self._replicas.items()
+        return [number for number, replica in own if replica.calls and now - replica.busy_since > timeout_s]
+
+    def take_back(self, call: Call, now: float) -> None:
+        """Note that a call is at its replica no more."""
+        replica = self._replicas[call.replica]
+        self.in_flight -= len(call)
+        replica.calls.remove(call)
+        replica.busy_since = now
+
+    def count(self, result: CallResult) -> None:
+        """Count a call whose model answered."""
+        n_accepted = int(result.accepted.sum())
+        self.calls_done += 1
+        self.accepted += n_accepted
+        self.deferred += result.n_deferred
+        self.busy_s += result.compute_s or 0.0
+        self.cost += float(result.costs.sum())
+
+    def note_failed(self, reasons: Iterable[str]) -> None:
+        """Count rows that end without an answer, one for each reason."""
+        for reason in reasons:
+            self.failed += 1
+            if len(self.reasons) < MOST_REASONS or reason in self.reasons:
+                self.reasons[reason] += 1
+
+    # Whose fault it is
+
+    def works(self, call: Call, good_row: Rows | None) -> None:
+        """Note that a replica works.   good_row: that the call has answered, None if only its own rows failed."""
+        replica = self._replicas[call.replica]
+        replica.proven, replica.failures = True, 0
+        self.lost_in_row, self.failing_since = 0, None
+        if self.known_good is None and good_row is not None:
+            self.known_good = good_row
+            self._is_renewed = self._gives_up = False
+            self._n_failed_rows = 0
+            self._again = [replace(call, n_unproven=0) for call in self._again]
+            for other in self._replicas.values():
+                other.n_failed = 0
+
+    def broken(self, call: Call, reason: str, now: float) -> None:
+        """Note that a replica failed on a row that the stage has answered before."""
+        replica = self._replicas[call.replica]
+        replica.proven = False
+        replica.failures += 1
+        if replica.failures >= FAILURES_TO_REPLACE and replica.open:
+            self._find_bad(call.replica, f"it failed a row that others answered: {reason}", now)
+
+    def postpone_probe(self, replica: int, due: float) -> None:
+        """Have a replica's next probe wait until a time."""
+        self._replicas[replica].probe_due = due
+
+    def forget_good_row(self) -> None:
+        """Forget the row to probe with, whose data is lost; replicas that waited for it take rows again."""
+        self.known_good = None
+        for replica in self._replicas.values():
+            replica.failures = 0
+
+    def take_bad(self) -> dict[int, str]:
+        """Return the replicas that were found bad since the last time, and why; they are to be replaced."""
+        bad, self._bad = self._bad, {}
+        return bad
+
+    def lost_by_own_fault(self, now: float) -> None:
+        """Count a replica that died or hung over a call, or was found bad."""
+        self.lost_in_row += 1
+        self.failing_since = now if self.failing_since is None else self.failing_since
+
+    def try_unproven(self, call: Call, reason: str, now: float, *, more_can_come: bool) -> bool:
+        """Have rows tried again that failed while the stage has never answered any: nothing says whose fault it is.
+
+        Each replica that only failed is replaced once. Returns False if the rows are to be given up: all rows of the
+        stage have failed again and again, on new replicas, too, and no more can come.
+        """
+        replica, n_unproven = self._replicas[call.replica], call.n_unproven + 1
+        replica.n_failed += 1
+        self._n_failed_rows += len(call) if n_unproven == 1 else 0
+        many = self._n_failed_rows >= ROWS_TO_GIVE_UP
+        if all(other.n_failed for other in self._replicas.values() if other.open):
+            if replica.open and not replica.is_renewed and (many or n_unproven >= TRIES):
+                self._is_renewed = True
+                self._find_bad(call.replica, f"it failed every row: {reason}", now)
+            else:
+                self._gives_up = many and replica.n_failed >= RENEWED_CALLS_TO_GIVE_UP
+                under_way = (own for other in self._replicas.values() for own in other.calls)
+                waiting = self._queue or any(own.n_unproven < EXHAUSTED for own in chain(self._again, under_way))
+                if n_unproven >= EXHAUSTED and not (many or more_can_come or waiting):
+                    for own in self._again:
+                        own.due = now  # the next ones to be given up
+                    return False
+        steps = n_unproven - 1 if n_unproven >= EXHAUSTED else (n_unproven - 1) % TRIES
+        pause_s = min(PAUSE_S * 2 ** min(steps, 10), LONGEST_PAUSE_S)
+        self.try_again(call.again(now + pause_s, n_unproven=n_unproven))
+        return True
+
+    def _find_bad(self, replica: int, reason: str, now: float) -> None:
+        self.close_replica(replica)
+        self._bad[replica] = reason
+        self.quarantined += 1
+        self.lost_by_own_fault(now)
+
+    # Which replica takes what
+
+    def _avoided(self, call: Call) -> Set[int]:
+        """Return the replicas that say nothing new of a call, unless there is no other."""
+        if not call.failed_on and not call.n_unproven:
+            return frozenset()
+        failed_on = set(call.failed_on)
+        if call.n_unproven:
+            failed_on |= {number for number, replica in self._replicas.items() if replica.n_failed}
+        others = any(replica.open and number not in failed_on for number, replica in self._replicas.items())
+        return failed_on if others else frozenset()
+
+    def _replica_in_doubt(self, now: float) -> int | None:
+        """Return an idle replica that must answer a probe: it has failed, or is to take an isolated call."""
+        for number, replica in self._replicas.items():
+            asked = replica.failures > 0 or (number == self._reserved and not replica.proven)
+            if asked and replica.open and not replica.calls and replica.probe_due <= now:
+                return number
+        return None
+
+    def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
+        """Return the replica with the fewest calls that may take another."""
+        short = self.calls_done and self.busy_s < SHORT_CALL_S * self.calls_done
+        free, fewest = None, SHORT_CALLS_PER_REPLICA if short else CALLS_PER_REPLICA
+        for number, replica in self._replicas.items():
+            takes = replica.takes_rows and number != self._reserved and number not in avoided
+            if takes and len(replica.calls) < fewest:
+                free, fewest = number, len(replica.calls)
+        return free
+
+    def _empty_replica(self, avoided: Set[int]) -> int | None:
+        """Return a replica without calls that is known to work; while there is none, keep one from taking more."""
+        if self._reserved is None or self._reserved in avoided or not self._replicas[self._reserved].takes_rows:
+            own = [
+                (len(replica.calls), number)
+                for number, replica in self._replicas.items()
+                if replica.takes_rows and number not in avoided
+            ]
+            self._reserved = min(own)[1] if own else None
+        if self._reserved is None:
+            return None
+        replica = self._replicas[self._reserved]
+        ready = replica.proven or self.known_good is None
+        return self._reserved if ready and not replica.calls else None

@@ -1,0 +1,643 @@
+"""The scheduler against random stages, deaths and losses, in virtual time and without Ray."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Owner
+from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
+from cauc_ray.cascade.stage_queue import (
+    CALLS_PER_REPLICA,
+    DEATHS_TO_GIVE_UP,
+    FAILURES_TO_REPLACE,
+    RENEWED_CALLS_TO_GIVE_UP,
+    TRIES,
+    StageLimits,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+PLENTY = 10**9
+
+
+@dataclass(eq=False)
+class Source:
+    """What holds rows: where each comes from.   users: how many pieces of rows point at it."""
+
+    rows: list[tuple[int, int]] = field(default_factory=list)
+
+
+def result(predictions, accepted, *, cost=1.0, failures=None, raised=()):
+    n = len(predictions)
+    accepted = np.asarray(accepted, bool)
+    return CallResult(
+        predictions=np.asarray(predictions, np.int32),
+        confidences=np.full(n, 0.5),
+        accepted=accepted,
+        costs=np.full(n, cost),
+        started_at=0.0,
+        compute_s=1.0,
+        policy_s=0.0,
+        device_s=None,
+        node="here",
+        failures=failures or {},
+        raised=frozenset(raised),
+    )
+
+
+def failed(reason, fault="unknown"):
+    return CallResult.broken(0.0, "here", reason, fault)
+
+
+def limits(batch_size, *, batch_wait_s=1e9, queue_rows=PLENTY, queue_bytes=PLENTY):
+    return StageLimits(batch_size, batch_wait_s, queue_rows, queue_bytes)
+
+
+def submit(scheduler, n, block=0, now=0.0):
+    owner = Owner(block, n)
+    scheduler.submit(owner, [Chunk(None, n, n)], now)
+    return owner
+
+
+def ended(scheduler, call, answer, now):
+    """End a call, and return the owners that are done by it."""
+    scheduler.ended(call, answer, Source(), now)
+    return take(scheduler.done)
+
+
+def take(found):
+    taken = list(found)
+    found.clear()
+    return taken
+
+
+def one_block(stages, n, *, open_rows=PLENTY, replicas=1):
+    """Return a scheduler with so many replicas of each stage and a block of n rows of a byte each."""
+    scheduler = Scheduler(stages, open_rows)
+    for stage in range(len(stages)):
+        for number in range(replicas):
+            scheduler.stages[stage].add_replica(10 * stage + number)
+    submit(scheduler, n)
+    return scheduler
+
+
+class Simulation:
+    """Stages whose answer to a row depends on the row alone; calls end in any order, replicas and objects get lost.
+
+    poison: share of rows that a model raises on.   named: share of rows that a model names as ones it cannot answer.
+    deadly: share of rows that kill their replica.   chaos: chance of a death, a loss or a pause before each event.
+    turn_bad: share of the replicas, also of those started later, that fail every call from some call on, in one way.
+    sick: calls, counted over each stage from its first answer on, during which all of its replicas fail.
+    """
+
+    def __init__(
+        self, seed, n_stages, blocks, batch, n_replicas, *,
+        poison=0.0, named=0.0, deadly=0.0, chaos=0.0, queue=PLENTY, turn_bad=0.0, sick=(0, 0),
+    ):  # fmt: skip
+        self.turn_bad, self.sick, self.n_calls, self.way = turn_bad, sick, [0] * n_stages, {}
+        self.in_doubt, self.n_bad = set(), 0
+        self.rng = np.random.default_rng(seed)
+        self.n_stages, self.blocks, self.chaos = n_stages, list(blocks), chaos
+        self.stops = [self.rng.integers(0, n_stages, n) for n in blocks]
+        kinds = self.rng.random
+        self.poisoned = [kinds(n) < poison for n in blocks]
+        self.deadly = [kinds(n) < deadly for n in blocks]
+        self.named = [kinds(n) < named for n in blocks]
+        self.queue = queue
+        self.scheduler = Scheduler([limits(batch, queue_rows=queue)] * n_stages, open_rows=PLENTY)
+        self.batch, self.n_next = batch, 0
+        self.replicas, self.has_good_row = {}, set()
+        for stage in range(n_stages):
+            for _ in range(n_replicas):
+                self.start(stage)
+        self.calls, self.sizes = [], [[] for _ in range(n_stages)]
+        self.finished, self.now, self.n_read = {}, 0.0, 0
+        self.n_losses = 0
+
+    def start(self, stage):
+        self.replicas[self.n_next] = stage
+        if self.rng.random() < self.turn_bad:
+            self.way[self.n_next] = [int(self.rng.integers(3, 12)), str(self.rng.choice(["raises", "names", "dies"]))]
+        self.scheduler.stages[stage].add_replica(self.n_next)
+        self.n_next += 1
+
+    def submit(self, block, restarts=0):
+        """Submit a block in chunks of up to seven rows."""
+        n = self.blocks[block]
+        pieces = np.split(np.arange(n), range(7, n, 7))
+        chunks = [Chunk(Source([(block, row) for row in rows.tolist()]), len(rows), 3 * len(rows)) for rows in pieces]
+        self.scheduler.submit(Owner(block, n, restarts=restarts), chunks, self.now)
+
+    def run(self):
+        for _ in range(100_000):
+            self.replace_bad()
+            self.take_done()
+            if self.scheduler.finished:
+                for call in self.calls:  # nobody wants their rows any more
+                    assert not any(rows.owner.live for rows in call.rows) or call.probe
+                    self.scheduler.postponed(call, 0.0, self.now)
+                return self
+            self.read()
+            while (call := self.scheduler.next_call(self.now)) is not None:
+                self.check(call)
+                self.calls.append(call)
+            wait = self.scheduler.wait_s(self.now)
+            assert self.calls or self.scheduler.finished or wait is not None, "nothing can be sent"
+            if self.rng.random() < self.chaos:
+                self.disturb()
+            if self.calls:
+                self.end(self.pick())
+            self.now += 1.0
+        raise AssertionError("the run does not end")
+
+    def pick(self):
+        return self.calls.pop(int(self.rng.integers(len(self.calls))))
+
+    def read(self):
+        while self.scheduler.lost:
+            lost = self.scheduler.lost.pop()
+            self.submit(lost.block, lost.restarts + 1)
+        while self.scheduler.wants_block() and self.n_read < len(self.blocks):
+            self.submit(self.n_read)
+            self.n_read += 1
+        if self.n_read == len(self.blocks):
+            self.scheduler.end_input()
+
+    def rows_of(self, call):
+        return [(rows.owner.block, i) for rows in call.rows for i in rows.indices.tolist()]
+
+    def check(self, call):
+        assert 0 < len(call) <= self.batch
+        assert self.replicas[call.replica] == call.stage
+        for rows in call.rows:  # the source has these rows where they are said to be
+            assert [rows.source.rows[place] for place in rows.places] == [
+                (rows.owner.block, i) for i in rows.indices.tolist()
+            ]
+        same = [other for other in self.calls if other.replica == call.replica]
+        if call.probe:
+            assert not same
+            return
+        assert call.replica not in self.in_doubt  # what has failed is fed no more before it has answered
+        assert len(same) < (1 if call.isolated else CALLS_PER_REPLICA)
+        assert not any(other.isolated for other in same)
+        assert len(set(self.rows_of(call))) == len(call)
+        under_way = {
+            (rows.owner, i)
+            for other in self.calls if not other.probe for rows in other.rows for i in rows.indices.tolist()
+        }  # fmt: skip
+        assert not under_way & {(rows.owner, i) for rows in call.rows for i in rows.indices.tolist()}
+
+    def disturb(self):
+        """A replica dies, or the data of a call is lost, or a call is put off."""
+        kind = self.rng.integers(0, 3)
+        if kind == 0:
+            self.lose_replica(int(self.rng.choice(list(self.replicas))))
+        elif self.calls and kind == 1 and self.n_losses < RESTARTS:
+            self.n_losses += 1
+            call = self.pick()
+            if call.probe or call.good_row is not None:
+                self.in_doubt -= {r for r in self.in_doubt if self.replicas[r] == call.stage}
+            self.scheduler.rows_lost(call, "gone", self.now)
+        elif self.calls:
+            self.scheduler.postponed(self.pick(), 2.0, self.now)
+
+    def lose_replica(self, replica, *, own_fault=True):
+        self.calls = [call for call in self.calls if call.replica != replica]
+        stage = self.replicas.pop(replica)
+        self.in_doubt.discard(replica)
+        self.scheduler.replica_lost(stage, replica, "died", self.now, own_fault=own_fault)
+        self.start(stage)
+
+    def replace_bad(self):
+        for stage in self.scheduler.stages:
+            assert not stage.never_succeeds or any(map(np.any, self.deadly)) or self.chaos
+            for replica in stage.take_bad():
+                self.n_bad += 1
+                self.lose_replica(replica, own_fault=False)
+
+    def fails(self, call):
+        """Return how the replica of a call fails it whatever its rows, None if it does not."""
+        known = self.scheduler.stages[call.stage].known_good is not None
+        n = self.n_calls[call.stage] = self.n_calls[call.stage] + known
+        n_left, way = self.way.get(call.replica, (PLENTY, ""))
+        if n_left < 0:
+            return way
+        return "raises" if self.sick[0] <= n < self.sick[1] else None
+
+    def end(self, call):
+        """End a call as a worker does, which finds out by itself which rows fail."""
+        where = self.rows_of(call)
+        if call.good_row is not None:
+            self.has_good_row.add(call.replica)
+        knows = call.probe or call.replica in self.has_good_row
+        if (way := self.fails(call)) == "dies":
+            self.lose_replica(call.replica)
+            return
+        if way is not None:
+            if knows:
+                self.in_doubt.add(call.replica)
+            named = way == "names" and not knows  # a worker that knows a good row finds out
+            failures = dict.fromkeys(range(len(call)), "NaN") if named else {}
+            bad = result([0] * len(call), [False] * len(call), failures=failures)
+            bad = bad if failures else failed("no device", "replica" if knows else "unknown")
+            self.scheduler.ended(call, bad, None, self.now)
+            return
+        here = [self.stops[block][i] == call.stage for block, i in where]
+        if any(self.deadly[block][i] and own for (block, i), own in zip(where, here, strict=True)):
+            computing = self.scheduler.stages[call.stage].calls_at(call.replica)[0] is call
+            self.calls.append(call)
+            if computing:  # a call that waits kills nobody yet
+                self.lose_replica(call.replica)
+            return
+        marks = {"poison": self.poisoned, "unreadable": self.named}
+        failures = {
+            place: reason
+            for reason, marked in marks.items()
+            for place, ((block, i), own) in enumerate(zip(where, here, strict=True))
+            if marked[block][i] and own
+        }
+        raised = [place for place, reason in failures.items() if reason == "poison"]
+        if call.replica in self.way and len(failures) < len(call):
+            self.way[call.replica][0] -= 1
+        self.in_doubt.discard(call.replica)
+        if len(failures) == len(call) and raised and not knows:
+            self.scheduler.ended(call, failed("poison"), None, self.now)
+            return
+        if len(failures) < len(call):
+            self.has_good_row.add(call.replica)
+        self.sizes[call.stage].append(len(call))
+        accepted = [own and place not in failures for place, own in enumerate(here)]
+        answers = [100 * block + i for block, i in where]
+        goes_on = Source([w for w, own in zip(where, here, strict=True) if not own])
+        answered = result(answers, accepted, failures=failures, raised=raised)
+        self.scheduler.ended(call, answered, goes_on, self.now)
+
+    def take_done(self):
+        while self.scheduler.done:
+            owner = self.scheduler.done.pop()
+            assert owner.block not in self.finished
+            self.finished[owner.block] = owner
+
+
+@given(
+    seeds,
+    st.integers(1, 4),
+    st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 0.0, 0.1]),
+    st.sampled_from([0.0, 0.0, 0.1]),
+    st.sampled_from([0.0, 0.0, 0.1]),
+    st.sampled_from([0.0, 0.0, 0.2]),
+    st.sampled_from([PLENTY, 24]),
+)
+def test_every_row_ends_once_where_it_should_whatever_happens(
+    seed, n_stages, blocks, batch, replicas, poison, named, deadly, chaos, queue
+):
+    run = Simulation(
+        seed, n_stages, blocks, batch, replicas, poison=poison, named=named, deadly=deadly, chaos=chaos, queue=queue
+    ).run()
+    check_rows(run, blocks, n_stages, chaos=chaos)
+
+
+def check_rows(run, blocks, n_stages, *, chaos=0.0):
+    """Hold what became of every row of a simulation against what its model does with it."""
+    assert sorted(run.finished) == list(range(len(blocks)))
+    for number, n in enumerate(blocks):
+        block, bad = run.finished[number], run.poisoned[number] | run.deadly[number] | run.named[number]
+        assert set(np.flatnonzero(bad)) <= set(block.failures)
+        if not chaos:  # three deaths by chance while a row is alone count against it, too
+            assert set(block.failures) == set(np.flatnonzero(bad))
+        good = np.ones(n, dtype=bool)
+        good[list(block.failures)] = False
+        assert (block.stages[good] == run.stops[number][good]).all()
+        assert (block.stages[~good] == -1).all()
+        assert (block.predictions[good] == 100 * number + np.arange(n)[good]).all()
+        assert (block.costs[good] == run.stops[number][good] + 1).all()
+        assert not block.degraded.any()
+    for at in run.scheduler.stages:
+        assert (at.n_waiting, at.queued_bytes, at.in_flight, at.in_work) == (0, 0, 0, False)
+
+
+@given(
+    seeds,
+    st.integers(1, 3),
+    st.lists(st.integers(5, 30), min_size=1, max_size=8),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.3, 0.6, 1.0]),
+    st.sampled_from([(0, 0), (3, 40)]),
+)
+def test_no_row_pays_for_replicas_that_turn_bad(seed, n_stages, blocks, batch, replicas, poison, named, turn_bad, sick):
+    """Every replica answers a few calls first; those started in place of bad ones may turn bad, too."""
+    run = Simulation(
+        seed, n_stages, blocks, batch, replicas, poison=poison, named=named, turn_bad=turn_bad, sick=sick
+    ).run()
+    check_rows(run, blocks, n_stages)
+
+
+@settings(max_examples=20)
+@given(seeds, st.integers(2, 4))
+def test_deferred_rows_are_gathered_into_full_batches(seed, n_stages):
+    run = Simulation(seed, n_stages, [37] * 30, batch=16, n_replicas=2).run()
+    for sizes in run.sizes[1:]:
+        # Only the input's end sends partial batches, when the stages before run dry.
+        assert sum(size < 16 for size in sizes) <= 5
+
+
+def test_a_partial_batch_waits_for_its_time_and_no_longer():
+    scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 10)
+    call = scheduler.next_call(0.0)
+    ended(scheduler, call, result(range(10), [True] * 6 + [False] * 4), 1.0)
+    assert scheduler.next_call(1.0) is None  # more input may come
+    assert scheduler.wait_s(1.0) == pytest.approx(5.0)
+    assert scheduler.next_call(5.9) is None
+    assert len(scheduler.next_call(6.0)) == 4
+
+
+def test_a_partial_batch_does_not_wait_when_nothing_can_be_added():
+    scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 3)
+    assert scheduler.next_call(0.0) is None
+    scheduler.end_input()
+    call = scheduler.next_call(0.0)
+    assert len(call) == 3
+    ended(scheduler, call, result(range(3), [True, True, False]), 0.0)
+    assert len(scheduler.next_call(0.0)) == 1
+
+
+def test_a_block_that_is_still_being_read_can_add_rows():
+    scheduler = one_block([limits(10, batch_wait_s=5.0)], 3)
+    scheduler.read_started()
+    scheduler.end_input()
+    assert scheduler.next_call(0.0) is None
+    scheduler.read_ended()
+    assert len(scheduler.next_call(0.0)) == 3
+
+
+def test_the_last_rows_are_shared_out_among_the_replicas():
+    scheduler = one_block([limits(100)], 40, replicas=4)
+    scheduler.end_input()
+    calls = [scheduler.next_call(0.0) for _ in range(2)]
+    assert [len(call) for call in calls] == [25, 15]  # never less than a quarter of a batch, while there are rows
+    assert len({call.replica for call in calls}) == 2
+
+
+def test_reading_is_bounded_by_rows_and_bytes_but_never_stops():
+    for bounds in ({"queue_rows": 5}, {"queue_bytes": 5}):
+        scheduler = Scheduler([limits(10, batch_wait_s=0.0, **bounds)], open_rows=PLENTY)
+        scheduler.stages[0].add_replica(0)
+        assert scheduler.wants_block()
+        submit(scheduler, 6, 0)
+        assert not scheduler.wants_block()
+        call = scheduler.next_call(0.0)
+        ended(scheduler, call, result(range(6), [True] * 6), 0.0)
+        assert scheduler.wants_block()
+    scheduler = Scheduler([limits(10)], open_rows=5)
+    submit(scheduler, 6, 0)
+    assert not scheduler.wants_block()
+
+
+@pytest.mark.parametrize("bounds", [{"queue_rows": 10}, {"queue_bytes": 10}])
+def test_a_full_queue_holds_the_stage_before_it_back(bounds):
+    scheduler = Scheduler([limits(10), limits(10, **bounds)], open_rows=PLENTY)
+    scheduler.stages[0].add_replica(0)
+    submit(scheduler, 60, 0)
+    calls = [scheduler.next_call(0.0), scheduler.next_call(0.0)]
+    assert scheduler.next_call(0.0) is None  # one computes, one waits
+    ended(scheduler, calls[0], result(range(10), [False] * 10), 0.0)
+    assert scheduler.next_call(0.0) is None  # ten rows wait for a second stage without a replica
+    assert scheduler.wait_s(0.0) is None  # and no time will change that
+    scheduler.stages[1].add_replica(1)
+    assert [scheduler.next_call(0.0).stage for _ in range(2)] == [1, 0]
+
+
+def test_what_kills_its_replica_is_found_and_what_waits_behind_it_is_not_blamed():
+    scheduler = one_block([limits(4)], 8)
+    scheduler.end_input()
+    first, second = scheduler.next_call(0.0), scheduler.next_call(0.0)
+    scheduler.replica_lost(0, 0, "died", 1.0)
+    scheduler.stages[0].add_replica(1)
+    alone, other = scheduler.next_call(1.0), None
+    assert (len(alone), alone.isolated, alone.attempt) == (4, True, 2) or not alone.isolated
+    if not alone.isolated:  # the innocent one may go first; the suspect then waits for the replica to be empty
+        assert scheduler.next_call(1.0) is None
+        ended(scheduler, alone, result(range(4), [True] * 4), 1.0)
+        alone, other = scheduler.next_call(1.0), alone
+    assert alone.rows[0].indices.tolist() == first.rows[0].indices.tolist()
+    if other is not None:
+        assert other.rows[0].indices.tolist() == second.rows[0].indices.tolist()
+    assert scheduler.next_call(1.0) is None  # nothing joins it
+
+
+def test_a_row_that_always_kills_is_failed_after_a_few_deaths():
+    scheduler = one_block([limits(1)], 1)
+    scheduler.end_input()
+    for death in range(1 + TRIES):
+        now = 100.0 * death
+        assert scheduler.next_call(now) is not None
+        scheduler.replica_lost(0, death, "died", now)
+        scheduler.stages[0].add_replica(death + 1)
+    (block,) = take(scheduler.done)
+    assert block.failures == {0: (0, "died")}
+    assert scheduler.finished
+
+
+def test_a_block_that_is_lost_again_and_again_is_failed():
+    scheduler = one_block([limits(1)], 3)
+    scheduler.end_input()
+    for restart in range(RESTARTS + 1):
+        call = scheduler.next_call(float(restart))
+        waiting = scheduler.next_call(float(restart))
+        scheduler.rows_lost(call, "gone", float(restart))
+        done = take(scheduler.done)
+        ended(scheduler, waiting, result([7], [True]), float(restart))  # nobody wants its answer any more
+        if restart < RESTARTS:
+            assert not scheduler.finished
+            (lost,) = take(scheduler.lost)
+            scheduler.submit(Owner(0, 3, restarts=lost.restarts + 1), [Chunk(None, 3, 3)], float(restart))
+    (block,) = done
+    assert block.failures == dict.fromkeys(range(3), (0, "gone"))
+    assert scheduler.finished
+
+
+def test_answers_of_a_block_that_begins_anew_are_those_of_its_last_reading():
+    scheduler = one_block([limits(2)], 4)
+    scheduler.end_input()
+    first, second = scheduler.next_call(0.0), scheduler.next_call(0.0)
+    ended(scheduler, first, result([1, 1], [True, True]), 0.0)
+    scheduler.rows_lost(second, "gone", 0.0)
+    assert take(scheduler.lost)
+    again = Owner(0, 4, restarts=1)
+    scheduler.submit(again, [Chunk(None, 4, 4)], 0.0)
+    done = []
+    while not scheduler.finished:
+        done += ended(scheduler, scheduler.next_call(1.0), result([5, 6], [True, True]), 1.0)
+    assert done == [again]
+    assert again.predictions.tolist() == [5, 6, 5, 6]
+    assert again.costs.tolist() == [1.0] * 4
+
+
+def test_rows_that_cannot_be_read_again_are_failed():
+    scheduler = one_block([limits(4)], 4)
+    scheduler.rows_lost(scheduler.next_call(0.0), "gone", 0.0)
+    scheduler.give_up(take(scheduler.lost)[0], "unreadable")
+    (block,) = take(scheduler.done)
+    assert block.failures == dict.fromkeys(range(4), (-1, "unreadable"))
+
+
+def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
+    scheduler = one_block([limits(4)] * 2, 8)
+    scheduler.end_input()
+    first = scheduler.next_call(0.0)
+    ended(scheduler, first, result([7, 8, 9, 10], [True, False, False, True], cost=2.0), 0.0)
+    waiting = scheduler.next_call(0.0)
+    assert waiting.stage == 0
+    scheduler.stage_down(1)
+    (block,) = ended(scheduler, waiting, result([1, 2, 3, 4], [False] * 4), 0.0)
+    assert block.predictions.tolist() == [7, 8, 9, 10, 1, 2, 3, 4]
+    assert block.stages.tolist() == [0] * 8
+    assert block.degraded.tolist() == [False, True, True, False, True, True, True, True]
+    assert block.costs.tolist() == [2.0] * 4 + [1.0] * 4
+    assert scheduler.finished
+
+
+def test_a_stage_that_comes_back_is_used_again():
+    scheduler = Scheduler([limits(2)] * 2, open_rows=PLENTY)
+    scheduler.stages[0].add_replica(0)
+    scheduler.stage_down(1)
+    for block in range(2):
+        submit(scheduler, 2, block)
+        call = scheduler.next_call(0.0)
+        done = ended(scheduler, call, result([5, 5], [False, False]), 0.0)
+        assert len(done) == (1 if block == 0 else 0)
+        if block == 0:
+            assert done[0].degraded.all()
+            scheduler.stages[1].add_replica(1)
+    assert scheduler.next_call(0.0).stage == 1
+
+
+def test_a_replica_kept_free_for_a_suspect_takes_rows_again_once_the_suspect_is_gone():
+    scheduler = one_block([limits(4)] * 2, 8, replicas=2)
+    for call in [scheduler.next_call(0.0), scheduler.next_call(0.0)]:
+        ended(scheduler, call, result(range(4), [False] * 4), 0.0)
+    calls = {call.replica: call for call in (scheduler.next_call(0.0), scheduler.next_call(0.0))}
+    assert set(calls) == {10, 11}
+    scheduler.replica_lost(1, 10, "died", 0.0)
+    assert scheduler.next_call(0.0) is None  # what 10 died of waits until 11 has nothing else
+    scheduler.stage_down(1)
+    ended(scheduler, calls[11], result(range(4), [True] * 4), 0.0)
+    scheduler.stages[1].add_replica(12)
+    submit(scheduler, 8, 1)
+    for call in [scheduler.next_call(0.0), scheduler.next_call(0.0)]:
+        ended(scheduler, call, result(range(4), [False] * 4), 0.0)
+    assert {scheduler.next_call(0.0).replica for _ in range(2)} == {11, 12}
+
+
+def fail_until_replaced(scheduler, now, **how):
+    """Fail a stage's calls until its replica is found bad. Returns the time and the number of calls."""
+    n = 0
+    while not (bad := scheduler.stages[0].take_bad()) and not scheduler.stages[0].never_succeeds:
+        call, now, n = scheduler.next_call(now), now + 10.0, n + 1
+        if call is not None:
+            ended(scheduler, call, failed("no device"), now)
+        assert n < 1000
+    for replica in bad:
+        scheduler.replica_lost(0, replica, "bad", now, own_fault=False)
+    return now, n
+
+
+def test_a_stage_that_never_succeeds_is_never_succeeds_after_its_replica_was_replaced():
+    scheduler = one_block([limits(16)], 200)
+    now, _ = fail_until_replaced(scheduler, 0.0)
+    assert not scheduler.stages[0].never_succeeds
+    scheduler.stages[0].add_replica(1)
+    now, n = fail_until_replaced(scheduler, now)
+    assert scheduler.stages[0].never_succeeds
+    assert n >= RENEWED_CALLS_TO_GIVE_UP
+    assert not scheduler.stages[0].failed  # no row is given up: nothing shows that it is to blame
+
+
+def test_a_first_replica_that_only_fails_costs_no_row_where_the_next_one_works():
+    scheduler = one_block([limits(16)], 40)
+    scheduler.end_input()
+    now, _ = fail_until_replaced(scheduler, 0.0)
+    scheduler.stages[0].add_replica(1)
+    blocks = []
+    while not scheduler.finished:
+        now += 10.0
+        call = scheduler.next_call(now)
+        blocks += ended(scheduler, call, result(range(len(call)), [True] * len(call)), now)
+    assert not blocks[0].failures
+
+
+def test_a_bad_replica_is_replaced_at_once_however_many_rows_wait():
+    scheduler = one_block([limits(4)], 4000, replicas=2)
+    good, bad = scheduler.next_call(0.0), scheduler.next_call(0.0)
+    ended(scheduler, good, result(range(4), [True] * 4), 0.0)
+    n_failed = 0
+    at_bad = [bad]
+    while not (found := scheduler.stages[0].take_bad()):
+        at_bad += [call for call in iter(lambda: scheduler.next_call(1.0), None) if call.replica == bad.replica]
+        known = scheduler.stages[0].known_good is not None
+        ended(scheduler, at_bad.pop(0), failed("no device", "replica" if known else "unknown"), 1.0)
+        n_failed += 1
+    assert list(found) == [bad.replica]
+    assert n_failed <= CALLS_PER_REPLICA + FAILURES_TO_REPLACE
+
+
+def test_a_stage_whose_calls_alone_end_their_replicas_is_never_succeeds():
+    scheduler = one_block([limits(1)], 60)
+    isolated = 0
+    for death in range(100):
+        assert scheduler.stages[0].never_succeeds is (isolated >= DEATHS_TO_GIVE_UP)
+        if scheduler.stages[0].never_succeeds:
+            break
+        isolated += scheduler.next_call(100.0 * death).isolated
+        scheduler.replica_lost(0, death, "died", 100.0 * death)
+        scheduler.stages[0].add_replica(death + 1)
+    assert isolated == DEATHS_TO_GIVE_UP
+
+
+def test_many_replicas_that_are_killed_at_once_say_nothing_of_their_calls():
+    scheduler = one_block([limits(1)], 60, replicas=3 * DEATHS_TO_GIVE_UP)
+    for replica in range(3 * DEATHS_TO_GIVE_UP):
+        assert scheduler.next_call(0.0).replica == replica
+    for replica in range(3 * DEATHS_TO_GIVE_UP):
+        scheduler.replica_lost(0, replica, "died", 0.0)
+    assert not scheduler.stages[0].never_succeeds
+
+
+def test_the_backlog_is_in_seconds_of_work():
+    scheduler = one_block([limits(4)], 40)
+    assert scheduler.stages[0].backlog_s is None
+    call = scheduler.next_call(0.0)
+    ended(scheduler, call, result(range(4), [True] * 4), 0.0)  # one second for four rows
+    assert scheduler.stages[0].backlog_s == pytest.approx(9.0)
+    scheduler.next_call(0.0)
+    assert scheduler.stages[0].backlog_s == pytest.approx(8.5)
+
+
+def test_a_replica_that_computes_for_too_long_is_overdue_and_one_that_was_idle_is_not():
+    scheduler = one_block([limits(4)], 12)
+    first, _ = scheduler.next_call(100.0), scheduler.next_call(100.0)
+    assert scheduler.stages[0].overdue(10.0, 110.0) == []
+    ended(scheduler, first, result(range(4), [True] * 4), 110.0)
+    assert scheduler.stages[0].overdue(10.0, 120.0) == []  # the second has had the replica since 110
+    assert scheduler.stages[0].overdue(10.0, 121.0) == [0]
+
+
+def test_replicas_that_die_with_their_node_are_no_fault_of_a_row():
+    scheduler = one_block([limits(1)], 1, replicas=8)
+    for replica in range(7):
+        assert scheduler.next_call(0.0).replica == replica
+        scheduler.replica_lost(0, replica, "its node died", 0.0, own_fault=False)
+        assert not scheduler.done
+    call = scheduler.next_call(0.0)
+    assert (call.replica, call.failed_on, call.isolated) == (7, (), False)
+    (block,) = ended(scheduler, call, result([1], [True]), 0.0)
+    assert not block.failures
