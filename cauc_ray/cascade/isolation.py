@@ -7,6 +7,7 @@ it are at fault. A replica that fails on a row known to be good is broken.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,6 +20,9 @@ from cauc_ray.models.answers import Answers, Batch, batch_size
 from cauc_ray.numbers.types import Ints
 
 Ask: TypeAlias = Callable[[Batch], Answers]
+
+# Where no row is known to be good, so many rows are tried one by one before a call is given up: each may take long.
+MOST_IN_VAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def answer_isolated(
     if good_row is not None and not _answers(ask, good_row):
         return Isolated(None, reason, "replica")
     rows = batch()
-    found, raised = _divided(ask, rows, stopped)
+    found, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
     if stopped() or not (found or good_row is not None):
         return Isolated(None, reason, "unknown")
     return Isolated(_joined(batch_size(rows), found, raised), raised=frozenset(raised))
@@ -86,12 +90,17 @@ def _answers(ask: Ask, good_row: Batch) -> bool:
         return False
 
 
-def _divided(ask: Ask, batch: Batch, stopped: Callable[[], bool]) -> tuple[list[tuple[Ints, Answers]], dict[int, str]]:
-    """Return the answers to parts of a batch that has failed as a whole, and why its other rows have none."""
+def _divided(
+    ask: Ask, batch: Batch, stopped: Callable[[], bool], most_in_vain: int
+) -> tuple[list[tuple[Ints, Answers]], dict[int, str]]:
+    """Return the answers to parts of a batch that has failed as a whole, and why its other rows have none.
+
+    most_in_vain: it ends where so many single rows have failed and no part was answered.
+    """
     found: list[tuple[Ints, Answers]] = []
     raised: dict[int, str] = {}
     todo = _halves(np.arange(batch_size(batch)))
-    while todo and not stopped():
+    while todo and not stopped() and (found or len(raised) < most_in_vain):
         rows = todo.pop()
         try:
             found.append((rows, ask({name: column[rows] for name, column in batch.items()})))
@@ -117,8 +126,10 @@ def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, 
     logits = np.full((n, width), -np.inf, dtype=np.float32)
     n_options = np.full(n, width)
     costs = np.zeros(n) if any(answers.costs is not None for _, answers in found) else None
-    failures = dict(raised)
+    failures, counts = dict(raised), Counter[str]()
+    seconds = [answers.device_s for _, answers in found if answers.device_s is not None]
     for rows, answers in found:
+        counts.update(answers.counts)
         own = answers.logits.shape[1]
         logits[rows, :own] = answers.logits
         n_options[rows] = own if answers.n_options is None else answers.n_options
@@ -126,4 +137,6 @@ def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, 
             costs[rows] = answers.costs
         failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
     ragged = any(answers.n_options is not None for _, answers in found) or len(set(n_options)) > 1
-    return Answers(logits, n_options if ragged else None, costs, failures)
+    return Answers(
+        logits, n_options if ragged else None, costs, failures, dict(counts), sum(seconds) if seconds else None
+    )

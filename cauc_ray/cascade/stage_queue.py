@@ -36,11 +36,11 @@ LONGEST_PAUSE_S = 5.0
 FAILURES_TO_REPLACE = 2
 
 # Until a stage has answered a row, nothing tells its rows from its replicas. Rows are then tried so often at least, and
-# each replica that only fails is replaced by a new one. Where so many rows fail, in so many calls of a new replica, too,
+# a replica that fails so many calls is replaced by a new one. Where so many rows fail, and so many calls of a new one,
 # the stage cannot work; nor can it after so many isolated calls that end their replica.
 EXHAUSTED = 2 * TRIES
 ROWS_TO_GIVE_UP = 32
-RENEWED_CALLS_TO_GIVE_UP = 8
+CALLS_TO_GIVE_UP = 8
 DEATHS_TO_GIVE_UP = 5
 
 # Different reasons of failures that are counted.
@@ -391,12 +391,14 @@ class StageQueue:
         replica.n_failed += 1
         self._n_failed_rows += len(call) if n_unproven == 1 else 0
         many = self._n_failed_rows >= ROWS_TO_GIVE_UP
+        self._look_elsewhere()
         if all(other.n_failed for other in self._replicas.values() if other.open):
-            if replica.open and not replica.is_renewed and (many or n_unproven >= TRIES):
+            often = replica.n_failed >= CALLS_TO_GIVE_UP
+            if replica.open and not replica.is_renewed and (often or n_unproven >= TRIES):
                 self._is_renewed = True
                 self._find_bad(call.replica, f"it failed every row: {reason}", now)
             else:
-                self._gives_up = many and replica.n_failed >= RENEWED_CALLS_TO_GIVE_UP
+                self._gives_up = many and often
                 under_way = (own for other in self._replicas.values() for own in other.calls)
                 waiting = self._queue or any(own.n_unproven < EXHAUSTED for own in chain(self._again, under_way))
                 if n_unproven >= EXHAUSTED and not (many or more_can_come or waiting):
@@ -407,6 +409,15 @@ class StageQueue:
         pause_s = min(PAUSE_S * 2 ** min(steps, 10), LONGEST_PAUSE_S)
         self.try_again(call.again(now + pause_s, n_unproven=n_unproven))
         return True
+
+    def _look_elsewhere(self) -> None:
+        """Have the next rows come from the middle of what waits: neighbours may all fail for the same reason."""
+        longest = max(self._queue, key=len, default=None)
+        if longest is not None and len(longest) > 1:
+            self._queue.remove(longest)
+            first, rest = longest.cut(len(longest) // 2)
+            self._queue.append(first)
+            self._queue.appendleft(rest)
 
     def _find_bad(self, replica: int, reason: str, now: float) -> None:
         self.close_replica(replica)

@@ -97,34 +97,28 @@ class Worker:
         if unknown is not None:
             return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
         try:
-            batch = partial(gathered, parts, parcels)
-            self._good_row = self._good_row or good_row
-            found = answer_isolated(self._asked, batch, self._good_row, stopped)
+            found = self._found(parts, parcels, good_row, stopped)
             if found.answers is None:
                 return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
-            decided = self._decided(parts, parcels, found, clock, carries_columns)
+            return self._decided(parts, parcels, found, clock, carries_columns)
         except (ConfigError, ExecutionError, SystemExit):
             raise
         except BaseException as error:  # a model may raise what it likes
             return self._broken(clock, reason_of(error), "unknown"), Parcel({})
-        if self._good_row is None and decided[0].n_answered:
-            good = next(row for row in range(len(decided[0].accepted)) if row not in decided[0].failures)
-            self._good_row = row_of(batch(), good)
-        return decided
 
-    def collect(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> tuple[CallResult, Collected | None]:
+    def collect(
+        self, parts: Sequence[Part], parcels: Sequence[Parcel], *, good_row: Batch | None = None
+    ) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
 
         Returns the result, whose predictions and confidences mean nothing, and the model's answers; None for a call
-        that failed. Raises as decide does.
+        that failed. Arguments and errors are those of decide.
         """
         clock = _Clock()
-        try:
-            answers = self._asked(gathered(parts, parcels))
-        except (ConfigError, ExecutionError, SystemExit):
-            raise
-        except BaseException as error:
-            return self._broken(clock, reason_of(error), "unknown"), None
+        found = self._found(parts, parcels, good_row, lambda: False)
+        answers = found.answers
+        if answers is None:
+            return self._broken(clock, found.error, found.fault or "unknown"), None
         compute_s = clock.elapsed_s
         if self._gflops is None and answers.costs is None:
             assert self._model is not None
@@ -141,6 +135,7 @@ class Worker:
             device_s=answers.device_s,
             node=self._node,
             failures=answers.failures,
+            raised=found.raised,
             replica=self._replica,
         )
         return result, Collected(answers, self._gflops or None)
@@ -150,6 +145,19 @@ class Worker:
             kept = {key: policy for key, policy in self._policies.items() if key not in policies}
             kept |= policies
             self._policies = dict(islice(kept.items(), max(0, len(kept) - MOST_POLICIES), None))
+
+    def _found(
+        self, parts: Sequence[Part], parcels: Sequence[Parcel], good_row: Batch | None, stopped: Callable[[], bool]
+    ) -> Isolated:
+        """Have the model answer a call's rows, and keep the first row that it answers."""
+        batch = partial(gathered, parts, parcels)
+        self._good_row = self._good_row or good_row
+        found = answer_isolated(self._asked, batch, self._good_row, stopped)
+        if self._good_row is None and found.answers is not None:
+            failures = found.answers.failures
+            good = next((row for row in range(len(found.answers.logits)) if row not in failures), None)
+            self._good_row = None if good is None else row_of(batch(), good)
+        return found
 
     def _asked(self, batch: Batch) -> Answers:
         """Ask the model, and hold its answers against the number of choices where rows offer some."""

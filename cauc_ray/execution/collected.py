@@ -16,13 +16,12 @@ import ray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.worker import Collected
 from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
-from cauc_ray.execution.blocks import BlockResult
 from cauc_ray.execution.ledger import FAILED_SCHEMA
-from cauc_ray.execution.messages import Call
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files, write_parquet
@@ -225,7 +224,7 @@ class CollectedTables:
             self._take_measure(collected)
         start = 0
         for rows in call.rows:
-            at = self._open.setdefault(rows.block, _OpenRows())
+            at = self._open.setdefault(rows.owner.block, _OpenRows())
             for place, row in enumerate(rows.indices, start):
                 if place in answers.failures:
                     continue
@@ -234,20 +233,20 @@ class CollectedTables:
                 if answers.costs is not None:
                     at.costs[int(row)] = float(answers.costs[place])
             start += len(rows)
-        first = self._open[call.rows[0].block]
+        first = self._open[call.rows[0].owner.block]
         for name, n in answers.counts.items():
             first.counts[name] = first.counts.get(name, 0) + n
 
-    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
+    def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block. A row whose label names none of its options is a failed row too."""
-        at = self._open.pop(result.block, None) or _OpenRows()
+        at = self._open.pop(block.block, None) or _OpenRows()
         names = example_ids.to_pylist()
-        reasons = {row: reason for row, (_, reason) in result.failures.items()}
+        reasons = {row: reason for row, (_, reason) in block.failures.items()}
         for row, logits in at.rows.items():
             if labels is not None and self._target.kind == "model" and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
-        split, block = self._layout.place(result.block)
-        name = f"part-{block:06d}.parquet"
+        split, number = self._layout.place(block.block)
+        name = f"part-{number:06d}.parquet"
         folder, failed = self._target.folder(split), self._target.failed_folder(split)
         make_folder(folder)
         if not (folder / RECORD).exists():

@@ -11,8 +11,7 @@ import pyarrow as pa
 import ray
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.execution.blocks import BlockResult
-from cauc_ray.execution.messages import Call
+from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.execution.reader import BlockNames
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
@@ -33,7 +32,7 @@ class Sink(Protocol):
         """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
         ...
 
-    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
+    def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block."""
         ...
 
@@ -61,13 +60,13 @@ class Committer:
         """Give the sink a call's result."""
         self._put(lambda: self._sink.add_call(call, result, extra))
 
-    def add_block(self, result: BlockResult, names: Any) -> None:
-        """Have the sink commit a block.   names: a reference to its BlockNames."""
+    def add_block(self, block: Owner) -> None:
+        """Have the sink commit a block, whose names are a reference to its BlockNames."""
 
         def commit() -> None:
-            known: BlockNames = ray.get(names, timeout=GET_DEADLINE_S)
-            self._sink.add_block(result, known.example_ids, known.labels)
-            self.n_rows += len(result.stages)
+            known: BlockNames = ray.get(block.names, timeout=GET_DEADLINE_S)
+            self._sink.add_block(block, known.example_ids, known.labels)
+            self.n_rows += block.n
 
         self._put(commit)
 

@@ -17,10 +17,9 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError, DataError, explain
-from cauc_ray.execution.blocks import BlockResult
-from cauc_ray.execution.messages import Call
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
@@ -282,31 +281,31 @@ class RunTables:
             )
         )
 
-    def add_block(self, result: BlockResult, example_ids: pa.Array, labels: Ints | None) -> None:
+    def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
         self._write_record()
-        self._write_calls(f"part-{result.block:06d}")
-        answered = result.stages >= 0
-        name = f"part-{result.block:06d}.parquet"
+        self._write_calls(f"part-{block.block:06d}")
+        answered = block.stages >= 0
+        name = f"part-{block.block:06d}.parquet"
         reasons = [
             {"example_id": example_ids[row].as_py(), "stage": self._name(stage), "reason": reason}
-            for row, (stage, reason) in sorted(result.failures.items())
+            for row, (stage, reason) in sorted(block.failures.items())
         ]
         failed = pa.Table.from_pylist(reasons, schema=FAILED_SCHEMA)
         make_folder(self._out / "predictions")
         table = predictions_table(
             example_ids.filter(pa.array(answered)),
-            result.predictions[answered],
-            result.confidences[answered],
-            result.stages[answered],
-            result.costs[answered],
+            block.predictions[answered],
+            block.confidences[answered],
+            block.stages[answered],
+            block.costs[answered],
             None if labels is None else labels[answered],
         )
         if self._degrade:
-            table = table.append_column("degraded", pa.array(result.degraded[answered]))
+            table = table.append_column("degraded", pa.array(block.degraded[answered]))
         path, failed_path = self._out / "predictions" / name, self._out / "failed" / name
         ids = ids_digest(example_ids.to_pylist())
-        if result.block in self._retried:
+        if block.block in self._retried:
             # The answers first: a row that is in both tables for a moment is taken out of failed by repair().
             before = read_parquet(path)
             kept = _without(before, example_ids)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource
 from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.execution.committing import Sink
-from cauc_ray.execution.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 from cauc_ray.numbers.costs import UNNAMED_UNIT

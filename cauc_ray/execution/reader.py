@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from cauc_ray.cascade.parcels import Parcel, packed
 from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
-from cauc_ray.execution.controller import Chunk
 from cauc_ray.numbers.types import Ints
 
 # The pauses before each further try at a block that cannot be read: damage does not heal, but a file that cannot be
@@ -24,13 +23,13 @@ LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 class BlockHeader:
     """What the controller needs of a block.
 
-    unreadable: why it has ids and no columns.   ids: the digests of this block's ids and of those that the reader
-    went over to get here, by number; unreadable blocks have none.
+    chunks: rows and bytes of each.   unreadable: why it has ids and no columns.   ids: the digests of this block's ids
+    and of those that the reader went over to get here, by number; unreadable blocks have none.
     """
 
     number: int
     n_rows: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[tuple[int, float], ...]
     unreadable: str | None
     ids: Mapping[int, str]
 
@@ -85,7 +84,7 @@ class BlockReader:
         chunks, parcels = [], []
         for start in range(0, n if block.unreadable is None else 0, size):
             rows = min(size, n - start)
-            chunks.append(Chunk(rows, int(block.n_bytes * rows / n)))
+            chunks.append((rows, block.n_bytes * rows / n))
             parcels.append(Parcel(packed({name: c[start : start + rows] for name, c in block.columns.items()})))
         header = BlockHeader(number, n, tuple(chunks), block.unreadable, ids)
         names = BlockNames(pa.array(block.example_ids, pa.string()), block.labels)

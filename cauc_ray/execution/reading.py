@@ -55,6 +55,7 @@ class Reading:
         self._reads: dict[Any, _Read] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._ids: dict[int, dict[int, str]] = {}  # digests by group and block, as first read
+        self._lost_blocks: list[int] = []  # to be read again
         self._have_read: set[int] = set()
         self._deaths = 0
         self._starved_since: float | None = None
@@ -82,10 +83,20 @@ class Reading:
                 return True
         return False
 
-    def ask_again(self, block: int, now: float) -> bool:
-        """Have a block read once more. Returns whether it is not being read again already."""
-        if any(read.again == block for read in self._reads.values()):
+    def ask_again(self, block: int) -> None:
+        """Note that a block must be read once more; owes and ask_lost() are for those."""
+        self._lost_blocks.append(block)
+
+    @property
+    def owes(self) -> bool:
+        """Say whether a block must be read again that is not being read."""
+        return bool(self._lost_blocks)
+
+    def ask_lost(self, now: float) -> bool:
+        """Have a block read again. Returns whether there was one."""
+        if not self._lost_blocks:
             return False
+        block = self._lost_blocks.pop()
         busy = [read.reader for read in self._reads.values()]
         self._ask(min(self._readers, key=busy.count), self._places[block], block, now)
         return True
@@ -174,9 +185,9 @@ class Reading:
         return self._anew([ref for ref, read in self._reads.items() if read.reader == reader])
 
     def _anew(self, lost: list[Any]) -> int:
-        """Have places read again; rows that were lost ask for their blocks by themselves."""
         reads = [self._reads.pop(ref) for ref in lost]
         self._next.read_again([read.place for read in reads if read.again is None])
+        self._lost_blocks += [read.again for read in reads if read.again is not None]
         return len(reads)
 
 

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import RayError
 
+from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told, worker_class
-from cauc_ray.execution.controller import Controller
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
 from cauc_ray.execution.session import hardest_first
@@ -142,8 +142,8 @@ class Replicas:
         often = at.deaths_in_row >= DEATHS_LOADING + self._plan.stages[stage].replicas.min
         return at.why if often and not at.was_live else None
 
-    def rescale(self, logic: Controller, now: float) -> list[int]:
-        """Start what is missing or wanted by what the controller knows of the work that waits.
+    def rescale(self, scheduler: Scheduler, now: float) -> list[int]:
+        """Start what is missing or wanted by what the scheduler knows of the work that waits.
 
         Returns the stages that are to let a replica go, once it has no call.
         """
@@ -158,7 +158,7 @@ class Replicas:
             limit_s = self._plan.stages[replica.stage].down_after_s
             if replica.phase == "loading" and now - replica.since > limit_s:
                 self.lost(replica, f"its model was not loaded within {limit_s:g} s", now)
-        for stage, ((live, starting), queue) in enumerate(zip(self.counts(), logic.stages, strict=True)):
+        for stage, ((live, starting), queue) in enumerate(zip(self.counts(), scheduler.stages, strict=True)):
             at, replicas = self._stages[stage], self._plan.stages[stage].replicas
             if queue.in_work:
                 at.busy_at = now
@@ -171,7 +171,7 @@ class Replicas:
                     backlog_s=queue.backlog_s,
                     idle_s=now - at.busy_at,
                     pressed=queue.pressed,
-                    held_back=logic.held_back(stage),
+                    held_back=scheduler.held_back(stage),
                     refused=now < at.refused_until,
                 )
             )
@@ -196,7 +196,7 @@ class Replicas:
         handle = self._classes[stage].remote(plan.stages[stage], stage, plan.policy, plan.import_paths)
         # A new one of these for every call would cost more than the call's sending.
         if plan.policy is None:
-            answer = handle.answer.options(num_returns=2)
+            answer = handle.collect.options(num_returns=2)
         elif stage == len(plan.stages) - 1:
             answer = handle.decide_last.options(num_returns=1)
         else:

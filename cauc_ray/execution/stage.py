@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import ray
 
-from cauc_ray.cascade.parcels import Parcel, Part
+from cauc_ray.cascade.parcels import Parcel, Part, gathered
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Collected, Worker, prepare_process
 from cauc_ray.models.answers import ModelFacts
@@ -35,14 +35,16 @@ class StageWorker:
         """Load the model, as Worker does."""
         return self._worker.load()
 
-    def decide(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Parcel]:
-        """Answer a call's rows and decide which of them stop, as Worker does."""
-        return self._worker.decide(parts, parcels)
+    def decide(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> tuple[CallResult, Parcel]:
+        """Answer a call's rows and decide which of them stop, as Worker does.   good: a row known to be good."""
+        return self._worker.decide(parts, parcels, good_row=None if good is None else gathered([good], parcels))
 
-    def decide_last(self, parts: Sequence[Part], *parcels: Parcel) -> CallResult:
+    def decide_last(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> CallResult:
         """Answer a call's rows after which nothing comes: all of them stop."""
-        return self._worker.decide(parts, parcels)[0]
+        return self.decide(parts, good, *parcels)[0]
 
-    def answer(self, parts: Sequence[Part], *parcels: Parcel) -> tuple[CallResult, Collected | None]:
+    def collect(
+        self, parts: Sequence[Part], good: Part | None, *parcels: Parcel
+    ) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing, as Worker.collect does."""
-        return self._worker.collect(parts, parcels)
+        return self._worker.collect(parts, parcels, good_row=None if good is None else gathered([good], parcels))

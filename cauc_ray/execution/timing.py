@@ -79,7 +79,7 @@ def _timed(stage: StageSpec, columns: Batch) -> TimedCalls:
 
 def _called(worker: Any, parcel: Any, n: int, stage: StageSpec) -> float:
     who = f"stage {stage.name!r}"
-    ref, _ = worker.answer.options(num_returns=2).remote([Part(0, slice(0, n))], parcel)
+    ref, _ = worker.collect.options(num_returns=2).remote([Part(0, slice(0, n))], None, parcel)
     result: CallResult = result_of(ref, stage.call_timeout_s, who)
     if result.error is not None or result.failures:
         why = result.error if result.error is not None else next(iter(result.failures.values()))

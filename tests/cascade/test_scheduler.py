@@ -12,9 +12,9 @@ from cauc_ray.cascade.rows import Owner
 from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import (
     CALLS_PER_REPLICA,
+    CALLS_TO_GIVE_UP,
     DEATHS_TO_GIVE_UP,
     FAILURES_TO_REPLACE,
-    RENEWED_CALLS_TO_GIVE_UP,
     TRIES,
     StageLimits,
 )
@@ -558,7 +558,7 @@ def test_a_stage_that_never_succeeds_is_never_succeeds_after_its_replica_was_rep
     scheduler.stages[0].add_replica(1)
     now, n = fail_until_replaced(scheduler, now)
     assert scheduler.stages[0].never_succeeds
-    assert n >= RENEWED_CALLS_TO_GIVE_UP
+    assert n >= CALLS_TO_GIVE_UP
     assert not scheduler.stages[0].failed  # no row is given up: nothing shows that it is to blame
 
 

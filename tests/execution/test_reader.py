@@ -39,7 +39,7 @@ def test_a_block_comes_in_chunks_and_a_group_is_read_on():
     one = BlockReader(source, chunk_rows=3, n_chunks=2)
     header, names, first, second = one.read(0, 0)
     assert (header.number, header.n_rows, header.unreadable) == (0, 5, None)
-    assert [(chunk.n_rows, chunk.n_bytes) for chunk in header.chunks] == [(3, 24), (2, 16)]
+    assert header.chunks == ((3, 24), (2, 16))
     assert names.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
     assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
     assert one.read(0, 1)[0].number == 1

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import CaucWarning, ConfigError
-from cauc_ray.execution.stage_queue import fed_rows, queue_rows
 from cauc_ray.front.offline import policy_of
 from cauc_ray.front.planning.figures import Chain, drifted, plan_figures, range_figures
 from cauc_ray.front.planning.sizing import Trials, sized

@@ -1,4 +1,4 @@
-"""The simulation gathers batches as the parts do that it stands for: the served cascade and the run's controller."""
+"""The simulation gathers batches as the parts do that it stands for: the served cascade and the run's scheduler."""
 
 import asyncio
 import heapq
@@ -14,8 +14,9 @@ from virtual_time import run_virtually
 
 from cauc_ray.cascade.parcels import Parcel
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.execution.controller import Chunk, Controller
-from cauc_ray.execution.stage_queue import StageLimits
+from cauc_ray.cascade.rows import Owner
+from cauc_ray.cascade.scheduler import Chunk, Scheduler
+from cauc_ray.cascade.stage_queue import StageLimits
 from cauc_ray.front.planning.simulation import Window, simulate_arrivals, simulate_backlog
 from cauc_ray.front.planning.stages import BatchSeconds, PlannedStage, loads
 from cauc_ray.models.answers import Answers
@@ -113,29 +114,29 @@ def test_served_requests_wait_and_are_gathered_as_in_the_real_cascade(replicas, 
 
 
 def controlled(stages, n, seed):
-    """Run the real controller over n rows in virtual time; return when the last call ended, and the calls' sizes."""
+    """Run the real scheduler over n rows in virtual time; return when the last call ended, and the calls' sizes."""
     rng = np.random.default_rng(seed)
     limits = [StageLimits(at.batch_size, at.batch_wait_s, at.queue_rows or PLENTY, PLENTY) for at in stages]
-    controller = Controller(limits, PLENTY)
+    scheduler = Scheduler(limits, PLENTY)
     for place, at in enumerate(stages):
         for number in range(at.replicas):
-            controller.stages[place].add_replica(1000 * place + number)
-    controller.add_block(0, [Chunk(n, n)], now=0.0)
-    controller.end_input()
+            scheduler.stages[place].add_replica(1000 * place + number)
+    scheduler.submit(Owner(0, n), [Chunk(None, n, n)], now=0.0)
+    scheduler.end_input()
     now, numbers, events, sizes, free = 0.0, count(), [], [[] for _ in stages], {}
-    while not controller.finished:
-        while (call := controller.next_call(now)) is not None:
+    while not scheduler.finished:
+        while (call := scheduler.next_call(now)) is not None:
             sizes[call.stage].append(len(call))
             ends = max(now, free.get(call.replica, 0.0)) + stages[call.stage].seconds.of(len(call))
             free[call.replica] = ends
             heapq.heappush(events, (ends, next(numbers), call))
-        wait_s = controller.wait_s(now)
+        wait_s = scheduler.wait_s(now)
         if wait_s is not None and (not events or now + wait_s < events[0][0]):
             now += max(wait_s, 1e-9)
             continue
         now, _, call = heapq.heappop(events)
         accepted = rng.random(len(call)) >= stages[call.stage].deferral
-        controller.call_ended(call.id, answered(accepted), now)
+        scheduler.ended(call, answered(accepted), None, now)
     return now, sizes
 
 
