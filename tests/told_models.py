@@ -9,22 +9,29 @@ from typing import Any
 from cauc_ray.cascade.worker import Worker
 from cauc_ray.models.answers import Answers, ModelFacts
 
+TOLD = ModelFacts("told")
+
 
 class Told:
     """A model that is a function from its batch to answers."""
 
-    facts = ModelFacts("told")
-
-    def __init__(self, answer: Callable[[dict[str, Any]], Answers]) -> None:
-        self.answer = answer
+    def __init__(self, answer: Callable[[dict[str, Any]], Answers], facts: ModelFacts) -> None:
+        self.answer, self.facts = answer, facts
 
     def __call__(self, batch):
         return self.answer(batch)
 
 
-def worker_of(answer: Callable[[dict[str, Any]], Answers], stage: int, policies=(), replica: str = "") -> Worker:
+def worker_of(
+    answer: Callable[[dict[str, Any]], Answers],
+    stage: int,
+    policies=(),
+    *,
+    replica: str = "",
+    facts: ModelFacts = TOLD,
+) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
-    spec = SimpleNamespace(name=f"stage-{stage}", model=SimpleNamespace(load=lambda: Told(answer)))
+    spec = SimpleNamespace(name=f"stage-{stage}", model=SimpleNamespace(load=lambda: Told(answer, facts)))
     worker = Worker(spec, stage, dict(policies), replica=replica)
     worker.load()
     return worker

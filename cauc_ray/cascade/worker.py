@@ -15,7 +15,7 @@ from itertools import islice
 
 import numpy as np
 
-from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
+from cauc_ray.cascade.isolation import Ask, Isolated, answer_isolated, reason_of, row_of
 from cauc_ray.cascade.parcels import Parcel, Part, chosen, gathered, states_of
 from cauc_ray.cascade.results import CallResult, Fault
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
@@ -97,7 +97,7 @@ class Worker:
         if unknown is not None:
             return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
         try:
-            found = self._found(parts, parcels, good_row, stopped)
+            found = self._found(lambda batch: self._as_declared(self._asked(batch)), parts, parcels, good_row, stopped)
             if found.answers is None:
                 return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
             return self._decided(parts, parcels, found, clock, carries_columns)
@@ -115,7 +115,7 @@ class Worker:
         that failed. Arguments and errors are those of decide.
         """
         clock = _Clock()
-        found = self._found(parts, parcels, good_row, lambda: False)
+        found = self._found(self._asked, parts, parcels, good_row)  # as they are: the table says of which kind
         answers = found.answers
         if answers is None:
             return self._broken(clock, found.error, found.fault or "unknown"), None
@@ -147,12 +147,17 @@ class Worker:
             self._policies = dict(islice(kept.items(), max(0, len(kept) - MOST_POLICIES), None))
 
     def _found(
-        self, parts: Sequence[Part], parcels: Sequence[Parcel], good_row: Batch | None, stopped: Callable[[], bool]
+        self,
+        ask: Ask,
+        parts: Sequence[Part],
+        parcels: Sequence[Parcel],
+        good_row: Batch | None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Isolated:
         """Have the model answer a call's rows, and keep the first row that it answers."""
         batch = partial(gathered, parts, parcels)
         self._good_row = self._good_row or good_row
-        found = answer_isolated(self._asked, batch, self._good_row, stopped)
+        found = answer_isolated(ask, batch, self._good_row, stopped)
         if self._good_row is None and found.answers is not None:
             failures = found.answers.failures
             good = next((row for row in range(len(found.answers.logits)) if row not in failures), None)
@@ -165,7 +170,7 @@ class Worker:
         n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
         self.busy_since = time.monotonic()
         try:
-            return self._as_declared(matched(self._model(batch), n_choices))
+            return matched(self._model(batch), n_choices)
         finally:
             self.busy_since = None
 

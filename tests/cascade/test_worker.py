@@ -11,7 +11,7 @@ from told_models import worker_of
 
 from cauc_ray.cascade.parcels import Parcel, Part, stacked
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers
+from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 
 DATA = chain(3, n=120, ragged=True)
@@ -109,6 +109,18 @@ def test_a_call_whose_rows_the_model_all_declines_has_their_reasons(method, stag
     assert result.device_s == 0.25  # what the model measured of its forward passes, nothing of the call beyond it
     assert (goes_on.columns, result.n_deferred, result.accepted.tolist()) == ({}, 0, [False, False])
     assert result.costs.tolist() == [0.0, 0.0]
+
+
+def test_what_is_collected_is_what_the_model_gave():
+    """Decisions are taken on the logarithms of declared probabilities; a logit table holds them as they are."""
+    probabilities = np.array([[0.75, 0.25], [0.0, 1.0]], np.float32)
+    worker = worker_of(lambda batch: Answers(probabilities), 0, POLICIES, facts=ModelFacts("m", "probabilities"))
+    call = [Part.of(0, np.arange(2), "base")], [Parcel({"row": np.arange(2)})]
+    result, collected = worker.collect(*call)
+    assert result.accepted.all()
+    assert np.array_equal(collected.answers.logits, probabilities)
+    expected = POLICIES["base"].step(0, np.array([np.log(probabilities[0]), [-50.0, 0.0]], np.float32), None)
+    assert np.array_equal(worker.decide(*call)[0].confidences, expected.confidences)
 
 
 def test_a_row_of_zeros_and_a_one_is_no_probability_however_often_it_comes():
