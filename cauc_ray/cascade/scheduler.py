@@ -125,14 +125,16 @@ class Scheduler:
             return
         answered = np.full(len(call), True)
         answered[list(result.failures)] = False
-        good = call.where(np.arange(len(call)) == answered.argmax())[0] if answered.any() else None
-        if at.known_good is None and good is None:
-            self._unproven(call, next(iter(result.failures.values())), now)
-            return
-        if call.probe and not answered.any():
-            at.broken(call, next(iter(result.failures.values())), now)
-            return
-        at.works(call, good)
+        if not answered.any():
+            reason = next(iter(result.failures.values()))
+            if at.known_good is None:
+                self._unproven(call, reason, now)
+                return
+            if call.probe:
+                at.broken(call, reason, now)
+                return
+        first = answered.any() and at.known_good is None
+        at.works(call, call.where(np.arange(len(call)) == answered.argmax())[0] if first else None)
         if call.probe:
             return
         at.count(result)
@@ -141,11 +143,11 @@ class Scheduler:
             (row,) = call.where(np.arange(len(call)) == place)
             if not row.owner.live:
                 continue
-            alone = Call(call.stage, [row], now, call.attempt, failed_on=call.failed_on)
+            single = Call(call.stage, [row], now, call.attempt, failed_on=call.failed_on)
             if place in result.raised:
-                self._failed(alone, call.replica, reason, now)
+                self._failed(single, call.replica, reason, now)
             else:
-                self._give_up(alone, reason)  # the model answers others, and named this one itself
+                self._give_up(single, reason)  # the model answers others, and named this one itself
 
     def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
         """Note the answers of a call, and have rows that go on wait for the next stage."""
