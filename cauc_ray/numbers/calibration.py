@@ -195,6 +195,10 @@ class Parts:
         dtype = self._dtype if len(at) == len(self.lowest) else np.float64
         return reduce(Sums.__add__, self.each(partial(sums, at=at, dtype=dtype))) / self.n
 
+    def means_of_some(self, at: Floats) -> Sums:
+        """Visit the rows that were asked for, and return their means."""
+        return sums(self.some, at, self._dtype) / len(self.some)
+
     def nll(self, at: Floats) -> float:
         """Return the mean NLL at these weights, in nats."""
         return sum(self.each(partial(nll, at=at, dtype=self._dtype))) / self.n
@@ -227,7 +231,7 @@ def solve_temperatures(parts: Parts) -> TemperatureFit:
     # Constant logits say nothing, and nothing would move their weight.
     initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
     if parts.n >= _SAMPLED_ROWS:
-        initial = _newton(Parts.of(parts.some).means, initial, parts).at
+        initial = _newton(parts.means_of_some, initial, parts).at
     found = _newton(parts.means, initial, parts)
     nll_before = found.first_value if (initial == start).all() else parts.nll(start)
     directions = _inverse(found.means, p)
@@ -331,6 +335,7 @@ def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
     """
     lowest, highest, p = parts.lowest, parts.highest, len(parts.lowest)
     weights, (slope, curvature, by_slopes, by_weights) = at[:p], _eliminated(means, p)
+    pace = _pace(weights, slope, curvature)
     held = ((weights <= lowest) & (slope >= 0)) | ((weights >= highest) & (slope <= 0))
     step = np.zeros_like(weights)
     # In units of 1 / spread, in which the sources are alike. The ridge makes the step along a direction in
@@ -350,8 +355,17 @@ def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
         step[free] = 0.0
         step[furthest] = lowest[furthest] - weights[furthest]
         held[furthest] = True
-    step = np.minimum(step, np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
+    step = np.minimum(np.where(held, step, step * pace), np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
     return np.append(step, by_slopes + by_weights @ (np.clip(weights + step, lowest, highest) - weights))
+
+
+def _pace(weights: Floats, slope: Floats, curvature: Floats) -> float:
+    """Return what to multiply a Newton step by: curvature falls as weights grow, which a plain step does not know.
+
+    Steps of the weights' logarithms would be the same to the second order where the weights keep their proportion.
+    """
+    growth = -float(weights @ slope) / max(float(weights @ curvature @ weights), 1e-300)
+    return 1 / (1 - 1.5 * min(max(growth, -1 / 3), 1 / 3))
 
 
 def _inverse(means: Sums, p: int) -> Floats:

@@ -181,7 +181,8 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
             logits = source[rows]
             with np.errstate(invalid="ignore"):
                 np.subtract(logits, logits[np.arange(len(labels)), labels][:, None], out=gap, dtype=dtype)
-            np.maximum(gap, dtype(_MISSING), out=gap)
+            if gap.min() < _MISSING:  # less work than to raise what need not be
+                np.maximum(gap, dtype(_MISSING), out=gap)
         scores = np.multiply(gaps[0], dtype(weights[0]), out=spare)
         for gap, weight in zip(gaps[1:], weights[1:], strict=True):
             scores += np.multiply(gap, dtype(weight), out=terms)
