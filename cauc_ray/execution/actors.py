@@ -48,13 +48,15 @@ def worker_class(stage: StageSpec) -> Any:
 
 def placement(needs: Resources) -> dict[str, Any]:
     """Return Ray's options for what an actor occupies and where it may stand."""
-    return {
+    options = {
         "num_cpus": needs.num_cpus,
         "num_gpus": needs.num_gpus,
-        "resources": needs.custom,
+        "memory": needs.memory or None,
+        "resources": needs.custom or None,
         "label_selector": needs.labels or None,
         "fallback_strategy": [{"label_selector": labels} for labels in needs.fallback] or None,
     }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def result_of(ref: Any, timeout_s: float, who: str) -> Any:

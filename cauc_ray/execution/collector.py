@@ -100,7 +100,10 @@ def run_side_by_side(
     progress: dict[str, RunProgress] = {}
     try:
         while waiting or running:
-            for name, stage, n in _that_fit(waiting, [stage for _, stage in running.values()]):
+            chosen = _that_fit(waiting, [stage for _, stage in running.values()])
+            if not chosen and not running:  # the nodes of the first are yet to be started
+                chosen = [(name, work.stage, work.stage.replicas.min) for name, work in list(waiting.items())[:1]]
+            for name, stage, n in chosen:
                 fixed = stage.model_copy(update={"replicas": Replicas(min=n, max=n)})
                 work = replace(waiting.pop(name), stage=fixed)
                 running[name] = (LiveRun(partial(plan_collection, work, dataset)), fixed)

@@ -13,7 +13,7 @@ from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told, worker_class
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
-from cauc_ray.execution.session import hardest_first
+from cauc_ray.execution.session import autoscales, hardest_first
 from cauc_ray.models.answers import ModelFacts
 
 # A replica that takes longer than its process takes to start waits for a place on the cluster.
@@ -21,6 +21,8 @@ BOOT_S = 4.0
 # A replica beyond the least number that finds no place for so long is given up, and not asked for again for a while.
 PLACE_S = 20.0
 REFUSED_S = 30.0
+# All these are longer by what a node may take to start where an autoscaler starts nodes for what waits.
+NODE_S = 300.0
 # After a replica has moved from one stage to another: so long, and four times what the slowest took to load.
 MOVE_PAUSE_S = 5.0
 # The pause before another replica is started after one was lost without having answered: it grows to the longest,
@@ -73,6 +75,7 @@ class Replicas:
         self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
         self._classes = [worker_class(stage) for stage in plan.stages]
         self._longest_load_s = self._no_move_before = 0.0
+        self._node_s = NODE_S if autoscales() else 0.0
         self._next = plan.first_replica + plan.shard.number
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
@@ -133,8 +136,11 @@ class Replicas:
 
     def down_for(self, stage: int, now: float) -> tuple[float, str]:
         """Return for how many seconds a stage has had no live replica, and what is known of why."""
-        at = self._stages[stage]
-        return (0.0 if at.without_since is None else now - at.without_since), at.why
+        at, why = self._stages[stage], self._stages[stage].why
+        placing = [r for r in self.by_number.values() if r.stage == stage and r.phase == "placing"]
+        if any(now - replica.since > BOOT_S for replica in placing):
+            why = f"no node has room for {self._plan.stages[stage].resources}" + (f"; before: {why}" if why else "")
+        return (0.0 if at.without_since is None else now - at.without_since), why
 
     def dies_loading(self, stage: int) -> str | None:
         """Return what the replicas of a stage die of that has never had a live one, once that has been often enough."""
@@ -149,9 +155,10 @@ class Replicas:
         """
         loads, n_unplaced = [], 0
         for replica in list(self.by_number.values()):
-            if replica.phase == "placing" and now - replica.since > BOOT_S:
-                if now - replica.since > PLACE_S and self._is_spare(replica.stage):
-                    self._stages[replica.stage].refused_until = now + REFUSED_S
+            waited_s = now - replica.since - self._node_s
+            if replica.phase == "placing" and waited_s > BOOT_S:
+                if waited_s > PLACE_S and self._is_spare(replica.stage):
+                    self._stages[replica.stage].refused_until = now + REFUSED_S + self._node_s
                     self.let_go(replica, now)
                 else:
                     n_unplaced += 1
@@ -213,5 +220,6 @@ class Replicas:
 
 def no_replica(name: str, seconds: float, why: str) -> CaucError:
     """Return the error of a run whose stage is down."""
-    last = f"the last one: {why}" if why else "none could be placed or has loaded its model"
-    return ExecutionError(f"stage {name!r} has had no live replica for {seconds:.0f} s; {last}")
+    return ExecutionError(
+        f"stage {name!r} has had no live replica for {seconds:.0f} s; {why or 'none has loaded its model'}"
+    )

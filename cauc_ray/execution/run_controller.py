@@ -23,7 +23,7 @@ from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
-from cauc_ray.execution.session import store_bytes
+from cauc_ray.execution.session import draining_nodes, live_nodes, store_bytes
 from cauc_ray.models.pool import StageSpec
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -219,7 +219,7 @@ class RunController:
         if kind == "died":
             replica = self._replicas.by_number[call.replica]
             # Several idle replicas may die with their node, which calls find out only one after another.
-            self._replica_lost(replica, str(fault), now, own_fault=replica.node in _live_nodes())
+            self._replica_lost(replica, str(fault), now, own_fault=replica.node in live_nodes())
             if self._scheduler.stages[call.stage].never_succeeds:
                 self._stage_fails(call.stage, ExecutionError(f"every replica of stage {name!r} dies: {fault}"))
             return
@@ -243,6 +243,14 @@ class RunController:
             self._note_broken(call, why, now)
         self._scheduler.replica_lost(replica.stage, replica.number, why, now, own_fault=own_fault)
         self._replicas.lost(replica, why, now)
+
+    def _leave(self, nodes: set[str], now: float) -> None:
+        """Give up the replicas on nodes that are about to end, while their data can still be fetched."""
+        for replica in [replica for replica in self._replicas.by_number.values() if replica.node in nodes]:
+            if replica.phase in ("live", "closing"):
+                self._replica_lost(replica, "its node is about to end", now, own_fault=False)
+            else:
+                self._replicas.let_go(replica, now)
 
     def _note_broken(self, call: Call, why: str, now: float) -> CallResult:
         """Forget a call of which nothing will come, and note it for the ledger."""
@@ -305,6 +313,7 @@ class RunController:
         self._counts = self._replicas.counts()
         if now - self._reported >= REPORT_S:
             self._reported = now
+            self._leave(draining_nodes(), now)
             self._metrics.report(self.progress())
 
     def _check_answers(self, stage: int, spec: StageSpec, now: float) -> None:
@@ -358,7 +367,3 @@ def _is_well(ref: Any) -> bool:
     except RayError:
         return False
     return True
-
-
-def _live_nodes() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

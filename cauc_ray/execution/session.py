@@ -1,11 +1,14 @@
-"""Ray sessions: joined when there is one, started and ended when there is none; and what fits on them."""
+"""Ray sessions: joined when there is one, started and ended when there is none; their nodes and what fits on them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import socket
+import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import CaucWarning, ExecutionError
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.models.resources import Resources
+from cauc_ray.models.resources import Resources, amounts_text
 from cauc_ray.models.service import Replicas
 
 REACH_DEADLINE_S = 10.0
@@ -25,6 +28,8 @@ REACH_DEADLINE_S = 10.0
 ASK_DEADLINE_S = 60.0
 # A session of this machine claims so many logical CPUs for each core at most: every replica is a process.
 MOST_CPUS_PER_CORE = 128
+# A cluster's monitor first reports within this; where none reports, nothing starts nodes.
+MONITOR_S = 10.0
 
 
 @contextmanager
@@ -148,9 +153,40 @@ def cpus_needed(stages: Sequence[StageSpec]) -> float:
     return sum(stage.resources.num_cpus * stage.replicas.min for stage in stages)
 
 
+def live_nodes() -> dict[str, dict[str, Any]]:
+    """Return what Ray knows of the live nodes, by id, without those that it drains: they are about to end."""
+    drained = draining_nodes()
+    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in drained}
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that are about to end, and on which Ray places nothing more."""
+    return set(ray._private.state.state.get_draining_nodes())  # Ray 2.60 has no public function for it
+
+
+def autoscales() -> bool:
+    """Return whether an autoscaler starts nodes for what waits for a place on this cluster.
+
+    Ray 2.60 has no public question for this. Its second autoscaler is there where it is switched on. The first one runs
+    on every cluster and reports the type of each node; where it can start none, it makes the type up from the name.
+    """
+    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+    from ray.autoscaler._private.util import format_readonly_node_type
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    if is_autoscaler_v2(fetch_from_server=True):
+        return True
+    ends = time.monotonic() + MONITOR_S
+    while (status := _internal_kv_get(DEBUG_AUTOSCALING_STATUS)) is None and time.monotonic() < ends:
+        time.sleep(0.1)
+    report = json.loads(status or "{}").get("autoscaler_report") or {}
+    return any(kind != format_readonly_node_type(node) for node, kind in report.get("node_type_mapping", {}).items())
+
+
 def store_bytes() -> float:
     """Return the object store of the live node that has the smallest."""
-    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in ray.nodes() if node["Alive"]]
+    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in live_nodes().values()]
     return min(store for store in stores if store)
 
 
@@ -169,7 +205,7 @@ class _Node:
 
 
 def _nodes() -> list[_Node]:
-    return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in ray.nodes() if node["Alive"]]
+    return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in live_nodes().values()]
 
 
 def room_for(needs: Resources, most: int) -> int:
@@ -184,10 +220,16 @@ def room_for(needs: Resources, most: int) -> int:
 def require_fit(stages: Sequence[StageSpec]) -> None:
     """Raise ExecutionError naming the first stage whose least replicas do not fit on the live nodes.
 
-    An actor that cannot be placed waits in Ray for ever and says nothing, so this asks beforehand.
+    An actor that cannot be placed waits in Ray without end or a word, so this asks beforehand. Where an autoscaler
+    starts nodes for what waits, a CaucWarning reports what it is waited for.
     """
     least = [Replicas(min=stage.replicas.min, max=stage.replicas.min) for stage in stages]
-    replicas_that_fit([s.model_copy(update={"replicas": n}) for s, n in zip(stages, least, strict=True)])
+    _, unfit = _placed([s.model_copy(update={"replicas": n}) for s, n in zip(stages, least, strict=True)])
+    if unfit is None:
+        return
+    if not autoscales():
+        raise ExecutionError(f"{unfit}; lower its resources or replicas, or add nodes")
+    warnings.warn(f"{unfit}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=3)
 
 
 def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
@@ -195,30 +237,37 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
 
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
+    counts, unfit = _placed(stages)
+    if unfit is not None:
+        raise ExecutionError(unfit)
+    return counts
+
+
+def _placed(stages: Sequence[StageSpec]) -> tuple[list[int], str | None]:
+    """Place stages on the live nodes. Returns their replicas, and what does not fit if a minimum does not."""
     nodes = _nodes()
     counts = [0] * len(stages)
     asked = {name for stage in stages for name, amount in stage.resources.amounts.items() if amount} - {"CPU"}
 
-    def place(place_of: int) -> bool:
-        needs = stages[place_of].resources
+    def place(index: int) -> bool:
+        needs = stages[index].resources
         fitting = [node for node in nodes if node.takes(needs)]
         if not fitting:
             return False
         # The node with the least that others ask for: first GPUs and custom resources, then free CPUs.
         others = [name for name in asked if not needs.amounts.get(name)]
         min(fitting, key=lambda n: (sum(n.free.get(o, 0.0) > 0 for o in others), n.free.get("CPU", 0.0))).place(needs)
-        counts[place_of] += 1
+        counts[index] += 1
         return True
 
-    for place_of in hardest_first(stages):
-        stage = stages[place_of]
-        for _ in range(stage.replicas.min):
-            if not place(place_of):
-                raise ExecutionError(_does_not_fit(stage, nodes))
+    for index in hardest_first(stages):
+        for _ in range(stages[index].replicas.min):
+            if not place(index):
+                return counts, _does_not_fit(stages[index], nodes)
     growing = list(range(len(stages)))
     while growing:
         growing = [p for p in growing if counts[p] < stages[p].replicas.max and place(p)]
-    return counts
+    return counts, None
 
 
 def hardest_first(stages: Sequence[StageSpec]) -> list[int]:
@@ -232,13 +281,9 @@ def hardest_first(stages: Sequence[StageSpec]) -> list[int]:
 
 
 def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:
-    names = stage.resources.amounts
-    free = "; ".join(", ".join(f"{n.free.get(name, 0):g} {_plural(name)}" for name in names) for n in nodes)
+    n, names = stage.replicas.min, [name for name, amount in stage.resources.amounts.items() if amount]
+    free = "; ".join(amounts_text({name: node.free.get(name, 0.0) for name in names}) for node in nodes)
     return (
-        f"stage {stage.name!r} with at least {stage.replicas.min} replicas of {stage.resources} does not fit beside "
-        f"the others (left on the nodes: {free}); lower its resources or replicas, or add nodes"
+        f"stage {stage.name!r} with at least {n} replica{'s' * (n > 1)} of {stage.resources} does not fit next to the "
+        f"others (left on the nodes: {free})"
     )
-
-
-def _plural(name: str) -> str:
-    return f"{name}s" if name in ("CPU", "GPU") else name

@@ -9,19 +9,23 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")
+_BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 
 
 class Resources(BaseModel):
     """What one replica occupies, and what its node's labels must be.
 
-    num_gpus: a fraction of one, which several replicas share, or whole ones.   custom: Ray's custom resources, by
-    name.   labels: label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node
-    without the label.   fallback: other labels, tried in order where no node meets the first.
+    num_gpus: a fraction of one, which several replicas share, or whole ones.   memory: bytes, also as text such as
+    "4GiB"; Ray places by it and does not enforce it.   custom: Ray's custom resources, by name.   labels: label ->
+    "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the label.   fallback:
+    other labels, tried in order where no node meets the first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
+    memory: int = Field(default=0, ge=0, le=1 << 60)
     custom: dict[str, float] = {}
     labels: dict[str, str] = {}
     fallback: tuple[dict[str, str], ...] = ()
@@ -33,12 +37,24 @@ class Resources(BaseModel):
             raise ValueError(f"GPUs come as a fraction of one or as whole ones, not {n:g}")
         return n
 
+    @field_validator("memory", mode="before", json_schema_input_type=int | str)
+    @classmethod
+    def _in_bytes(cls, memory: object) -> object:
+        if not isinstance(memory, str):
+            return memory
+        found = _SIZE.fullmatch(memory.strip())
+        if found is None:
+            raise ValueError(f"bytes, or a number with KiB, MiB, GiB or TiB were expected, not {memory!r}")
+        return round(float(found[1]) * _BYTES[found[2]])
+
     @field_validator("custom")
     @classmethod
     def _are_custom(cls, custom: dict[str, float]) -> dict[str, float]:
         for name, amount in custom.items():
             if name in ("CPU", "GPU", "memory", "object_store_memory") or not name:
-                raise ValueError(f"{name!r} is no custom resource; CPUs and GPUs are num_cpus and num_gpus")
+                raise ValueError(
+                    f"{name!r} is no custom resource; CPUs, GPUs and memory are num_cpus, num_gpus and memory"
+                )
             if amount <= 0:
                 raise ValueError(f"{name!r}: an amount above 0 was expected, got {amount:g}")
         return custom
@@ -62,7 +78,7 @@ class Resources(BaseModel):
     @property
     def amounts(self) -> dict[str, float]:
         """Return what a replica occupies, by Ray's names."""
-        return {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.custom}
+        return {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": self.memory, **self.custom}
 
     def met_by(self, node_labels: Mapping[str, str]) -> bool:
         """Say whether a node's labels are what is asked, or one of the fallbacks."""
@@ -72,10 +88,25 @@ class Resources(BaseModel):
         )
 
     def __str__(self) -> str:
-        asked = [f"{self.num_cpus:g} CPUs", f"{self.num_gpus:g} GPUs"]
-        asked += [f"{amount:g} {name}" for name, amount in self.custom.items()]
         nodes = [", ".join(f"{k}={v}" for k, v in sorted(one.items())) for one in (self.labels, *self.fallback) if one]
-        return " and ".join(asked) + (f" on a node labelled {' or else '.join(nodes)}" if nodes else "")
+        return amounts_text(self.amounts) + (f" on a node labelled {' or else '.join(nodes)}" if nodes else "")
+
+
+def amounts_text(amounts: Mapping[str, float]) -> str:
+    """Return amounts of resources by Ray's names as people read them, without those that are 0.
+
+    >>> amounts_text({"CPU": 1, "GPU": 0, "memory": 3 << 29})
+    '1 CPU and 1.5 GiB of memory'
+    """
+    return " and ".join(_amount_text(name, amount) for name, amount in amounts.items() if amount) or "nothing"
+
+
+def _amount_text(name: str, amount: float) -> str:
+    if name == "memory":
+        unit = max((unit for unit, size in _BYTES.items() if size <= max(1, amount)), key=_BYTES.__getitem__)
+        return f"{amount / _BYTES[unit]:,.4g} {unit or 'bytes'} of memory"
+    plural = "s" if name in ("CPU", "GPU") and amount != 1 else ""
+    return f"{amount:,.6g} {name}{plural}"
 
 
 def _expression(label: str, text: str) -> str:

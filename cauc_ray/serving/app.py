@@ -12,9 +12,9 @@ from ray import serve
 from ray.serve import Application
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.execution.actors import placement
 from cauc_ray.execution.plan import import_paths, require_agreement
 from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
-from cauc_ray.models.resources import Resources
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.policies_live import policy_of
@@ -67,7 +67,7 @@ def _stage(spec: StageSpec) -> Any:
     return serve.deployment(
         StageServer,
         name=stage_deployment(spec.name),
-        ray_actor_options=_actor_options(spec.resources),
+        ray_actor_options=placement(spec.resources),
         # One call computes and one waits; the router holds the others back, where they can still be gathered.
         max_ongoing_requests=4,
         health_check_period_s=1.0,
@@ -87,7 +87,7 @@ def _router(pool: Pool) -> Any:
     return serve.deployment(
         serve.ingress()(Router),
         name=ROUTER,
-        ray_actor_options=_actor_options(router.resources),
+        ray_actor_options=placement(router.resources),
         max_ongoing_requests=ROUTER_REQUESTS,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
@@ -102,14 +102,3 @@ def _scale(replicas: Replicas, **autoscaling: float) -> dict[str, Any]:
     window_s = min(10.0, max(2.0, autoscaling["upscale_delay_s"]))
     bounds = {"min_replicas": replicas.min, "max_replicas": replicas.max, "look_back_period_s": window_s}
     return {"autoscaling_config": {**bounds, **autoscaling}}
-
-
-def _actor_options(resources: Resources) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_cpus": resources.num_cpus, "num_gpus": resources.num_gpus}
-    if resources.custom:
-        options["resources"] = resources.custom
-    if resources.labels:
-        options["label_selector"] = resources.labels
-    if resources.fallback:
-        options["fallback_strategy"] = [{"label_selector": labels} for labels in resources.fallback]
-    return options

@@ -385,7 +385,7 @@ def test_faults_are_told_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="unknown dataset 'mmul'; did you mean 'mmlu'"):
         cauc_ray.collect(good, "mmul", tmp_path / "L")
     huge = pool(tmp_path, python_stage("huge", "longest", resources={"num_cpus": 4000}))
-    with pytest.raises(ExecutionError, match="stage 'huge' with at least 1 replicas"):
+    with pytest.raises(ExecutionError, match="stage 'huge' with at least 1 replica of"):
         cauc_ray.collect(huge, tmp_path / "q.parquet", tmp_path / "L")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is no folder"):

@@ -262,7 +262,7 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, t
 def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
     table = tmp_path / "logits"
     write_table(table, n=60)
-    with pytest.raises(ExecutionError, match=r"4 shards of 1000 CPUs and 0 GPUs do not fit on the cluster, 0 do"):
+    with pytest.raises(ExecutionError, match=r"4 shards of 1,000 CPUs do not fit on the cluster, 0 do"):
         calibrate(table, models=MODELS, shards=4, resources={"num_cpus": 1000})
     with pytest.raises(ExecutionError, match="tier=nowhere do not fit"):
         calibrate(table, models=MODELS, resources={"labels": {"tier": "nowhere"}})

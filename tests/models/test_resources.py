@@ -29,9 +29,17 @@ def test_a_fallback_is_met_where_the_first_labels_are_not():
 
 
 def test_amounts_are_by_rays_names():
-    needs = Resources(num_cpus=0.5, num_gpus=2, custom={"licence": 1})
-    assert needs.amounts == {"CPU": 0.5, "GPU": 2, "licence": 1}
-    assert str(needs) == "0.5 CPUs and 2 GPUs and 1 licence"
+    needs = Resources(num_cpus=0.5, num_gpus=2, memory="1.5GiB", custom={"licence": 1})
+    assert needs.amounts == {"CPU": 0.5, "GPU": 2, "memory": 3 << 29, "licence": 1}
+    assert str(needs) == "0.5 CPUs and 2 GPUs and 1.5 GiB of memory and 1 licence"
+    assert str(Resources()) == "1 CPU"
+
+
+@pytest.mark.parametrize(
+    ("size", "n_bytes"), [(4096, 4096), ("4096", 4096), ("4KiB", 4096), (" 512 MiB ", 1 << 29), ("4GiB", 4 << 30)]
+)
+def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
+    assert Resources(memory=size).memory == n_bytes
 
 
 @pytest.mark.parametrize(
@@ -45,6 +53,10 @@ def test_amounts_are_by_rays_names():
         ({"fallback": [{"tier": "edge"}]}, "need labels to fall back from"),
         ({"labels": {"tier": "a"}, "fallback": [{"tier": "a b"}]}, "expected, not 'a b'"),
         ({"num_cpus": float("nan")}, "finite"),
+        ({"memory": "4GB"}, "KiB, MiB, GiB or TiB were expected, not '4GB'"),
+        ({"memory": "-1GiB"}, "expected, not '-1GiB'"),
+        ({"memory": -1}, "greater than or equal to 0"),
+        ({"memory": 0.5}, "valid integer"),
     ],
 )
 def test_what_no_replica_can_have_is_refused(fault, says):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cauc_ray.front.tables import add_row, amount, line, new_table, number, percent, print_table
+from cauc_ray.models.resources import amounts_text
 
 
 def show_plan(found: Mapping[str, Any]) -> None:
@@ -60,22 +61,17 @@ def _latency(latency: Mapping[str, float] | None) -> str:
 
 def _resources(found: Mapping[str, Any]) -> None:
     for stage in found["stages"]:
-        line(f"{stage['name']}: {_occupied(stage['resources'])} in all; each replica {stage['each']}")
+        line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
     total, alone = found["total"], found["dearest_alone"]
     relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the dearest alone"
     line(
-        f"in all {total['replicas']:,} replicas, {_occupied(total['resources'])}; a request costs "
+        f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
         f"{number(total['cost'])} {total['cost_unit']}{relative}"
     )
     line(
-        f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, {_occupied(alone['resources'])}, "
+        f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, {amounts_text(alone['resources'])}, "
         f"{number(alone['cost'])} {total['cost_unit']} a request"
     )
-
-
-def _occupied(resources: Mapping[str, float]) -> str:
-    names = {"CPU": "CPUs", "GPU": "GPUs"}
-    return ", ".join(f"{n:,.6g} {names.get(name, name)}" for name, n in resources.items()) or "nothing"
 
 
 def _drift(found: Mapping[str, Any]) -> None:
