@@ -12,9 +12,10 @@ from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectedTables, CollectRecord, Layout, Target
 from cauc_ray.execution.live import POLL_S, LiveRun
-from cauc_ray.execution.plan import RunPlan, import_paths
+from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import replicas_that_fit, require_fit
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 
@@ -78,7 +79,7 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
         n_rows=n_rows,
         n_done=sum(done.values()),
         block_rows=BLOCK_ROWS,
-        import_paths=import_paths(),
+        import_paths=import_paths([work.stage]),
     )
 
 

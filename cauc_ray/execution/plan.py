@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource
 from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.execution.committing import Sink
+from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 from cauc_ray.numbers.costs import UNNAMED_UNIT
@@ -51,7 +51,7 @@ class RunPlan:
     n_rows: int | None
     n_done: int
     block_rows: int
-    import_paths: tuple[str, ...]
+    import_paths: ImportPaths
     degrade: bool = False
     shard: Shard = Shard()
     first_replica: int = 0
@@ -124,8 +124,3 @@ def sharded(stages: tuple[StageSpec, ...], count: int) -> list[tuple[StageSpec, 
 def _share(stage: StageSpec, number: int, count: int) -> StageSpec:
     least, most = ((n + count - 1 - number) // count for n in (stage.replicas.min, stage.replicas.max))
     return stage.model_copy(update={"replicas": Replicas(min=max(1, least), max=most)})
-
-
-def import_paths() -> tuple[str, ...]:
-    """Return where stages look for a user's own modules beside the installed ones: the current folder."""
-    return (os.getcwd(),)

@@ -23,9 +23,10 @@ from cauc_ray.execution.ledger import (
     repair,
 )
 from cauc_ray.execution.live import LiveRun, follow
-from cauc_ray.execution.plan import RunPlan, Shard, import_paths
+from cauc_ray.execution.plan import RunPlan, Shard
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import require_fit
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
@@ -116,7 +117,7 @@ def run_cascade(
             n_rows=inputs.n_rows,
             n_done=there.n_done if number == 0 else 0,
             block_rows=record.block_rows,
-            import_paths=import_paths(),
+            import_paths=import_paths(chains[number]),
             degrade=degrade,
             shard=Shard(number, len(chains)),
             # Above those of the ledger, and those that other controllers or attempts have and that is to hear of.

@@ -14,8 +14,8 @@ from cauc_ray.cascade.results import CallResult
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, result_of, worker_class
-from cauc_ray.execution.plan import import_paths
 from cauc_ray.execution.session import require_fit
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
@@ -63,7 +63,7 @@ def timed_sizes(batch_size: int) -> list[int]:
 
 def _timed(stage: StageSpec, columns: Batch) -> TimedCalls:
     who = f"stage {stage.name!r}"
-    worker = worker_class(stage).remote(stage, 0, None, import_paths())
+    worker = worker_class(stage).remote(stage, 0, None, import_paths([stage]))
     try:
         result_of(worker.load.remote(), START_DEADLINE_S, who)
         sizes = timed_sizes(stage.batch_size)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, as_answers, batch_size
@@ -28,11 +29,23 @@ class PythonSpec(KindSpec):
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
     logit_kind: LogitKind | None = None
+    _folder: str | None = PrivateAttr(None)
+
+    @property
+    def folder(self) -> str | None:
+        """Return the pool file's folder, in which the factory's module may lie."""
+        return self._folder
 
     @property
     def answers_kind(self) -> LogitKind:
         """Return the declared kind, raw without one."""
         return self.logit_kind or "raw"
+
+    def located(self, folder: Path) -> Self:
+        """Return the same, with the pool file's folder noted."""
+        located = self.model_copy()
+        located._folder = str(folder.absolute())
+        return located
 
     def load(self) -> Model:
         """Import the factory and call it. Raises ConfigError when it cannot be imported or gives no callable."""

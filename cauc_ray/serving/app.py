@@ -13,7 +13,8 @@ from ray.serve import Application
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.actors import placement
-from cauc_ray.execution.plan import import_paths, require_agreement
+from cauc_ray.execution.plan import require_agreement
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
@@ -57,9 +58,10 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
         )
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
-    deployments = [_stage(spec).bind(spec, stage, import_paths()) for stage, spec in enumerate(stages)]
+    paths = import_paths(stages, [] if pool.serving.tracing is None else [pool.serving.tracing])
+    deployments = [_stage(spec).bind(spec, stage, paths) for stage, spec in enumerate(stages)]
     key = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
-    return _router(pool).bind(model, pool, policy, deployments, key, import_paths())
+    return _router(pool).bind(model, pool, policy, deployments, key, paths)
 
 
 def _stage(spec: StageSpec) -> Any:

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.execution.plan import RunPlan, Shard, sharded
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec
 
 MODEL = {"kind": "python", "factory": "user_models:by_x"}
@@ -38,7 +39,7 @@ def test_the_queues_of_all_controllers_fill_a_fifth_of_the_store_at_most():
                 n_rows=None,
                 n_done=0,
                 block_rows=64,
-                import_paths=(),
+                import_paths=import_paths([]),
                 shard=Shard(number, count),
             ).limits(1e9)[0]
             for number, chain in enumerate(sharded(stages, count))

@@ -1,0 +1,110 @@
+"""A user's own modules: next to the pool file, in a folder that no worker has ever seen."""
+
+import os
+import pickle
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from runs import by_example, numbered_input, read_all, two_model_policy
+
+import cauc_ray
+from cauc_ray.execution.user_code import import_paths
+from cauc_ray.models.pool import load_pool
+
+MODEL = """
+import json, own_layers.twofold
+
+def load(factor):
+    return own_layers.twofold.logits(factor)
+"""
+TWOFOLD = """
+import numpy as np
+from .size import SIZE
+
+def logits(factor):
+    def answer(batch):
+        x = batch["x"] if "x" in batch else batch["image"][:, 0]
+        return np.stack([factor * x, np.zeros(len(x))], axis=1)[:, :SIZE]
+    return answer
+"""
+
+
+@contextmanager
+def seen_here_alone(folder):
+    """Yield a path of a folder that leads elsewhere, or nowhere, in every other process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Write a pool and its modules into a folder."""
+    folder = tmp_path / "code"
+    (folder / "own_layers").mkdir(parents=True)
+    (folder / "own_model.py").write_text(MODEL)
+    (folder / "own_layers" / "twofold.py").write_text(TWOFOLD)
+    (folder / "own_layers" / "size.py").write_text("SIZE = 2\n")
+    (folder / "unrelated.py").write_text("SIZE = 3\n")
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "python", "factory": "own_model:load", "kwargs": {"factor": factor}},
+            "cost": {"gflops": cost},
+            "resources": {"num_cpus": 0.5},
+        }
+        for name, factor, cost in (("small", 1.0, 1.0), ("large", 3.0, 4.0))
+    ]
+    (folder / "pool.yaml").write_text(yaml.safe_dump({"name": "own", "task": "image-classification", "stages": stages}))
+    return folder
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_takes_its_modules_along(written, tmp_path):
+    inputs = numbered_input(tmp_path)
+    with seen_here_alone(written) as folder:
+        cauc_ray.run(f"{folder}/pool.yaml", two_model_policy(), inputs, tmp_path / "out")
+    rows = by_example(read_all(tmp_path / "out" / "predictions"))
+    assert [rows[f"row-{row}"]["prediction"] for row in range(40)] == [1] * 20 + [0] * 20
+    assert not (tmp_path / "out" / "failed").exists()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_collection_takes_its_modules_along(written, tmp_path):
+    images = pa.FixedSizeListArray.from_arrays(pa.array(np.linspace(-1, 1, 80, dtype=np.float32)), 2)
+    rows = {"example_id": [f"r{row}" for row in range(40)], "image": images, "label": [row // 20 for row in range(40)]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    with seen_here_alone(written) as folder:
+        found = cauc_ray.collect(
+            f"{folder}/pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", split="all", models=["large"]
+        )
+    assert (found["models"][0]["n_failed"], found["models"][0]["splits"]["all"]["rows"]) == (0, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_a_service_takes_its_modules_along(written):
+    with seen_here_alone(written) as folder, cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as own:
+        assert own.model == "own"
+
+
+def test_modules_that_have_arrived_by_themselves_are_used_as_they_are(written):
+    sent = import_paths(load_pool(written / "pool.yaml").stages)
+    assert sorted(sent.files) == ["own_layers/size.py", "own_layers/twofold.py", "own_model.py"]
+    assert sent == (str(written), os.getcwd())
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_other_modules_of_the_same_names_do_not_take_their_places(written):
+    bytes_sent = pickle.dumps(import_paths(load_pool(written / "pool.yaml").stages))
+    (written / "own_model.py").write_text("raise SystemExit\n")
+    first, *others = pickle.loads(pickle.dumps(pickle.loads(bytes_sent)))  # sent on by one who has them only unpacked
+    assert others == [str(written), os.getcwd()]
+    with open(os.path.join(first, "own_model.py")) as file:
+        assert file.read() == MODEL
