@@ -49,8 +49,10 @@ def hanging():
     return answer
 
 
-def loads_slowly(seconds):
-    """Answer as by_x does, after some seconds in which the model loads."""
+def loads_slowly(seconds, log=os.devnull):
+    """Answer as by_x does, after some seconds in which the model loads; note that it begins to."""
+    with open(log, "a") as file:
+        file.write("loads\n")
     time.sleep(seconds)
     return by_x()
 

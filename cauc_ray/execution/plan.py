@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import ConfigError
 from cauc_ray.execution.committing import Sink
 from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
-from cauc_ray.numbers.costs import UNNAMED_UNIT
 from cauc_ray.policies.policy import Policy
 
 # What may wait before the first stage: so many blocks, at least.
@@ -83,28 +82,6 @@ class RunPlan:
             rows = queue_rows(stage.batch_size, stage.replicas.max, fed_by)
             limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes))
         return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))
-
-
-def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
-    """Raise PolicyError where a stage gives other logits than the policy was fitted on, or costs in another unit.
-
-    Kinds that the policy's file does not tell apart are not compared, nor is a unit that nobody named.
-    """
-    for spec, fitted in zip(stages, policy.logit_kinds, strict=True):
-        given = spec.model.answers_kind
-        if fitted not in (None, given):
-            raise PolicyError(
-                f"stage {spec.name!r} gives logits of the kind {given}; the policy was fitted on {fitted}: declare "
-                "what it gives as logit_kind in the stage's model, or fit a policy on such logits"
-            )
-        unit = spec.cost.unit if spec.cost is not None else None
-        if unit is None and policy.costs == "per-call":
-            unit = spec.model.cost_unit
-        if unit is not None and policy.cost_unit not in (unit, UNNAMED_UNIT):
-            raise PolicyError(
-                f"the pool gives the cost of stage {spec.name!r} in {unit}, the policy counts {policy.cost_unit}: "
-                "give the pool's cost in that unit or leave it out, or fit a policy with costs in the pool's"
-            )
 
 
 def sharded(stages: tuple[StageSpec, ...], count: int) -> list[tuple[StageSpec, ...]]:

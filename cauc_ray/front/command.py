@@ -16,7 +16,7 @@ from cauc_ray import __version__
 from cauc_ray.errors import CaucError
 from cauc_ray.front.flags import add_options, names, pairs
 from cauc_ray.front.samples import sample_logits
-from cauc_ray.front.supervising import supervise
+from cauc_ray.front.supervising import leave_on_signals, supervise
 from cauc_ray.front.warned import warnings_on_stderr
 
 # The exit code of a check whose policy no longer holds.
@@ -38,7 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         if options.verb == "serve" and arguments is None and sys.platform == "linux":
             # Before anything takes long: from here on a signal ends it in an orderly way.
-            supervise(own_ray=(options.address or os.environ.get("RAY_ADDRESS") or "local") == "local")
+            if options.local:
+                leave_on_signals()
+            else:
+                supervise(own_ray=(options.address or os.environ.get("RAY_ADDRESS") or "local") == "local")
         # The verbs import what they need: `cauc --help` shall not wait for pyarrow, rich and Ray.
         from cauc_ray.front.verbs import VERBS
 
@@ -178,6 +181,9 @@ def _parser() -> _Parser:
     serve.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
     serve.add_argument("--port", type=int, default=8000, help="where to listen (default: 8000; 0 takes a free one)")
     serve.add_argument("--name", help="of the model in URLs (default: the pool's)")
+    serve.add_argument(
+        "--local", action="store_true", help="in this process, without Ray: for edge boxes and development"
+    )
     serve.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
 
     submit = _verb(verbs, "submit", "submit a job of jobs/ to a Ray cluster and follow its log")

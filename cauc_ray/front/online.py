@@ -9,10 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.plan import require_agreement, sharded
+from cauc_ray.execution.plan import sharded
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def service(running: Service) -> None:
     """Print where a service is and how it is ended."""
     line(f"{running.model} with policy {running.policy_id} is served at {running.url}/v2/models/{running.model}")
-    line(f"its addresses are described at {running.url}/docs; Ctrl-C ends it")
+    line(f"its addresses are described at {running.url}/openapi.json; Ctrl-C ends it")
 
 
 def collected(summary: Mapping[str, Any]) -> None:

@@ -42,8 +42,7 @@ def supervise(*, own_ray: bool) -> None:
         os.setsid()
         if folder is not None:
             os.environ["RAY_TMPDIR"] = folder
-        for number in _STOPS:
-            signal.signal(number, _leave)
+        leave_on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
         threading.Thread(target=_end_with_supervisor, args=(alive,), daemon=True).start()
         return
@@ -52,6 +51,12 @@ def supervise(*, own_ray: bool) -> None:
     if folder is not None and (code == 0 or not os.listdir(folder)):
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code)
+
+
+def leave_on_signals() -> None:
+    """Have SIGTERM, SIGINT and SIGHUP end this process in an orderly way, with exit code 0."""
+    for number in _STOPS:
+        signal.signal(number, _leave)
 
 
 def _awaited(child: int) -> int:

@@ -150,11 +150,16 @@ def run(options: Namespace) -> dict[str, Any]:
 def serve(options: Namespace) -> None:
     """Serve a cascade until interrupted; what it is called and where is said as soon as it answers."""
     import json
+    import logging
     import signal
     import threading
 
     from cauc_ray.front import serving
 
+    if options.local:  # elsewhere Serve has logs of its own
+        log = logging.getLogger("cauc_ray")
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
     out = sys.stdout
     with ExitStack() as stack:
         # Ray writes there, when it starts and when it ends, what nobody has asked.
@@ -167,6 +172,7 @@ def serve(options: Namespace) -> None:
                     host=options.host,
                     port=options.port,
                     name=options.name,
+                    local=options.local,
                     address=options.address,
                     on_wait=on_wait,
                 )

@@ -11,15 +11,14 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.execution.actors import placement
-from cauc_ray.execution.plan import require_agreement
 from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.policies_live import policy_of
 from cauc_ray.serving.router import ROUTER, Router, stage_deployment
+from cauc_ray.serving.service import require_name
 from cauc_ray.serving.stages import StageServer
 
 # The router refuses early by itself; these only keep Serve from refusing before it.
@@ -45,17 +44,13 @@ def build_app(args: ServingArgs) -> Application:
     Raises ConfigError or PolicyError in one line where pool, policy and chain do not fit together.
     """
     pool = load_pool(args.pool) if isinstance(args.pool, str) else pool_of(args.pool, Path.cwd())
-    policy = policy_of(args.policy)
+    policy = Policy.load(args.policy) if isinstance(args.policy, str) else Policy.of(args.policy)
     return application(pool, policy, args.name)
 
 
 def application(pool: Pool, policy: Policy, name: str | None = None) -> Application:
     """Return a pool's cascade with a policy as a Serve application."""
-    model = pool.name if name is None else name
-    if not model or set(model) & set("/?#%") or not model.isprintable():
-        raise ConfigError(
-            f"a model's name is part of URLs: some printable text without '/', '?', '#' and '%', not {model!r}"
-        )
+    model = require_name(pool.name if name is None else name)
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     paths = import_paths(stages, [] if pool.serving.tracing is None else [pool.serving.tracing])

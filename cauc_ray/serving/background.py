@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 # What fails again and again is tried at longer and longer intervals, up to this one.
 LONGEST_PAUSE_S = 10.0
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:

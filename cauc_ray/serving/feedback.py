@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -103,19 +104,19 @@ class Feedback:
 
 
 class Reported:
-    """Remembers which rows had their feedback, for all router replicas of a deployment together.
+    """Remembers which rows had their feedback, for all replicas of a service together.
 
-    Each router keeps at most MOST_REMEMBERED entries in the store, and drops its oldest first.
-    key: of the deployment's life.
+    Each keeps at most MOST_REMEMBERED entries in the store, and drops its oldest first.
+    store: returns the one of a prefix.   key: of the service's life.
     """
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, store: Callable[[str], Store], key: str) -> None:
+        self._stores, self._key = store, key
         self._own: deque[tuple[str, str]] = deque()
         self._lock = threading.Lock()
 
     def new(self, feedback: Feedback) -> Feedback:
-        """Return the rows that had none before, and remember them. Blocks for a few calls to Ray's head."""
+        """Return the rows that had none before, and remember them. Blocks for a few calls to the store."""
         rows = range(len(feedback)) if feedback.rows is None else feedback.rows.tolist()
         store, left, n_before = self._store(feedback.policy_id), sum(1 << row for row in rows), 0
         # An entry is written once: of two routers that take the same rows at once, one finds the other's.
@@ -140,7 +141,7 @@ class Reported:
             self._store(oldest[0]).delete(oldest[1])
 
     def _store(self, policy_id: str) -> Store:
-        return Store(f"feedback:{self._key}:{policy_id}")
+        return self._stores(f"feedback:{self._key}:{policy_id}")
 
 
 def _content_of(message: FeedbackMessage) -> str:

@@ -14,21 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.models.answers import Batch
+from cauc_ray.models.service import Datatype
 from cauc_ray.numbers.softmax import softmax
 from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.documents import AnswerParameters, ModelMetadata, RequestParameters, TensorMetadata
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.flight import Flight
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.messages import InferRequest, read_infer_request, write_infer_response
+from cauc_ray.serving.messages import Parameter, RequestedOutput, read_infer_request, write_infer_response
 from cauc_ray.serving.tensors import Tensor
 from cauc_ray.serving.tracing import Spans
 
 if TYPE_CHECKING:
-    from cauc_ray.serving.router import Router
+    from cauc_ray.serving.service import Service
 
 # What a response holds unless the request names outputs, and what it may name beside these.
 DEFAULT_OUTPUTS = ("prediction", "label", "confidence")
-OUTPUTS: Mapping[str, str] = {
+OUTPUTS: Mapping[str, Datatype] = {
     "prediction": "INT32",
     "label": "BYTES",
     "confidence": "FP32",
@@ -37,9 +39,21 @@ OUTPUTS: Mapping[str, str] = {
     "cost": "FP32",
     "degraded": "BOOL",
 }
-PARAMETERS = ("max_cost", "max_stage", "binary_data_output")
-# A longer body is read in a thread, so that other requests do not wait for it.
-LONG_BODY = 1_000_000
+PARAMETERS = tuple(RequestParameters.__annotations__)
+# Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
+# some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
+LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as it was read: n rows of columns, each (n, ...), and what is wanted of them."""
+
+    id: str | None
+    outputs: tuple[RequestedOutput, ...]
+    parameters: Mapping[str, Parameter]
+    columns: Batch
+    n: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,95 +65,106 @@ class Reply:
     told: Mapping[str, Any]
 
 
-class Inference:
-    """Answers requests for inference of one router."""
+def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> Asked:
+    """Read a request for inference. Raises RequestError."""
+    request = read_infer_request(body, json_length)
+    outputs = request.outputs or tuple(RequestedOutput(name, request.binary_by_default) for name in DEFAULT_OUTPUTS)
+    for output in outputs:
+        if output.name not in OUTPUTS:
+            raise RequestError(f"there is no output {output.name!r:.80}; there are {', '.join(OUTPUTS)}")
+    unknown = next((name for name in request.parameters if name not in PARAMETERS), None)
+    if unknown is not None:
+        raise RequestError(f"unknown parameter {unknown!r:.80}; there are {', '.join(PARAMETERS)}")
+    return Asked(request.id, outputs, request.parameters, *inputs.columns(request.inputs))
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self.inputs = Inputs(router.pool, router.specs)
-        self._spans = Spans.configured(router.pool.serving.tracing)
+
+class Inference:
+    """Answers requests for inference of one replica of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.inputs = Inputs(service.pool, service.specs)
+        self._spans = Spans.configured(service.pool.serving.tracing)
 
     async def answer(self, body: bytes, json_length: int | None, version: str, headers: Mapping[str, str]) -> Reply:
         """Answer one request. Raises RequestError."""
         started_ns = time.time_ns()
-        in_force = await self._router.policy_for_request()  # once: a request has one policy to the end
-        if len(body) > LONG_BODY:
-            request, columns, n = await asyncio.to_thread(self._read, body, json_length)
-        else:
-            request, columns, n = self._read(body, json_length)
-        flight = await self._router.cascade.answer(
+        in_force = await self._service.policy_for_request()  # once: a request has one policy to the end
+        asked = await self._read(body, json_length)
+        flight = await self._service.cascade.answer(
             in_force.policy,
-            columns,
-            n,
-            last_stage=last_stage(request.parameters, in_force.policy),
-            wants_scores=any(output.name == "probabilities" for output in request.outputs or ()),
+            asked.columns,
+            asked.n,
+            last_stage=last_stage(asked.parameters, in_force.policy),
+            wants_scores=any(output.name == "probabilities" for output in asked.outputs),
         )
-        self._router.watching.answered(flight, in_force.id)
+        self._service.watching.answered(flight, in_force.id)
         if flight.early:
-            self._router.cascade.compare(flight, partial(self._router.watching.agreements, in_force.id))
+            self._service.cascade.compare(flight, partial(self._service.watching.agreements, in_force.id))
         parameters = self._parameters(flight, in_force.id)
-        names = DEFAULT_OUTPUTS if request.outputs is None else tuple(output.name for output in request.outputs)
-        outputs = [Tensor(name, OUTPUTS[name], self._values(name, flight)) for name in names]
-        binary = names if request.outputs is None and request.binary_by_default else ()
-        if request.outputs is not None:
-            binary = tuple(output.name for output in request.outputs if output.binary)
-        written, length = write_infer_response(
-            model=self._router.model,
+        outputs = [Tensor(one.name, OUTPUTS[one.name], self._values(one.name, flight)) for one in asked.outputs]
+        binary = frozenset(one.name for one in asked.outputs if one.binary)
+        write = partial(
+            write_infer_response,
+            model=self._service.model,
             version=version,
-            id=request.id,
+            id=asked.id,
             outputs=outputs,
             binary=binary,
             parameters=parameters,
         )
-        told = {"rows": n, **parameters}
+        n_values = sum(tensor.values.size for tensor in outputs if tensor.name not in binary)
+        written, length = await self._service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
+        told = {"rows": asked.n, **parameters}
         self._spans.tell(headers, started_ns, flight, told)
         return Reply(written, length, told)
 
-    def metadata(self, version: str) -> dict[str, Any]:
+    async def _read(self, body: bytes, json_length: int | None) -> Asked:
+        """Read a request where it keeps nobody waiting."""
+        n_json = len(body) if json_length is None else json_length
+        if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
+            return await self._service.elsewhere.call(read_request, body, json_length, self.inputs)
+        if len(body) > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
+            return await asyncio.to_thread(read_request, body, json_length, self.inputs)
+        return read_request(body, json_length, self.inputs)
+
+    def metadata(self, version: str) -> ModelMetadata:
         """Return the model's metadata as the protocol has it."""
-        return {
-            "name": self._router.model,
-            "versions": [version],
-            "platform": "cauc-ray",
-            "inputs": [
-                {"name": name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+        in_force = self._service.in_force
+        return ModelMetadata(
+            name=self._service.model,
+            versions=[version],
+            platform="cauc-ray",
+            inputs=[
+                TensorMetadata(name=name, datatype=spec.datatype, shape=[-1, *spec.shape])
                 for name, spec in self.inputs.declared.items()
             ],
-            "outputs": [
-                {"name": name, "datatype": datatype, "shape": [-1, -1] if name == "probabilities" else [-1]}
+            outputs=[
+                TensorMetadata(name=name, datatype=datatype, shape=[-1, -1] if name == "probabilities" else [-1])
                 for name, datatype in OUTPUTS.items()
             ],
-            "parameters": {
-                "policy_id": self._router.in_force.id,
-                "method": self._router.in_force.policy.method,
-                "stages": ",".join(self._router.in_force.policy.models),
-                "cost_unit": self._router.in_force.policy.cost_unit,
+            parameters={
+                "policy_id": in_force.id,
+                "method": in_force.policy.method,
+                "stages": ",".join(in_force.policy.models),
+                "cost_unit": in_force.policy.cost_unit,
             },
-        }
+        )
 
-    def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
-        request = read_infer_request(body, json_length)
-        for output in request.outputs or ():
-            if output.name not in OUTPUTS:
-                raise RequestError(f"there is no output {output.name!r:.80}; there are {', '.join(OUTPUTS)}")
-        unknown = next((name for name in request.parameters if name not in PARAMETERS), None)
-        if unknown is not None:
-            raise RequestError(f"unknown parameter {unknown!r:.80}; there are {', '.join(PARAMETERS)}")
-        return request, *self.inputs.columns(request.inputs)
-
-    def _parameters(self, flight: Flight, policy_id: str) -> dict[str, Any]:
+    def _parameters(self, flight: Flight, policy_id: str) -> AnswerParameters:
         called = [name for name, was in zip(flight.policy.models, flight.called, strict=True) if was]
-        degraded = bool(flight.degraded.any())
-        told = {
-            "policy_id": policy_id,
-            "answer_id": uuid.uuid4().hex,
-            "stage": int(flight.stages.max()),
-            "stages_called": ",".join(called),
-            "cost": float(flight.costs.sum()),
-            "cost_unit": flight.policy.cost_unit,
-            "degraded": degraded,
-        }
-        return {**told, "reason": flight.reason} if degraded else told
+        told = AnswerParameters(
+            policy_id=policy_id,
+            answer_id=uuid.uuid4().hex,
+            stage=int(flight.stages.max()),
+            stages_called=",".join(called),
+            cost=float(flight.costs.sum()),
+            cost_unit=flight.policy.cost_unit,
+            degraded=bool(flight.degraded.any()),
+        )
+        if flight.reason is not None:
+            told["reason"] = flight.reason
+        return told
 
     def _values(self, name: str, flight: Flight) -> npt.NDArray[Any]:
         if name == "prediction":
@@ -159,7 +184,7 @@ class Inference:
         """Return what the options are called: the chosen text of a question, a class's name, else its number."""
         texts = np.empty(flight.n, dtype=object)
         choices = flight.columns.get("choices")
-        names = self._router.labels
+        names = self._service.labels
         for row, option in enumerate(flight.predictions.tolist()):
             known = choices[row] if choices is not None else names
             text = known[option] if known is not None and option < len(known) else str(option)

@@ -93,7 +93,7 @@ def write_infer_response(
     id: str | None,
     outputs: Sequence[Tensor],
     binary: Collection[str],
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, object],
 ) -> tuple[bytes, int | None]:
     """Write a response: its body, and the length of the body's JSON part, None where no output is binary.
 

@@ -1,11 +1,9 @@
-"""What a service counts, as Ray metrics for Prometheus; Ray puts `ray_` before their names."""
+"""What a service counts, for Prometheus; on Ray their names begin with `ray_`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
-
-from ray.util.metrics import Counter, Gauge, Histogram
 
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.monitor import Watched
@@ -13,7 +11,10 @@ from cauc_ray.serving.faults import Trouble
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
-# By name: what it is, its tags, what it says. Ray adds `_total` to the names of counters.
+# Takes the name, the kind, the tags, what the metric says, and a histogram's boundaries.
+NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Any]
+
+# By name: what it is, its tags, what it says. `_total` is added to the names of counters.
 METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_requests": ("counter", ("model", "status"), "Requests for inference, by HTTP status"),
     "cauc_serve_rows": ("counter", ("model", "stage", "outcome"), "Rows that left a stage, by outcome"),
@@ -57,12 +58,17 @@ _BOUNDARIES = {
 
 
 class ServingMetrics:
-    """Tells Ray what one router does for the model of one name."""
+    """Counts what one replica of a service does for the model of one name.
 
-    def __init__(self, model: str, stages: Sequence[str], unit: str) -> None:
+    new_metric: returns what counts under a name: an object with inc, set or observe, as its kind is, of a value and
+    tags.
+    """
+
+    def __init__(self, new_metric: NewMetric, model: str, stages: Sequence[str], unit: str) -> None:
         self._model, self._stages, self._unit = model, tuple(stages), unit
         self._metrics: dict[str, Any] = {
-            name: _made(name, kind, tags, says) for name, (kind, tags, says) in METRICS.items()
+            name: new_metric(name, kind, tags, says, _BOUNDARIES.get(name, _SECONDS))
+            for name, (kind, tags, says) in METRICS.items()
         }
 
     def request(self, status: int, seconds: float) -> None:
@@ -140,11 +146,5 @@ class ServingMetrics:
         self._metrics[name].set(value, tags={"model": self._model, **tags})
 
     def _inc(self, name: str, amount: float, **tags: str) -> None:
-        if amount > 0:  # Ray refuses 0
+        if amount > 0:  # Ray's counters refuse 0
             self._metrics[name].inc(amount, tags={"model": self._model, **tags})
-
-
-def _made(name: str, kind: Kind, tags: tuple[str, ...], says: str) -> Any:
-    if kind == "histogram":
-        return Histogram(name, says, boundaries=_BOUNDARIES.get(name, _SECONDS), tag_keys=tags)
-    return (Counter if kind == "counter" else Gauge)(name, says, tag_keys=tags)

@@ -1,31 +1,27 @@
-"""The policy in force: taken from what a service was given, kept for replicas to come, changed while it runs."""
+"""The policy in force: changed while a service runs, version by version, and kept for replicas to come."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from ray.exceptions import RayError
 
 from cauc_ray.errors import PolicyError, explain
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.store import Store
+from cauc_ray.serving.store import Store, StoreError
 
 
 class PolicyChange(BaseModel):
-    """What to change: a policy (the path of its file, or its content), and a threshold or a budget for it.
+    """What to change: a policy (the content of its file), and a threshold or a budget for it.
 
     Without a policy the threshold or budget is for the one in force; with neither it is taken as it is.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-    policy: str | dict[str, Any] | None = None
+    policy: dict[str, Any] | None = None
     threshold: float | None = None
     budget: float | None = None
 
@@ -44,16 +40,11 @@ class PolicyChange(BaseModel):
 
     def applied(self, current: Policy) -> Policy:
         """Return the policy after the change. Raises PolicyError or BudgetError."""
-        policy = current if self.policy is None else policy_of(self.policy)
+        policy = current if self.policy is None else Policy.of(self.policy)
         require_same_chain(policy, current)
         if self.threshold is not None:
             return policy.with_threshold(self.threshold)
         return policy if self.budget is None else policy.with_budget(self.budget)
-
-
-def policy_of(source: str | Path | Mapping[str, Any]) -> Policy:
-    """Return a policy from the path of its file, or from its content. Raises PolicyError."""
-    return Policy.of(source) if isinstance(source, Mapping) else Policy.load(source)
 
 
 def require_same_chain(policy: Policy, current: Policy) -> None:
@@ -70,59 +61,54 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPolicy:
-    """What is kept: the policy in force, and a digest of the configuration that it came from or came after.
+class InForce:
+    """A policy in force, and its id, which takes too long to be worked out for every request.
 
-    refused: why that configuration was not taken, None where it was.   version: how many changes there were before
-    it in this deployment's life; 0 for the policy that the deployment began with, which is not kept.
+    version: how many changes there were before it in this service's life; 0 for the policy that it began with.
     """
 
     policy: Policy
-    config: str
-    refused: str | None = None
+    id: str
     version: int = 0
 
+    @classmethod
+    def of(cls, policy: Policy, version: int = 0) -> InForce:
+        """Return a policy with its id."""
+        return cls(policy, policy.id, version)
 
-class PolicyStore:
-    """The policies of one deployment, version by version: an append-only log that all replicas read.
+
+class PolicyLog:
+    """The policies of one service's life, version by version: an append-only log that all of its replicas read.
 
     A version is written once and by one writer, so that a writer who did not know of the newest one finds its place
     taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays.
-    key: of this deployment's life alone, so that a later one begins anew.
+    store: of this life alone, so that a later one begins anew.
     """
 
     # How many versions have been written, at least: where a replica that starts begins to read.
     _HINT = "newest"
 
-    def __init__(self, key: str) -> None:
-        self._store = Store(f"policy:{key}")
-        self._last: KeptPolicy | None = None
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._last: InForce | None = None
 
-    def read(self) -> KeptPolicy | None:
-        """Return the newest version, None where nothing was set yet. Blocks for a call to Ray's head."""
+    def read(self) -> InForce | None:
+        """Return the newest version, None where nothing was set yet. Blocks for a call to the store."""
         version = self._last.version if self._last is not None else int(self._store.get(self._HINT) or 0)
         if self._last is None and version:  # the hint is of an entry that may itself be the newest
             version -= 1
         while (raw := self._store.get(str(version + 1))) is not None:
             version += 1
             if raw:
-                content = json.loads(raw)
-                policy = policy_of(content["policy"])
-                self._last = KeptPolicy(policy, content["config"], content["refused"], version)
+                self._last = InForce.of(Policy.of(json.loads(raw)), version)
         return self._last
 
-    def append(self, kept: KeptPolicy) -> bool:
+    def append(self, change: InForce) -> bool:
         """Keep a policy as its version; return False where that has been written before. Blocks like read()."""
-        content = {"policy": kept.policy.model_dump(mode="json"), "config": kept.config, "refused": kept.refused}
-        if not self._store.add(str(kept.version), json.dumps(content).encode()):
+        if not self._store.add(str(change.version), change.policy.to_json().encode()):
             return False
-        with suppress(RayError):  # it is in force now, whatever becomes of the tidying
-            self._store.put(self._HINT, str(kept.version).encode())
-            if kept.version > 1:
-                self._store.put(str(kept.version - 1), b"")
+        with suppress(StoreError):  # it is in force now, whatever becomes of the tidying
+            self._store.put(self._HINT, str(change.version).encode())
+            if change.version > 1:
+                self._store.put(str(change.version - 1), b"")
         return True
-
-
-def digest(config: Any) -> str:
-    """Return what tells two configurations apart."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]

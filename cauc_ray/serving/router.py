@@ -1,52 +1,32 @@
-"""The ingress deployment: it holds the policy, takes requests and has the cascade answer them."""
+"""The shell of a service on Ray Serve: its ingress deployment."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
+from ray.util.metrics import Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cauc_ray.errors import CaucError
-from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.models.pool import Pool
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.background import repeat
-from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.policies_live import KeptPolicy, PolicyChange, PolicyStore, digest
+from cauc_ray.serving.face import build_face
+from cauc_ray.serving.metrics import Kind
+from cauc_ray.serving.ray_store import RayStore
+from cauc_ray.serving.service import LEASE_S, Service
 from cauc_ray.serving.stages import ServeClient
-from cauc_ray.serving.store import Store
-from cauc_ray.serving.watching import WatchedHere, Watching, report_of
 
 ROUTER = "Router"
-# How often a replica looks for a policy that was set at another, and for the replicas of stages.
-POLICY_PERIOD_S = 0.25
-STAGES_PERIOD_S = 1.0
-# How often a replica computes what it has watched.
-WATCH_PERIOD_S = 1.0
-# A replica that has not looked for a policy for so long looks before it answers. A change is therefore in force
-# everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
-LEASE_S = 3.0
-# How long requests wait for such a look; where the head of the cluster is gone, nobody can change the policy either.
-LOOK_S = 1.0
 # Serve says within this whether the stages have loaded, else they are taken not to have.
 READY_S = 5.0
-# A change that is overtaken so often while it is written is given up.
-MOST_TRIES = 20
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 def stage_deployment(name: str) -> str:
@@ -54,34 +34,15 @@ def stage_deployment(name: str) -> str:
     return f"stage:{name}"
 
 
-@dataclass(frozen=True, slots=True)
-class InForce:
-    """A policy as it is kept, and its id, which takes too long to be worked out for every request."""
-
-    kept: KeptPolicy
-    id: str
-
-    @classmethod
-    def of(cls, kept: KeptPolicy) -> InForce:
-        """Return a policy with its id."""
-        return cls(kept, kept.policy.id)
-
-    @property
-    def policy(self) -> Policy:
-        """Return the policy."""
-        return self.kept.policy
-
-    @property
-    def version(self) -> int:
-        """Return how many changes there were before it."""
-        return self.kept.version
+def ray_metric(name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+    """Return a metric that Ray exports."""
+    if kind == "histogram":
+        return Histogram(name, says, boundaries=boundaries, tag_keys=tags)
+    return (Counter if kind == "counter" else Gauge)(name, says, tag_keys=tags)
 
 
-class Router:
-    """A replica of the ingress.
-
-    model: the name in URLs.   policy: what the service begins with.   key: of this deployment's kept policy.
-    """
+class Router(Service):
+    """A replica of the ingress.   key: of this deployment's life."""
 
     def __init__(
         self,
@@ -93,304 +54,54 @@ class Router:
         import_paths: Sequence[str],
     ) -> None:
         sys.path[:0] = [path for path in import_paths if path not in sys.path]
-        self.model, self.pool = model, pool
-        self.specs: tuple[StageSpec, ...] = pool.chain(policy.models)
-        self.facts: list[ModelFacts | None] = [None] * len(self.specs)
-        self.metrics = ServingMetrics(model, policy.models, policy.cost_unit)
-        self._clients = [ServeClient(handle) for handle in stages]
-        self._key, self._store = key, PolicyStore(key)
-        self._adopting = threading.Lock()
-        self._looked_at = time.monotonic()
-        self.in_force = InForce.of(self._store.read() or KeptPolicy(policy, ""))
-        app = serve.get_replica_context().app_name  # what was found of a policy outlives this life of the application
-        self.watching = Watching(
-            self.in_force.policy,
-            self.in_force.id,
-            self.metrics,
-            pool.serving.router.replicas.max,
-            Store(f"alarm:{app}:{model}"),
-        )
-        self._reported = Reported(key)
-        self._stages_began = False
-        self._leaving = False
-        self._n_open = 0
-        self._cascade: Cascade | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.policy(self.in_force.id)
+        # Serve's handlers write what we log to its files.
+        logging.getLogger("cauc_ray").parent = logging.getLogger("ray.serve")
+        self._app = serve.get_replica_context().app_name
+        clients = [ServeClient(handle) for handle in stages]
+        super().__init__(model, pool, policy, clients, key=key, name=self._app)
 
-    def __serve_build_asgi_app__(self) -> Any:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP face."""
-        from cauc_ray.serving.face import build_face
+        face = build_face(self)
 
-        return build_face(self)
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async def received() -> Message:
+                try:
+                    return await receive()
+                except RayError:  # Serve's proxy has heard first that the client is gone
+                    return {"type": "http.disconnect"}
 
-    @property
-    def cascade(self) -> Cascade:
-        """Return the cascade, made at first use: it belongs to the loop that requests run on."""
-        if self._cascade is None:
-            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics)
-            follow = (
-                (self._follow_policy, POLICY_PERIOD_S),
-                (self._follow_stages, STAGES_PERIOD_S),
-                (self._follow_answers, WATCH_PERIOD_S),
-            )
-            self._tasks = [asyncio.create_task(repeat(do, period_s)) for do, period_s in follow]
-        return self._cascade
+            await face(scope, received, send)
 
-    async def check_health(self) -> None:
-        """Begin the background tasks, before the first request; raise if one has ended.
+        return answer
 
-        Serve asks this often, and replaces a replica that raises.
-        """
-        if self.cascade and any(task.done() for task in self._tasks):
-            raise RuntimeError("what follows the policy, the stages and the answers has ended")
+    def store(self, prefix: str) -> RayStore:
+        """Return Ray's own store."""
+        return RayStore(prefix)
 
-    async def ready(self) -> bool:
-        """Return whether requests can be answered: by all stages, or by the first where the pool degrades.
+    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+        """Return a metric that Ray exports."""
+        return ray_metric(name, kind, tags, says, boundaries)
 
-        Until then Serve itself is asked whether the stages have loaded: it tells all routers the same.
-        """
-        if self._leaving:
-            return False
-        lanes = self.cascade.lanes[:1] if self.pool.on_failure == "degrade" else self.cascade.lanes
-        if not self._stages_began:
-            try:
-                counts = await asyncio.wait_for(asyncio.to_thread(self._running_replicas), READY_S)
-            except (TimeoutError, RayError, RayServeException) as error:
-                logger.warning(f"Serve does not say whether the stages have loaded: {type(error).__name__}: {error}")
-                return False
-            if not all(counts[lane.stage] for lane in lanes):
-                return False
-            self._stages_began = True
-            for lane in lanes:
-                lane.health.n_replicas = counts[lane.stage]
-        return not any(lane.health.missing for lane in lanes)
-
-    @contextmanager
-    def one_more_request(self) -> Iterator[None]:
-        """Count a request as open for the length of the block. Raises RequestError (503) once the service ends."""
-        if self._leaving:
-            raise RequestError("the service is being stopped", 503, 1.0)
-        self._n_open += 1
+    async def ask_all(self, what: str) -> list[Any]:
+        """Call a method of every replica of this deployment, this one included."""
+        handle = serve.get_deployment_handle(ROUTER, self._app)
         try:
-            yield
-        finally:
-            self._n_open -= 1
-
-    async def leave(self) -> int:
-        """Take no more requests; return how many are still open."""
-        self._leaving = True
-        return self._n_open
-
-    async def policy_for_request(self) -> InForce:
-        """Return the policy in force, looked up before where this replica has been out of touch."""
-        if time.monotonic() - self._looked_at > LEASE_S:
-            await self._in_touch()
-        return self.in_force
-
-    async def reconfigure(self, config: dict[str, Any]) -> None:
-        """Take Serve's user_config: a PolicyChange. One that cannot be taken is refused, and the policy stays.
-
-        It never raises: Serve would take the deployment down.
-        """
-        try:
-            await asyncio.to_thread(self._configure, config)
-        except Exception:
-            logger.exception(f"user_config could not be taken, policy {self.in_force.id} stays")
-
-    async def current_policy(self) -> InForce:
-        """Look for a policy that was set elsewhere, and return the one in force. Raises RequestError (503)."""
-        try:
-            return await asyncio.to_thread(self._adopt_kept)
-        except (RayError, RuntimeError, ConnectionError) as error:
-            logger.warning(f"the kept policy cannot be read: {type(error).__name__}: {error}")
-            raise RequestError("the policy in force cannot be looked up now; ask again", 503, 1.0) from error
-
-    async def policy_version(self) -> int:
-        """Look for a policy that was set elsewhere, and return the version of the one in force."""
-        return (await self.current_policy()).version
-
-    def etag(self, in_force: InForce) -> str:
-        """Return the tag of a version of the policy; no other life of the application has it."""
-        return f'"{self._key[:8]}-{in_force.version}"'
-
-    async def set_policy(self, content: Any, if_match: str | None = None) -> dict[str, Any]:
-        """Change the policy. It is in force on all replicas when this returns, until a later change.
-
-        if_match: the tag of the version that is to be changed, "*" or None for any.
-        Raises RequestError: 409 for one that does not fit what runs or that a later change has replaced meanwhile, 412
-        where another version than if_match is in force, 503 where the version cannot be written.
-        """
-        try:
-            before, after = await asyncio.to_thread(self._change, PolicyChange.of(content), if_match)
-            written = time.monotonic()
-            n_replicas = await self._confirmed(after.version)
-            if n_replicas is None:
-                await asyncio.sleep(max(0.0, written + LEASE_S - time.monotonic()))
-            newest = await self.current_policy()
-        except CaucError as error:
-            self.metrics.policy_change("refused")
-            raise RequestError(str(error), 409) from error
-        except (RayError, RuntimeError, ConnectionError) as error:
-            logger.warning(f"a policy could not be kept: {type(error).__name__}: {error}")
-            raise RequestError(
-                "the policy may not have been kept: Ray's head does not answer; GET it to see which is in force",
-                503,
-                1.0,
-            ) from error
-        if newest.id != after.id:
-            self.metrics.policy_change("overtaken")
-            raise RequestError(
-                f"policy {after.id} was replaced by {newest.id} (version {newest.version}), which was set at the same "
-                "time; set it again if it is the one you want",
-                409,
-            )
-        self.metrics.policy_change("taken")
-        says = None if n_replicas is not None else "a replica has not answered; it takes the policy before it answers"
-        told = {"policy_id": after.id, "previous": before.id, "version": after.version, "replicas": n_replicas}
-        return {**told, "says": says, "etag": self.etag(after)}
-
-    async def watched(self) -> WatchedHere:
-        """Return what this replica has seen of the answers of the policy in force."""
-        return await asyncio.to_thread(self.watching.settle)
-
-    async def watch(self) -> dict[str, Any]:
-        """Return what all replicas have seen of the answers of the policy in force. Raises RequestError (503)."""
-        handle = serve.get_deployment_handle(ROUTER, serve.get_replica_context().app_name)
-        in_force = self.in_force
-        try:
-            told = await handle.broadcast("watched").results_async(timeout_s=LEASE_S)
+            told: list[Any] = await handle.broadcast(what).results_async(timeout_s=LEASE_S, return_exceptions=True)
         except Exception as error:  # a replica that is just ending fails in many ways
-            logger.warning(f"a router has not said what it has watched: {type(error).__name__}")
-            raise RequestError("not every replica said what it has seen", 503, 1.0) from error
-        return report_of(in_force.policy, in_force.id, told)
+            return [error]
+        return told
 
-    async def feedback(self, body: bytes) -> dict[str, Any]:
-        """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
-        in_force = self.in_force
-        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
-        n, n_counted, says = len(feedback), 0, None
-        if feedback.policy_id != in_force.id:
-            says = f"policy {in_force.id} is in force; what is known of another's answers is not counted"
-            self.metrics.feedback("other_policy", n)
-        elif in_force.policy.reference is None:
-            says = f"policy {in_force.id} has nothing to compare its answers with; nothing is counted"
-            self.metrics.feedback("not_watched", n)
-        else:
-            own = feedback.given_by(in_force.policy)
-            new = await asyncio.to_thread(self._reported.new, own)
-            self.watching.outcomes(in_force.id, new.stages, new.confidences, new.correct)
-            n_counted = len(new)
-            told = []
-            if len(own) < n:
-                told.append(f"{n - len(own)} answers were cut short, by a request or a fault, and are not counted")
-            if n_counted < len(own):
-                told.append(f"{len(own) - n_counted} answers had their feedback before and are not counted again")
-            says = "; ".join(told) or None
-            self.metrics.feedback("counted", n_counted)
-            self.metrics.feedback("cut_short", n - len(own))
-            self.metrics.feedback("repeated", len(own) - n_counted)
-        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        """Return the names of the options: of the pool, else as the last model knows them."""
-        if self.pool.labels is not None:
-            return self.pool.labels
-        facts = self.facts[-1]
-        return facts.labels if facts is not None else None
-
-    async def _confirmed(self, version: int) -> int | None:
-        """Return how many replicas there are once all have a version or a later one, None where some do not say so."""
-        handle = serve.get_deployment_handle(ROUTER, serve.get_replica_context().app_name)
+    async def n_loaded(self) -> list[int] | None:
+        """Ask Serve, which tells all replicas of this deployment the same."""
         try:
-            told = await handle.broadcast("policy_version").results_async(timeout_s=LEASE_S, return_exceptions=True)
-        except Exception as error:  # a replica that is just ending fails in many ways
-            told = [error]
-        silent = [one for one in told if not isinstance(one, int) or one < version]
-        for one in silent:
-            logger.warning(f"a router has not confirmed version {version} of the policy: {repr(one)[:200]}")
-        return len(told) if told and not silent else None
-
-    async def _in_touch(self) -> None:
-        """Wait for this replica to look for a policy again; not for long: the last known is better than no answer."""
-        deadline = time.monotonic() + LOOK_S
-        while time.monotonic() - self._looked_at > LEASE_S:
-            if time.monotonic() > deadline:
-                logger.warning(f"the policy cannot be looked up, {self.in_force.id} stays")
-                self._looked_at = time.monotonic()
-            await asyncio.sleep(0.01)
-
-    def _change(self, change: PolicyChange, if_match: str | None) -> tuple[InForce, InForce]:
-        """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
-        for _ in range(MOST_TRIES):
-            before = self._adopt_kept()
-            wanted = "*" if if_match is None else if_match
-            if not {"*", self.etag(before)} & {tag.strip() for tag in wanted.split(",")}:
-                self.metrics.policy_change("overtaken")
-                raise RequestError(f"policy {before.id} is in force as {self.etag(before)}, not {wanted:.80}", 412)
-            kept = KeptPolicy(change.applied(before.policy), before.kept.config, None, before.version + 1)
-            if self._store.append(kept):
-                return before, InForce.of(kept)
-        raise RequestError("others change the policy all the time; try again later", 409, 1.0)
-
-    def _configure(self, config: dict[str, Any]) -> None:
-        own = digest(config)
-        while (before := self._adopt_kept()).kept.config != own:
-            kept = self._configured(before, config, own)
-            if self._store.append(kept):  # else another replica has done so, or a request has changed the policy
-                self.metrics.policy_change("taken" if kept.refused is None else "refused")
-
-    def _configured(self, before: InForce, config: dict[str, Any], own: str) -> KeptPolicy:
-        """Return what to keep after a change of the configuration; own: its digest. A refused one changes no policy."""
-        try:
-            return KeptPolicy(PolicyChange.of(config).applied(before.policy), own, None, before.version + 1)
-        except CaucError as error:
-            logger.error(f"user_config refused, policy {before.id} stays: {error}")
-            return KeptPolicy(before.policy, own, str(error), before.version + 1)
-
-    def _adopt_kept(self) -> InForce:
-        # What is read first is adopted first: a policy that has been replaced shall not come back for a moment.
-        with self._adopting:
-            began = time.monotonic()
-            kept = self._store.read()
-            if kept is not None and kept.version > self.in_force.version:
-                self._adopt(InForce.of(kept))
-            self._looked_at = began
-            return self.in_force
-
-    def _adopt(self, after: InForce) -> None:
-        before, self.in_force = self.in_force, after
-        if after.id != before.id or after.policy.reference != before.policy.reference:
-            self.watching.begin(after.policy, after.id)
-        if after.id != before.id:
-            self.metrics.policy(after.id, before.id)
-            logger.info(f"policy {after.id} is in force after {before.id}")
-            self._reported.forget(before.id)
+            return await asyncio.wait_for(asyncio.to_thread(self._running_replicas), READY_S)
+        except (TimeoutError, RayError, RayServeException) as error:
+            logger.warning(f"Serve does not say whether the stages have loaded: {type(error).__name__}: {error}")
+            return None
 
     def _running_replicas(self) -> list[int]:
-        """Return how many replicas of each stage have loaded their model, as Serve knows it."""
-        application = serve.status().applications.get(serve.get_replica_context().app_name)
+        application = serve.status().applications.get(self._app)
         deployments = application.deployments if application is not None else {}
         own = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
         return [0 if one is None else one.replica_states.get("RUNNING", 0) for one in own]
-
-    async def _follow_policy(self) -> None:
-        """Take what was set at other replicas."""
-        await asyncio.to_thread(self._adopt_kept)
-
-    async def _follow_answers(self) -> None:
-        """Compute what was watched."""
-        await asyncio.to_thread(self.watching.settle)
-
-    async def _follow_stages(self) -> None:
-        """Learn how many replicas the stages have, and what their models say of themselves."""
-        told = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
-        for place, (lane, facts) in enumerate(zip(self.cascade.lanes, told, strict=True)):
-            if isinstance(facts, BaseException):
-                logger.warning(f"stage {lane.name!r}: its state is unknown: {type(facts).__name__}: {facts}")
-            elif facts is not None:
-                lane.health.n_replicas = len(facts)
-                self.facts[place] = facts[0] if facts else self.facts[place]
-            lane.pump_soon()
-        self.metrics.queued([lane.n_queued for lane in self.cascade.lanes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -14,15 +15,15 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
+from cauc_ray.serving.documents import WatchReport
 from cauc_ray.serving.flight import Flight
-from cauc_ray.serving.policies_live import digest
 from cauc_ray.serving.store import Store
 
 # Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and so many
 # say as much as all.
 MOST_KEPT = 2000
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 
 class WatchObserver(Protocol):
@@ -75,7 +76,7 @@ class Watching:
     def begin(self, policy: Policy, policy_id: str) -> None:
         """Watch another policy, from no row on."""
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
-        self._kept = _Kept(policy_id, digest(policy.model_dump(mode="json")), watch)
+        self._kept = _Kept(policy_id, _digest(policy), watch)
 
     def answered(self, flight: Flight, policy_id: str) -> None:
         """Keep a request's answers, unless they are another policy's, or not those that it would have given."""
@@ -152,13 +153,20 @@ def _with(evidence: Evidence, kept: Mapping[str, Any]) -> Evidence:
     return replace(evidence, log10=max(evidence.log10, kept["log10"]), at=kept["at"], since=kept["since"])
 
 
-def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> dict[str, Any]:
+def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> WatchReport:
     """Return as JSON has it what routers have seen of the policy in force; holds is null where it has no reference."""
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
         says = "is not watched: at this threshold or budget there is nothing to compare answers with"
-        return {"policy_id": policy_id, "holds": None, "says": says, "routers": 0}
-    return {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}
+        return WatchReport(policy_id=policy_id, holds=None, says=says, routers=0)
+    report: WatchReport = {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}  # type: ignore[typeddict-item]
+    return report
+
+
+def _digest(policy: Policy) -> str:
+    """Return what tells policies apart, their references included."""
+    content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _taken(kept: deque[Any]) -> list[Any]:

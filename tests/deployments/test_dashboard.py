@@ -13,6 +13,7 @@ import ray
 
 from cauc_ray.policies.monitor import Evidence, StageSums, Watched
 from cauc_ray.serving.metrics import METRICS, ServingMetrics
+from cauc_ray.serving.router import ray_metric
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "deployments" / "grafana.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -164,7 +165,7 @@ class Teller:
     """Tells Ray one value of every metric, under the tags it has."""
 
     def tell(self):
-        metrics = ServingMetrics("some", ["small"], "USD")
+        metrics = ServingMetrics(ray_metric, "some", ["small"], "USD")
         metrics.request(200, 0.7)
         metrics.rows(0, "accepted", 3)
         metrics.answered(0, np.array([0.7]), np.array([0.2]), [0.7])

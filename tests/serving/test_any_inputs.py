@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cauc_ray.models.pool import pool_of
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.schemas import example_request
 from cauc_ray.serving.tensors import DATATYPES, Tensor
 
 MODELS = {
@@ -100,15 +98,3 @@ def test_what_stands_beside_questions_is_kept():
         {name: Tensor(name, "BYTES", texts(text)) for name, text in (("question", question), ("context", "beside"))}
     )
     assert (columns["context"][0], columns["subject"][0], columns["choices"][0]) == ("beside", "own", ["a", "b"])
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_the_example_of_a_request_is_one(name):
-    inputs = INPUTS[name]
-    example = example_request(inputs.declared, pixels=inputs.any_pixels)
-    by_name = {
-        one["name"]: Tensor.from_json(one["name"], one["datatype"], one["shape"], one["data"])
-        for one in example["inputs"]
-    }
-    _, n = inputs.columns(by_name)
-    assert n == 1

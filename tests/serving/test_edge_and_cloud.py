@@ -68,7 +68,7 @@ def test_each_stage_stands_where_the_pool_says(seen):
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_the_replay_before_and_after_a_change_by_user_config(seen):
+def test_answers_are_those_of_the_replay_before_and_after_a_change_of_policy(seen):
     found, policies, expected = seen
     for answer, name in ((found["first"], "rf"), (found["changed"], "base"), (found["healed"], "base")):
         assert answer["parameters"]["policy_id"] == policies[name].id
@@ -78,11 +78,12 @@ def test_answers_are_those_of_the_replay_before_and_after_a_change_by_user_confi
 
 
 @pytest.mark.slow
-def test_a_user_config_that_does_not_fit_is_refused_and_no_replica_restarts(seen):
+def test_a_policy_that_does_not_fit_is_refused_and_no_replica_restarts(seen):
     found, policies, _ = seen
-    assert found["refused_put"] == 200  # Serve takes almost anything
-    assert found["after_refusal"]["policy_id"] == policies["base"].id
-    assert "the policy is for m0, m1, m2" in found["after_refusal"]["refused"]
+    status, content = found["refused_put"]
+    assert status == 409
+    assert "the policy is for m0, m1, m2" in content["error"]
+    assert found["after_refusal"] == policies["base"].id
     assert found["same_processes"]
 
 

@@ -1,16 +1,17 @@
-"""Hostile clients of one service on real Ray Serve: what they send is answered or refused, and harms nobody else."""
+"""Hostile clients of one service: what they send is answered or refused, and harms nobody else."""
 
 import json
+import logging
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
-import ray
 import yaml
 from hostile import (
     ANSWER_DEADLINE_S,
@@ -29,8 +30,6 @@ from runs import python_pool, two_model_policy
 
 import cauc_ray
 
-pytestmark = pytest.mark.slow
-
 INFER, POLICY = "/v2/models/fuzzed/infer", "/v2/models/fuzzed/policy"
 # A request costs what hundreds of calls of a function do: of a profile's examples these tests take so small a part.
 MOST = settings.default.max_examples
@@ -39,7 +38,7 @@ many = settings(max_examples=2 * MOST, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory, ray_session):
+def service(tmp_path_factory):
     pool = python_pool(tmp_path_factory.mktemp("fuzz"), [("sign_of_x", {}), ("sign_of_x", {})])
     content = yaml.safe_load(pool.read_text())
     content["inputs"] = INPUTS
@@ -47,14 +46,31 @@ def service(tmp_path_factory, ray_session):
     for stage in content["stages"]:
         stage["serving"] = {"timeout_s": ANSWER_DEADLINE_S - 10}
     pool.write_text(yaml.safe_dump(content))
-    with cauc_ray.serve(pool, two_model_policy(0.9), port=0, name="fuzzed") as running:
+    with cauc_ray.serve(pool, two_model_policy(0.9), port=0, name="fuzzed", local=True) as running:
         yield running
 
 
-def test_every_address_does_what_the_openapi_page_says(service):
+@pytest.mark.slow
+def test_every_address_does_what_the_openapi_page_says(service, tmp_path):
     """Schemathesis asks every address for what the page says and for what it does not, and checks the answers."""
+    with urllib.request.urlopen(f"{service.url}/openapi.json", timeout=60) as answer:
+        described = json.load(answer)
+    # Of the model that there is, and of one that there is not.
+    for operations in described["paths"].values():
+        for parameter in (one for operation in operations.values() for one in operation.get("parameters", [])):
+            if parameter["in"] == "path":
+                names = {"name": ["fuzzed", "fuzzed", "fuzzed", "other"], "version": ["1", "1", "1", "2"]}
+                parameter["schema"] = {"type": "string", "enum": names[parameter["name"]]}
+    (tmp_path / "openapi.json").write_text(json.dumps(described))
     # JSON schema cannot say that shapes, data and lengths fit each other: what is as it says may still be refused.
-    command = [Path(sys.executable).with_name("st"), "run", f"{service.url}/openapi.json", "--no-color"]
+    command = [
+        Path(sys.executable).with_name("st"),
+        "run",
+        tmp_path / "openapi.json",
+        "--url",
+        service.url,
+        "--no-color",
+    ]
     command += ["--exclude-checks=positive_data_acceptance", "--warnings=off", "--continue-on-failure", "--no-shrink"]
     command += [f"--max-examples={max(3, MOST // 20)}", f"--max-response-time={ANSWER_DEADLINE_S}"]
     command += ["--generation-deterministic"]
@@ -175,12 +191,6 @@ def test_files_of_the_server_are_no_policies(service, tmp_path):
     require_sentence(headers, body)
 
 
-def router_log():
-    """Return what the router's replica has written so far."""
-    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path(), "serve")
-    return "".join(path.read_text() for path in logs.glob("replica_fuzzed_Router_*.log"))
-
-
 def raw(service, sent, timeout=ANSWER_DEADLINE_S):
     """Return an open connection on which something was sent."""
     host, port = service.url.removeprefix("http://").split(":")
@@ -206,7 +216,8 @@ ONE = Asked(
 ).encode()
 
 
-def test_clients_that_are_slow_or_go_away_keep_nobody_waiting(service):
+def test_clients_that_are_slow_or_go_away_keep_nobody_waiting(service, caplog):
+    caplog.set_level(logging.INFO, logger="cauc_ray")
     whole = head(INFER, len(ONE.body)) + ONE.body
     slow = [raw(service, whole[: 20 + 5 * place]) for place in range(20)]
     leaving = [raw(service, whole if place % 2 else whole[:-10]) for place in range(40)]
@@ -223,12 +234,12 @@ def test_clients_that_are_slow_or_go_away_keep_nobody_waiting(service):
             connection.sendall(whole[20 + 5 * place :])
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
     deadline = time.monotonic() + ANSWER_DEADLINE_S
-    while '"status": 499' not in (log := router_log()):
+    while '"status": 499' not in caplog.text:
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    # Neither they nor what other tests sent were a fault of the service.
-    assert '"status": 500' not in log
-    assert "Traceback" not in log
+    # They were no fault of the service.
+    assert '"status": 500' not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_requests_that_come_before_the_last_answer_are_answered_in_order(service):
@@ -253,7 +264,6 @@ def test_requests_that_come_before_the_last_answer_are_answered_in_order(service
         ("GET /v2/models/fuzzed/../fuzzed", 404),
         ("GET /v2/models/" + "a" * 30_000, 404),
         ("GET /v2/models/fuzzed/versions/%D9%A1", 404),
-        ("HEAD /v2", 405),
         ("OPTIONS " + INFER, 405),
         ("DELETE " + POLICY, 405),
     ],
@@ -268,7 +278,6 @@ def test_odd_addresses_and_methods_are_refused(service, start, status):
     assert int(lines.split()[1]) == status
     assert names.get(b"x") != b"y"
     if status == 405:
-        allowed = {b"/v2": b"GET", INFER.encode(): b"POST", POLICY.encode(): b"GET, PUT"}
-        assert names[b"allow"] == allowed[start.split()[1].encode()].lower()
-    if not start.startswith("HEAD"):
-        require_sentence({"content-type": names[b"content-type"].decode()}, body)
+        allowed = {INFER: {"post"}, POLICY: {"get", "head", "put"}}
+        assert set(names[b"allow"].decode().split(", ")) == allowed[start.split()[1]]
+    require_sentence({"content-type": names[b"content-type"].decode()}, body)

@@ -1,5 +1,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from synthetic import chain
@@ -7,19 +9,18 @@ from synthetic import chain
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.serving.policies_live import KeptPolicy, PolicyChange, PolicyStore, digest
+from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
+from cauc_ray.serving.store import MemoryStore
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
 BASE = fit_base(DATA, DATA)
 
 
-def test_a_change_names_a_policy_by_path_or_content_and_a_number_for_it(tmp_path):
-    BASE.save(tmp_path / "base.json")
-    content = json.loads((tmp_path / "base.json").read_text())
-    for policy in (str(tmp_path / "base.json"), content):
-        assert PolicyChange.of({"policy": policy}).applied(RF) == BASE
-        assert PolicyChange.of({"policy": policy, "threshold": 0.7}).applied(RF).id == BASE.with_threshold(0.7).id
+def test_a_change_names_a_policy_and_a_number_for_it():
+    content = json.loads(BASE.to_json())
+    assert PolicyChange.of({"policy": content}).applied(RF) == BASE
+    assert PolicyChange.of({"policy": content, "threshold": 0.7}).applied(RF).id == BASE.with_threshold(0.7).id
     assert PolicyChange.of({"threshold": 0.7}).applied(RF).id == RF.with_threshold(0.7).id
     budget = (RF.curve[0].cost + RF.curve[-1].cost) / 2
     assert PolicyChange.of({"budget": budget}).applied(RF).id == RF.with_budget(budget).id
@@ -41,7 +42,7 @@ def of_kind(kind):
         ({"threshold": "high"}, "threshold"),
         ({"threshold": float("nan")}, "threshold"),
         ({"threshold": -1.0}, "threshold"),
-        ({"policy": "nowhere.json"}, "there is no policy file"),
+        ({"policy": "nowhere.json"}, "policy"),
         ({"policy": {"format": "cauc-policy/2"}}, "cauc-policy/1"),
         (
             {"policy": fit_rf(chain(strengths=(1.0, 2.0)), rule=ThresholdRule(0.5)).model_dump(mode="json")},
@@ -65,37 +66,56 @@ def test_a_budget_below_all_points_is_refused():
         PolicyChange.of({"budget": RF.curve[0].cost / 2}).applied(RF)
 
 
-@pytest.mark.usefixtures("ray_session")
-def test_what_is_kept_is_read_by_all_who_know_the_key():
-    store = PolicyStore("one")
-    assert store.read() is None
-    first, second = KeptPolicy(RF, digest({"a": 1}), None, 1), KeptPolicy(BASE, digest({"a": 2}), "it does not fit", 2)
-    assert store.append(first)
-    assert PolicyStore("one").read() == first
-    assert store.append(second)
-    assert PolicyStore("one").read() == store.read() == second
-    assert PolicyStore("two").read() is None
-    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1})
+@pytest.fixture(params=["memory", "ray"])
+def store(request):
+    """Return a function from prefixes to stores, of either shell."""
+    if request.param == "memory":
+        return partial(replace, MemoryStore())
+    request.getfixturevalue("ray_session")
+    from cauc_ray.serving.ray_store import RayStore
+
+    return RayStore
 
 
-@pytest.mark.usefixtures("ray_session")
-def test_of_many_writers_each_version_has_one_and_all_read_the_same_order():
+def test_what_is_kept_is_read_by_all_who_know_the_key(store):
+    log = PolicyLog(store(prefix="one"))
+    assert log.read() is None
+    first, second = InForce.of(RF, 1), InForce.of(BASE, 2)
+    assert log.append(first)
+    assert PolicyLog(store(prefix="one")).read() == first
+    assert log.append(second)
+    assert PolicyLog(store(prefix="one")).read() == log.read() == second
+    assert PolicyLog(store(prefix="two")).read() is None
+
+
+def test_of_many_writers_each_version_has_one_and_all_read_the_same_order(store):
     """Each writer changes the number that it has read, until its change is a version: none is lost."""
     n_writers, n_each, seen = 6, 5, []
 
     def write(number):
-        store, mine = PolicyStore("many"), 0
+        log, mine = PolicyLog(store(prefix="many")), 0
         while mine < n_each:
-            kept = store.read()
-            version, threshold = (0, 0.0) if kept is None else (kept.version, kept.policy.threshold)
-            if store.append(KeptPolicy(RF.with_threshold(threshold + 1 / 128), str(number), None, version + 1)):
+            last = log.read()
+            version, threshold = (0, 0.0) if last is None else (last.version, last.policy.threshold)
+            if log.append(InForce.of(RF.with_threshold(threshold + 1 / 128), version + 1)):
                 mine += 1
-                seen.append((version + 1, number))
+                seen.append(version + 1)
 
     with ThreadPoolExecutor(n_writers) as pool:
         list(pool.map(write, range(n_writers)))
-    assert sorted(version for version, _ in seen) == list(range(1, n_writers * n_each + 1))
-    last = PolicyStore("many").read()
+    assert sorted(seen) == list(range(1, n_writers * n_each + 1))
+    last = PolicyLog(store(prefix="many")).read()
     assert (last.version, last.policy.threshold) == (n_writers * n_each, n_writers * n_each / 128)
-    assert last.config == str(dict(seen)[last.version])
-    assert not PolicyStore("many").append(KeptPolicy(BASE, "late", None, 3))
+    assert not PolicyLog(store(prefix="many")).append(InForce.of(BASE, 3))
+
+
+def test_a_prefix_is_cleared_and_no_other(store):
+    one, other = store(prefix="a:1"), store(prefix="a:2")
+    for own in (one, other):
+        assert own.add("x", b"1")
+        assert not own.add("x", b"1")
+        own.put("y", b"")
+    one.clear()
+    assert (one.get("x"), one.get("y"), other.get("x"), other.get("y")) == (None, None, b"1", b"")
+    other.delete("x")
+    assert other.get("x") is None

@@ -14,7 +14,7 @@ from cauc_ray.data.logits import LogitTable
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, ray_session):
+def served(tmp_path_factory):
     """Serve m0, whose probabilities, with masks, are declared, and m1, whose are not."""
     folder, chains = tmp_path_factory.mktemp("served"), splits(120)
     table = write(
@@ -38,7 +38,7 @@ def served(tmp_path_factory, ray_session):
     raw = policy.model_dump(mode="json")
     raw["logit_kind"], raw["stages"][1]["logit_kind"] = "mixed", "raw"
     policy = type(policy).of(raw)
-    with cauc_ray.serve(folder / "pool.yaml", policy, port=0) as service:
+    with cauc_ray.serve(folder / "pool.yaml", policy, port=0, local=True) as service:
         yield service, policy, LogitTable(table, kinds).read_chain(MODELS, "test")
 
 
@@ -54,7 +54,6 @@ def ask(service, ids, **parameters):
         return error.code, json.loads(error.read())["error"]
 
 
-@pytest.mark.slow
 def test_declared_probabilities_and_masks_are_answered_as_in_the_replay(served):
     service, policy, chain = served
     status, answers = ask(service, chain.example_ids, max_stage=0)
@@ -64,7 +63,6 @@ def test_declared_probabilities_and_masks_are_answered_as_in_the_replay(served):
     assert np.array_equal(answers["confidence"].astype(np.float32), expected.confidences.astype(np.float32))
 
 
-@pytest.mark.slow
 def test_undeclared_probabilities_are_no_answer(served):
     service, policy, chain = served
     deferred = ~policy.start(chain.logits[0]).accepted

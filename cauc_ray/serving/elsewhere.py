@@ -1,0 +1,111 @@
+"""A process that does for a service what would keep its event loop, or Python's lock, for long: JSON of megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from cauc_ray.serving.faults import RequestError
+
+# What takes longer than this to be done is given up, with the process.
+DEADLINE_S = 60.0
+
+T = TypeVar("T")
+
+
+class Elsewhere:
+    """Calls functions in another Python process, one after another; it starts with the first call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="elsewhere")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns of arguments; all of them can be pickled.
+
+        Raises RequestError as the function does, and one of 503 where the process ends or takes too long.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._called, function, args)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+        self._thread.shutdown()
+
+    def _called(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(DEADLINE_S, process.kill)
+        timer.start()
+        try:
+            pickle.dump((function, args), process.stdin, protocol=5)
+            process.stdin.flush()
+            result: T | RequestError = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            self._end(process)
+            raise RequestError("what reads long requests has ended; try again", 503, 1.0) from error
+        finally:
+            timer.cancel()
+        if isinstance(result, RequestError):
+            raise result
+        return result
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            # It finds what this process finds, whatever has put it on the path.
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            command = [sys.executable, "-m", __name__]
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1
+            )
+        return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what was left in it goes nowhere
+                continue
+
+
+def main() -> None:
+    """Do what comes, until the other process is gone. Whoever stops both lets it finish first."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints goes elsewhere
+    while True:
+        try:
+            function, args = pickle.load(calls)
+        except EOFError:
+            return
+        try:
+            result = function(*args)
+        except RequestError as error:
+            result = error
+        except Exception as error:
+            print(f"{function!r} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            result = RequestError("an internal error; the service's log has it", 500)
+        try:
+            pickle.dump(result, results, protocol=5)
+            results.flush()
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()

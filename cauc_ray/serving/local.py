@@ -1,0 +1,328 @@
+"""The shell of a service in one process, without Ray: for edge boxes, development and tests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cauc_ray.cascade.isolation import reason_of
+from cauc_ray.cascade.parcels import Parcel
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.worker import Worker
+from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.face import build_face
+from cauc_ray.serving.faults import StageError
+from cauc_ray.serving.metrics import Kind
+from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.service import Service
+from cauc_ray.serving.store import MemoryStore
+
+# A service that is stopped waits so long for open requests, and then for their answers to be sent.
+GRACE_S, SENT_S = 7.0, 1
+LOAD_DEADLINE_S = 900.0
+_METRICS = {"counter": Counter, "gauge": Gauge}
+
+logger = logging.getLogger(__name__)
+
+
+class _Replica:
+    """A model in a thread of its own, which answers one call at a time.
+
+    The thread is a daemon: one that hangs does not keep the process from ending.
+    """
+
+    def __init__(self, spec: StageSpec, stage: int, name: str) -> None:
+        self.name = name
+        self.worker = Worker(spec, stage, {}, replica=name)
+        self.open: set[Future[Any]] = set()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self.facts: Future[ModelFacts] = self.submit(self.worker.load)
+
+    def submit(self, do: Callable[[], Any]) -> Future[Any]:
+        """Have the thread do something when its turn comes."""
+        future: Future[Any] = Future()
+        self.open.add(future)
+        future.add_done_callback(self.open.discard)
+        self._calls.put((future, do))
+        return future
+
+    def give_up(self, reason: str) -> None:
+        """End all calls; what the thread computes goes nowhere."""
+        for future in list(self.open):
+            with suppress(InvalidStateError):  # it has just ended
+                future.set_exception(StageError("died", reason))
+
+    def _run(self) -> None:
+        while True:
+            future, do = self._calls.get()
+            with suppress(InvalidStateError):  # it was given up
+                if not future.done() and future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(do())
+                    except BaseException as error:  # a model may raise what it likes
+                        future.set_exception(error)
+
+
+class LocalClient:
+    """Calls a stage's replicas, which are threads of this process."""
+
+    def __init__(self, spec: StageSpec, stage: int) -> None:
+        self._spec, self._stage = spec, stage
+        self._n_started = 0
+        self._replicas = [self._started() for _ in range(spec.replicas.min)]
+
+    def load(self, timeout_s: float) -> None:
+        """Wait until all replicas have loaded. Raises ExecutionError."""
+        try:
+            failed = next(filter(None, (replica.facts.exception(timeout_s) for replica in self._replicas)), None)
+        except TimeoutError as error:
+            raise ExecutionError(f"stage {self._spec.name} has not loaded within {timeout_s:.0f} s") from error
+        if failed is not None:
+            raise ExecutionError(f"the service does not start: stage {self._spec.name}: {reason_of(failed)}")
+
+    async def replicas(self) -> list[ModelFacts]:
+        """Return what the replicas that have loaded say of their models, and replace those whose call hangs."""
+        longest = self._spec.call_timeout_s
+        if not self._spec.model.GIVES_UP:
+            longest = min(longest, 2 * self._spec.serving.timeout_s)
+        for one in self._replicas:
+            busy_since = one.worker.busy_since
+            if busy_since is not None and time.monotonic() - busy_since > longest:
+                logger.error(
+                    f"a call of stage {self._spec.name!r} has not ended for {longest:g} s; its model is loaded anew"
+                )
+                self.replace(one.name)
+        return [one.facts.result() for one in self._replicas if one.facts.done() and not one.facts.exception()]
+
+    async def answer(
+        self, call: StageCall, *, avoid: Collection[str] = (), on_begin: Callable[[], None] | None = None
+    ) -> tuple[CallResult, Floats | None]:
+        """Have the replica answer that has the fewest calls; if the caller is cancelled, what has not begun is."""
+        replica = min(self._replicas, key=lambda one: (one.name in avoid, len(one.open)))
+        loop, stopped = asyncio.get_running_loop(), threading.Event()
+
+        def answer() -> tuple[CallResult, Floats | None]:
+            if on_begin is not None:
+                loop.call_soon_threadsafe(on_begin)
+            return _answered(replica, call, stopped.is_set)
+
+        try:
+            return await asyncio.wrap_future(replica.submit(answer))
+        finally:
+            stopped.set()
+
+    def replace(self, replica: str) -> None:
+        """Load the model anew in another thread; a thread cannot be ended, and the old one stays where it hangs."""
+        for place, one in enumerate(self._replicas):
+            if one.name == replica:
+                self._replicas[place] = self._started()
+                one.give_up("its model is loaded anew")
+
+    def share(self, columns: Batch) -> None:
+        """Put columns nowhere: they are where every stage reads them."""
+
+    def _started(self) -> _Replica:
+        self._n_started += 1
+        return _Replica(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
+
+
+def _answered(replica: _Replica, call: StageCall, stopped: Callable[[], bool]) -> tuple[CallResult, Floats | None]:
+    started_at = time.time()
+    try:
+        result, goes_on = replica.worker.decide(
+            call.parts,
+            [Parcel(columns) for columns in call.parcels],
+            policies=call.policies,
+            carries_columns=False,
+            good_row=call.good_row,
+            stopped=stopped,
+        )
+    except (ConfigError, ExecutionError) as error:
+        return CallResult.broken(started_at, "", reason_of(error), "stage", replica=replica.name), None
+    return result, goes_on.state
+
+
+class _Metric:
+    """A Prometheus metric."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def inc(self, value: float, tags: Mapping[str, str]) -> None:
+        self._metric.labels(**tags).inc(value)
+
+    def set(self, value: float, tags: Mapping[str, str]) -> None:
+        self._metric.labels(**tags).set(value)
+
+    def observe(self, value: float, tags: Mapping[str, str]) -> None:
+        self._metric.labels(**tags).observe(value)
+
+
+class LocalService(Service):
+    """The only replica of a service."""
+
+    def __init__(self, model: str, pool: Pool, policy: Policy) -> None:
+        self._stored = MemoryStore()
+        self._registry = CollectorRegistry()
+        self._stages = [LocalClient(spec, stage) for stage, spec in enumerate(pool.chain(policy.models))]
+        for stage in self._stages:
+            stage.load(LOAD_DEADLINE_S)
+        super().__init__(model, pool, policy, self._stages, key=uuid.uuid4().hex, name="local")
+
+    def store(self, prefix: str) -> MemoryStore:
+        """Return this process's memory."""
+        return replace(self._stored, prefix=prefix)
+
+    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+        """Return a metric of this service's own registry."""
+        if kind == "histogram":
+            return _Metric(Histogram(name, says, tags, buckets=boundaries, registry=self._registry))
+        return _Metric(_METRICS[kind](name, says, tags, registry=self._registry))
+
+    async def ask_all(self, what: str) -> list[Any]:
+        """Call a method of this replica."""
+        return [await getattr(self, what)()]
+
+    async def n_loaded(self) -> list[int]:
+        """Return how many replicas of each stage there are: all have loaded before the service begins."""
+        return [len(await stage.replicas()) for stage in self._stages]
+
+    def app(self) -> ASGIApp:
+        """Return the HTTP face, with the metrics as Prometheus reads them."""
+
+        async def metrics(_: Request) -> Response:
+            return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+        return _like_serve(build_face(self, Route("/metrics", metrics)))
+
+
+def _like_serve(app: ASGIApp) -> ASGIApp:
+    """Do what Ray Serve's proxy does: echo a request's id, or make one up, and end what no client waits for."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = MutableHeaders(scope=scope).setdefault("x-request-id", str(uuid.uuid4()))
+        asked, answered = asyncio.Event(), asyncio.Event()
+
+        async def received() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                asked.set()
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                answered.set()
+
+        async def hung_up() -> None:
+            await asked.wait()
+            await receive()  # once all is received, this returns when the client is gone
+
+        answering, listening = asyncio.ensure_future(app(scope, received, sent)), asyncio.create_task(hung_up())
+        try:
+            await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
+            if not answered.is_set():
+                answering.cancel()
+            await asyncio.wait({answering})
+        finally:
+            answering.cancel()
+            listening.cancel()
+        if not answering.cancelled():
+            answering.result()
+
+    return answer
+
+
+@contextmanager
+def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) -> Iterator[None]:
+    """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
+
+    Open requests are answered at the end, up to GRACE_S.
+    """
+    sys.path[:0] = [path for path in (os.getcwd(),) if path not in sys.path]
+    with _gpus_as_asked(pool.chain(policy.models)), _listener(host, port) as listener:
+        service = LocalService(model, pool, policy)
+        config = uvicorn.Config(
+            service.app(),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=SENT_S,
+        )
+        server = uvicorn.Server(config)
+        ended: Future[None] = Future()
+
+        async def main() -> None:
+            await service.check_health()
+            await server.serve([listener])
+
+        def run() -> None:
+            try:
+                with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+                    runner.run(main())
+                ended.set_result(None)
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=run, name="service", daemon=True).start()
+        try:
+            while not server.started and not ended.done():
+                time.sleep(0.01)
+            yield
+        finally:
+            deadline = time.monotonic() + GRACE_S
+            service.leaving = True
+            while service.n_open and time.monotonic() < deadline:
+                time.sleep(0.01)
+            server.should_exit = True
+            ended.result(GRACE_S)
+            service.close()
+
+
+@contextmanager
+def _listener(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family, backlog=2048) as listener:
+        yield listener
+
+
+@contextmanager
+def _gpus_as_asked(stages: Sequence[StageSpec]) -> Iterator[None]:
+    """Hide the machine's GPUs, as Ray does, where no stage asks for one."""
+    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not any(stage.resources.num_gpus for stage in stages):
+        os.environ[name] = ""
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before

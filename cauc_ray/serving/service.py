@@ -1,0 +1,336 @@
+"""What a service is, wherever it runs: its policy, its cascade, what it watches. Nothing here knows Ray.
+
+Shells put it somewhere: `router.py` on Ray Serve, `local.py` in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from cauc_ray.errors import CaucError, ConfigError
+from cauc_ray.models.answers import ModelFacts
+from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.background import repeat
+from cauc_ray.serving.cascade import Cascade
+from cauc_ray.serving.documents import FeedbackTaken, PolicyChanged, WatchReport
+from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.feedback import Feedback, Reported
+from cauc_ray.serving.lane import StageClient
+from cauc_ray.serving.metrics import Kind, ServingMetrics
+from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
+from cauc_ray.serving.store import Store, StoreError
+from cauc_ray.serving.watching import WatchedHere, Watching, report_of
+
+# How often a replica looks for a policy that was set at another, and for the replicas of stages.
+POLICY_PERIOD_S = 0.25
+STAGES_PERIOD_S = 1.0
+# How often a replica computes what it has watched.
+WATCH_PERIOD_S = 1.0
+# A replica that has not looked for a policy for so long looks before it answers. A change is therefore in force
+# everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
+LEASE_S = 3.0
+# How long requests wait for such a look; where the store is gone, nobody can change the policy either.
+LOOK_S = 1.0
+# A change that is overtaken so often while it is written is given up.
+MOST_TRIES = 20
+
+logger = logging.getLogger(__name__)
+
+
+def require_name(model: str) -> str:
+    """Return a model's name if it can be part of URLs. Raises ConfigError."""
+    if not model or set(model) & set("/?#%") or not model.isprintable():
+        raise ConfigError(
+            f"a model's name is part of URLs: some printable text without '/', '?', '#' and '%', not {model!r}"
+        )
+    return model
+
+
+class Client(StageClient, Protocol):
+    """How a stage is called, and which replicas it has."""
+
+    async def replicas(self) -> list[ModelFacts] | None:
+        """Return what the replicas that take calls say of their models, None where some do not answer."""
+
+
+class Service(ABC):
+    """One replica of what answers requests.
+
+    model: the name in URLs.   policy: what the service begins with.   key: of this life of the service; what another
+    life has kept is not read.   name: of the service in all of its lives.
+    """
+
+    def __init__(
+        self, model: str, pool: Pool, policy: Policy, clients: Sequence[Client], *, key: str, name: str
+    ) -> None:
+        self.model, self.pool = model, pool
+        self.specs: tuple[StageSpec, ...] = pool.chain(policy.models)
+        self.facts: list[ModelFacts | None] = [None] * len(self.specs)
+        self.metrics = ServingMetrics(self.new_metric, model, policy.models, policy.cost_unit)
+        self._clients = clients
+        self._key, self._log = key, PolicyLog(self.store(f"policy:{key}"))
+        self._adopting = threading.Lock()
+        self._looked_at = time.monotonic()
+        self.in_force = self._log.read() or InForce.of(policy)
+        # What was found of a policy outlives this life of the service.
+        alarms = self.store(f"alarm:{name}:{model}")
+        n_replicas = pool.serving.router.replicas.max
+        self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, alarms)
+        self._reported = Reported(self.store, key)
+        self.elsewhere = Elsewhere()
+        self._stages_began = False
+        self.leaving = False
+        self.n_open = 0
+        self._cascade: Cascade | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.metrics.policy(self.in_force.id)
+
+    @abstractmethod
+    def store(self, prefix: str) -> Store:
+        """Return what keeps values under a prefix, for all replicas."""
+
+    @abstractmethod
+    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+        """Return what counts, as ServingMetrics takes it."""
+
+    @abstractmethod
+    async def ask_all(self, what: str) -> list[Any]:
+        """Call a method without arguments of every replica; return what each returned or raised."""
+
+    @abstractmethod
+    async def n_loaded(self) -> list[int] | None:
+        """Return how many replicas of each stage have loaded their model, None where nobody knows."""
+
+    @property
+    def cascade(self) -> Cascade:
+        """Return the cascade, made at first use: it belongs to the loop that requests run on."""
+        if self._cascade is None:
+            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics)
+            follow = (
+                (self._follow_policy, POLICY_PERIOD_S),
+                (self._follow_stages, STAGES_PERIOD_S),
+                (self.watched, WATCH_PERIOD_S),
+            )
+            self._tasks = [asyncio.create_task(repeat(do, period_s)) for do, period_s in follow]
+        return self._cascade
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """Return the names of the options: of the pool, else as the last model knows them."""
+        if self.pool.labels is not None:
+            return self.pool.labels
+        facts = self.facts[-1]
+        return facts.labels if facts is not None else None
+
+    async def check_health(self) -> None:
+        """Begin the background tasks, before the first request; raise if one has ended."""
+        if self.cascade and any(task.done() for task in self._tasks):
+            raise RuntimeError("what follows the policy, the stages and the answers has ended")
+
+    async def ready(self) -> bool:
+        """Return whether requests can be answered: by all stages, or by the first where the pool degrades."""
+        if self.leaving:
+            return False
+        lanes = self.cascade.lanes[:1] if self.pool.on_failure == "degrade" else self.cascade.lanes
+        if not self._stages_began:
+            counts = await self.n_loaded()
+            if counts is None or not all(counts[lane.stage] for lane in lanes):
+                return False
+            self._stages_began = True
+            for lane in lanes:
+                lane.health.n_replicas = counts[lane.stage]
+        return not any(lane.health.missing for lane in lanes)
+
+    @contextmanager
+    def one_more_request(self) -> Iterator[None]:
+        """Count a request as open for the length of the block. Raises RequestError (503) once the service ends."""
+        if self.leaving:
+            raise RequestError("the service is being stopped", 503, 1.0)
+        self.n_open += 1
+        try:
+            yield
+        finally:
+            self.n_open -= 1
+
+    async def leave(self) -> int:
+        """Take no more requests; return how many are still open."""
+        self.leaving = True
+        return self.n_open
+
+    def close(self) -> None:
+        """End what the service has started outside of its event loop."""
+        self.elsewhere.close()
+
+    async def policy_for_request(self) -> InForce:
+        """Return the policy in force, looked up before where this replica has been out of touch."""
+        if time.monotonic() - self._looked_at > LEASE_S:
+            await self._in_touch()
+        return self.in_force
+
+    async def current_policy(self) -> InForce:
+        """Look for a policy that was set elsewhere, and return the one in force. Raises RequestError (503)."""
+        try:
+            return await asyncio.to_thread(self._adopt_kept)
+        except StoreError as error:
+            logger.warning(f"the kept policy cannot be read: {error}")
+            raise RequestError("the policy in force cannot be looked up now; ask again", 503, 1.0) from error
+
+    async def policy_version(self) -> int:
+        """Look for a policy that was set elsewhere, and return the version of the one in force."""
+        return (await self.current_policy()).version
+
+    def etag(self, in_force: InForce) -> str:
+        """Return the tag of a version of the policy; no other life of the service has it."""
+        return f'"{self._key[:8]}-{in_force.version}"'
+
+    async def set_policy(self, change: PolicyChange, if_match: str | None = None) -> tuple[PolicyChanged, str]:
+        """Change the policy. It is in force on all replicas when this returns, until a later change.
+
+        if_match: the tag of the version that is to be changed, "*" or None for any. Returns the new one's tag, too.
+        Raises RequestError: 409 for one that does not fit what runs or that a later change has replaced meanwhile, 412
+        where another version than if_match is in force, 503 where the version cannot be written.
+        """
+        try:
+            before, after = await asyncio.to_thread(self._change, change, if_match)
+            written = time.monotonic()
+            n_replicas = await self._confirmed(after.version)
+            if n_replicas is None:
+                await asyncio.sleep(max(0.0, written + LEASE_S - time.monotonic()))
+            newest = await self.current_policy()
+        except CaucError as error:
+            self.metrics.policy_change("refused")
+            raise RequestError(str(error), 409) from error
+        except StoreError as error:
+            logger.warning(f"a policy could not be kept: {error}")
+            raise RequestError(
+                "the policy may not have been kept: its store does not answer; GET it to see which is in force",
+                503,
+                1.0,
+            ) from error
+        if newest.id != after.id:
+            self.metrics.policy_change("overtaken")
+            raise RequestError(
+                f"policy {after.id} was replaced by {newest.id} (version {newest.version}), which was set at the same "
+                "time; set it again if it is the one you want",
+                409,
+            )
+        self.metrics.policy_change("taken")
+        says = None if n_replicas is not None else "a replica has not answered; it takes the policy before it answers"
+        changed = PolicyChanged(
+            policy_id=after.id, previous=before.id, version=after.version, replicas=n_replicas, says=says
+        )
+        return changed, self.etag(after)
+
+    async def watched(self) -> WatchedHere:
+        """Compute what this replica has seen of the answers of the policy in force, and return it."""
+        return await asyncio.to_thread(self.watching.settle)
+
+    async def watch(self) -> WatchReport:
+        """Return what all replicas have seen of the answers of the policy in force. Raises RequestError (503)."""
+        in_force = self.in_force
+        told = await self.ask_all("watched")
+        if silent := [one for one in told if not isinstance(one, WatchedHere)]:
+            logger.warning(f"a replica has not said what it has watched: {silent[0]!r:.200}")
+            raise RequestError("not every replica said what it has seen", 503, 1.0)
+        return report_of(in_force.policy, in_force.id, told)
+
+    async def feedback(self, body: bytes) -> FeedbackTaken:
+        """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
+        in_force = self.in_force
+        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
+        n, n_counted, says = len(feedback), 0, None
+        if feedback.policy_id != in_force.id:
+            says = f"policy {in_force.id} is in force; what is known of another's answers is not counted"
+            self.metrics.feedback("other_policy", n)
+        elif in_force.policy.reference is None:
+            says = f"policy {in_force.id} has nothing to compare its answers with; nothing is counted"
+            self.metrics.feedback("not_watched", n)
+        else:
+            own = feedback.given_by(in_force.policy)
+            new = await asyncio.to_thread(self._reported.new, own)
+            self.watching.outcomes(in_force.id, new.stages, new.confidences, new.correct)
+            n_counted = len(new)
+            told = []
+            if len(own) < n:
+                told.append(f"{n - len(own)} answers were cut short, by a request or a fault, and are not counted")
+            if n_counted < len(own):
+                told.append(f"{len(own) - n_counted} answers had their feedback before and are not counted again")
+            says = "; ".join(told) or None
+            self.metrics.feedback("counted", n_counted)
+            self.metrics.feedback("cut_short", n - len(own))
+            self.metrics.feedback("repeated", len(own) - n_counted)
+        return FeedbackTaken(policy_id=in_force.id, rows=n, counted=n_counted, says=says)
+
+    async def _confirmed(self, version: int) -> int | None:
+        """Return how many replicas there are once all have a version or a later one, None where some do not say so."""
+        told = await self.ask_all("policy_version")
+        silent = [one for one in told if not isinstance(one, int) or one < version]
+        for one in silent:
+            logger.warning(f"a replica has not confirmed version {version} of the policy: {one!r:.200}")
+        return len(told) if told and not silent else None
+
+    async def _in_touch(self) -> None:
+        """Wait for this replica to look for a policy again; not for long: the last known is better than no answer."""
+        deadline = time.monotonic() + LOOK_S
+        while time.monotonic() - self._looked_at > LEASE_S:
+            if time.monotonic() > deadline:
+                logger.warning(f"the policy cannot be looked up, {self.in_force.id} stays")
+                self._looked_at = time.monotonic()
+            await asyncio.sleep(0.01)
+
+    def _change(self, change: PolicyChange, if_match: str | None) -> tuple[InForce, InForce]:
+        """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
+        for _ in range(MOST_TRIES):
+            before = self._adopt_kept()
+            wanted = "*" if if_match is None else if_match
+            if not {"*", self.etag(before)} & {tag.strip() for tag in wanted.split(",")}:
+                self.metrics.policy_change("overtaken")
+                raise RequestError(f"policy {before.id} is in force as {self.etag(before)}, not {wanted:.80}", 412)
+            after = InForce.of(change.applied(before.policy), before.version + 1)
+            if self._log.append(after):
+                return before, after
+        raise RequestError("others change the policy all the time; try again later", 409, 1.0)
+
+    def _adopt_kept(self) -> InForce:
+        # What is read first is adopted first: a policy that has been replaced shall not come back for a moment.
+        with self._adopting:
+            began = time.monotonic()
+            kept = self._log.read()
+            if kept is not None and kept.version > self.in_force.version:
+                self._adopt(kept)
+            self._looked_at = began
+            return self.in_force
+
+    def _adopt(self, after: InForce) -> None:
+        before, self.in_force = self.in_force, after
+        if after.id != before.id or after.policy.reference != before.policy.reference:
+            self.watching.begin(after.policy, after.id)
+        if after.id != before.id:
+            self.metrics.policy(after.id, before.id)
+            logger.info(f"policy {after.id} is in force after {before.id}")
+            self._reported.forget(before.id)
+
+    async def _follow_policy(self) -> None:
+        """Take what was set at other replicas."""
+        await asyncio.to_thread(self._adopt_kept)
+
+    async def _follow_stages(self) -> None:
+        """Learn how many replicas the stages have, and what their models say of themselves."""
+        told = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
+        for place, (lane, facts) in enumerate(zip(self.cascade.lanes, told, strict=True)):
+            if isinstance(facts, BaseException):
+                logger.warning(f"stage {lane.name!r}: its state is unknown: {type(facts).__name__}: {facts}")
+            elif facts is not None:
+                lane.health.n_replicas = len(facts)
+                self.facts[place] = facts[0] if facts else self.facts[place]
+            lane.pump_soon()
+        self.metrics.queued([lane.n_queued for lane in self.cascade.lanes])

@@ -1,0 +1,125 @@
+"""The local shell in a process of its own: no Ray, a quick start, an orderly end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from runs import python_pool, two_model_policy
+
+CAUC = Path(sys.executable).with_name("cauc")
+DEADLINE_S = 60.0
+# Told by a process that served one request: what it has imported.
+SERVES = """
+import json, sys, urllib.request
+import cauc_ray
+with cauc_ray.serve("pool.yaml", "policy.json", port=0, local=True) as service:
+    row = {"name": "x", "shape": [1], "datatype": "FP64", "data": [0.1]}
+    body = json.dumps({"inputs": [row], "outputs": [{"name": "stage"}]}).encode()
+    with urllib.request.urlopen(f"{service.url}/v2/models/test/infer", body, timeout=60) as answer:
+        stages = json.load(answer)["outputs"][0]["data"]
+print(json.dumps([stages, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+@pytest.fixture
+def home(tmp_path):
+    python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    (tmp_path / "policy.json").write_text(two_model_policy().to_json())
+    return tmp_path
+
+
+def test_a_service_and_its_command_import_neither_ray_nor_torch(home):
+    done = subprocess.run([sys.executable, "-c", SERVES], cwd=home, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (0, "")
+    data, modules = json.loads(done.stdout)
+    assert data == [1]
+    assert not {"ray", "torch", "fastapi", "transformers", "sklearn"} & set(modules)
+    assert "cauc_ray" in modules
+
+
+class Command:
+    """`cauc serve --local` in a session of its own."""
+
+    def __init__(self, home):
+        self.process = subprocess.Popen(
+            [CAUC, "serve", "pool.yaml", "--policy", "policy.json", "--port", "0", "--local", "--json"],
+            cwd=home,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def started(self):
+        self.url = json.loads(self.process.stdout.readline())["url"]
+        return self
+
+    def ask(self):
+        row = {"name": "x", "shape": [1], "datatype": "FP64", "data": [9.0]}
+        body = json.dumps({"inputs": [row]}).encode()
+        with urllib.request.urlopen(f"{self.url}/v2/models/test/infer", body, timeout=DEADLINE_S) as answer:
+            return answer.status
+
+    def end(self):
+        """Leave nothing, whatever a test has not ended."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_answers_what_is_open_and_ends_with_0(home, number):
+    log = home / "calls"
+    python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
+    command, answers = Command(home).started(), []
+    try:
+        asker = threading.Thread(target=lambda: answers.append(command.ask()))
+        asker.start()
+        until(log.exists)
+        os.killpg(command.process.pid, number)
+        out, err = command.process.communicate(timeout=DEADLINE_S)
+        asker.join()
+    finally:
+        command.end()
+    assert (command.process.returncode, out) == (0, "")
+    assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
+    assert answers == [200]
+
+
+def test_a_stop_while_models_load_is_orderly(home):
+    begun = home / "begun"
+    python_pool(home, [("loads_slowly", {"seconds": 60.0, "log": str(begun)}), ("by_x", {})])
+    command = Command(home)
+    try:
+        until(begun.exists)
+        command.process.send_signal(signal.SIGTERM)
+        out, err = command.process.communicate(timeout=DEADLINE_S)
+    finally:
+        command.end()
+    assert (command.process.returncode, out, err) == (0, "", "")
+
+
+def test_what_cannot_start_is_one_line(home):
+    python_pool(home, [("by_x", {}), ("cannot_load", {})])
+    done = subprocess.run(
+        [CAUC, "serve", "pool.yaml", "--policy", "policy.json", "--port", "0", "--local"],
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "cauc: error: the service does not start: stage large: OSError: weights.pt is not there\n"
