@@ -30,6 +30,7 @@ from cauc_ray.cascade.parcels import Parcel
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Worker
 from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Floats
@@ -266,8 +267,9 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
 
     Open requests are answered at the end, up to GRACE_S.
     """
-    sys.path[:0] = [path for path in (os.getcwd(),) if path not in sys.path]
-    with _gpus_as_asked(pool.chain(policy.models)), _listener(host, port) as listener:
+    stages = pool.chain(policy.models)
+    sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
+    with _gpus_as_asked(stages), _listener(host, port) as listener:
         service = LocalService(model, pool, policy)
         config = uvicorn.Config(
             service.app(),
