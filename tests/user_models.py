@@ -364,3 +364,23 @@ def softmaxed():
         return rows
 
     return answer
+
+
+def talkative(seconds):
+    """Answer as by_x does, slowly, and print and log what it does, with a progress bar."""
+    import logging
+    import sys
+
+    log = logging.getLogger("talkative")
+    log.addHandler(logging.StreamHandler())
+    print(f"loaded in process {os.getpid()}")
+
+    def answer(batch):
+        time.sleep(seconds)
+        for done in range(3):
+            sys.stderr.write(f"\r{done} of 3")
+        sys.stderr.write("\n")
+        log.warning("a batch of %d rows", len(batch["x"]))
+        return by_x()(batch)
+
+    return answer

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
 from cauc_ray.errors import CaucWarning, ExecutionError
+from cauc_ray.execution.output import model_output
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.resources import Resources, amounts_text
 from cauc_ray.models.service import Replicas
@@ -30,6 +31,8 @@ ASK_DEADLINE_S = 60.0
 MOST_CPUS_PER_CORE = 128
 # A cluster's monitor first reports within this; where none reports, nothing starts nodes.
 MONITOR_S = 10.0
+# What models print takes so long to arrive.
+OUTPUT_S = 0.3
 
 
 @contextmanager
@@ -44,7 +47,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         yield
         return
     address = address or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.ERROR}
     if address == "local":
         # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -61,7 +64,9 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     try:
         if address != "local":
             _require_tokens_there(address)
-        yield
+        with model_output():
+            yield
+            time.sleep(OUTPUT_S)
     finally:
         ray.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ import ray
 from cauc_ray.cascade.parcels import Parcel, Part, gathered
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Collected, Worker, prepare_process
+from cauc_ray.execution.output import STAGE
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
@@ -23,9 +25,15 @@ class StageWorker:
     """
 
     def __init__(self, spec: StageSpec, stage: int, policy: Policy | None, import_paths: Sequence[str]) -> None:
+        self._name = f"{STAGE}{spec.name!r}"
+        os.environ.setdefault("TQDM_DISABLE", "1")  # nobody watches a replica's own progress bars
         prepare_process(spec, import_paths)
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
         self._worker = Worker(spec, stage, {} if policy is None else {"": policy}, node=self._node)
+
+    def __repr__(self) -> str:
+        """Return what Ray calls this worker where it passes on what the model prints."""
+        return self._name
 
     def place(self) -> str:
         """Return the node that the worker has been placed on."""

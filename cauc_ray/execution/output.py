@@ -1,0 +1,69 @@
+"""What models print and log on their replicas, for whoever has started them."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+# Has what models print, as INFO: a line begins with its stage.
+logger = logging.getLogger("cauc_ray.output")
+
+# Of the names that stages' workers have on Ray.
+STAGE = "stage "
+# So many different lines are told apart.
+MOST_LINES = 10_000
+
+
+@contextmanager
+def model_output() -> Iterator[None]:
+    """Log what models print on the current Ray session, which must send it to its driver, in place of Ray's own print.
+
+    Ray 2.60 writes what replicas print to standard output, which is for results, with process ids and repetitions.
+    """
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    dispatcher.remove_handler("ray_print_logs")
+    dispatcher.add_handler(logger.name, ModelOutput().take)
+    try:
+        yield
+    finally:
+        dispatcher.remove_handler(logger.name)
+
+
+class ModelOutput:
+    """Lines of all replicas, told as if each stage had one: what each of them prints once appears once.
+
+    Lines that differ in their digits alone (times, process ids) count as the same. Progress bars are left out.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], Counter[Any]] = {}
+
+    def take(self, batch: Mapping[str, Any]) -> None:
+        """Log the lines of a batch as Ray sends it, if they are of a stage."""
+        name = batch.get("actor_name") or ""
+        if not name.startswith(STAGE):
+            return
+        if len(self._seen) > MOST_LINES:
+            self._seen.clear()
+        for line in batch["lines"]:
+            if "\r" in line or not line.strip():
+                continue
+            replica, seen = (batch["ip"], batch["pid"]), self._seen.setdefault((name, _without_digits(line)), Counter())
+            seen[replica] += 1
+            if seen[replica] > seen["logged"]:
+                seen["logged"] += 1
+                logger.info("%s: %s", name, _plain(line))
+
+
+def _without_digits(line: str) -> str:
+    return re.sub(r"\d+", "0", line)
+
+
+def _plain(line: str) -> str:
+    """Return a line without colours and all else that steers a terminal."""
+    return "".join(each for each in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line) if each.isprintable() or each == "\t")

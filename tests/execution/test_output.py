@@ -1,0 +1,65 @@
+"""What models print on their replicas."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import numbered_input, python_pool, two_model_policy
+
+from cauc_ray.execution.output import ModelOutput
+
+
+def batch(pid, *lines, name="stage 'small'"):
+    return {"ip": "127.0.0.1", "pid": pid, "actor_name": name, "task_name": None, "lines": list(lines)}
+
+
+def logged(caplog, *batches):
+    output = ModelOutput()
+    with caplog.at_level(logging.INFO, logger="cauc_ray.output"):
+        for each in batches:
+            output.take(each)
+    return caplog.messages
+
+
+def test_what_all_replicas_of_a_stage_print_appears_once(caplog):
+    lines = logged(
+        caplog,
+        batch(11, "loaded in 0.5 s", "step 1"),
+        batch(12, "loaded in 0.7 s", "step 1", "step 2"),
+        batch(11, "step 2", "step 3"),
+        batch(13, "loaded in 0.6 s", name="stage 'large'"),
+    )
+    small = [f"stage 'small': {line}" for line in ("loaded in 0.5 s", "step 1", "step 2", "step 3")]
+    assert lines == [*small, "stage 'large': loaded in 0.6 s"]
+
+
+def test_what_is_no_line_of_a_model_is_left_out(caplog):
+    bars = batch(11, "\r 10 %", "\r 10 %\r 20 %", "", "  ")
+    assert logged(caplog, bars, batch(12, "a fault of Ray's", name="RunController"), batch(13, "more", name=None)) == []
+
+
+def test_lines_cannot_steer_the_terminal(caplog):
+    (line,) = logged(caplog, batch(11, "\x1b[1;31mred\x1b[0m\tand \x1b]loud\x07"))
+    assert line == "stage 'small': red\tand ]loud"
+
+
+@pytest.mark.slow
+def test_a_run_shows_it_next_to_its_results(tmp_path):
+    pool = python_pool(tmp_path, [("talkative", {"seconds": 0.2})] * 2, replicas={"min": 2, "max": 2})
+    (tmp_path / "policy.json").write_text(two_model_policy().to_json())
+    done = subprocess.run(
+        [Path(sys.executable).with_name("cauc"), "run", pool, "--policy", tmp_path / "policy.json", "--input",
+         numbered_input(tmp_path, 80), "-o", tmp_path / "out", "--address", "local", "--json"],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["n"] == 80
+    lines = done.stderr.splitlines()
+    for name in ("small", "large"):
+        of_stage = [line for line in lines if line.startswith(f"stage '{name}': ")]
+        assert sum("loaded in process" in line for line in of_stage) == 1
+        assert any(line.endswith(": a batch of 8 rows") for line in of_stage)
+    assert not any("of 3" in line or "pid=" in line for line in lines)
