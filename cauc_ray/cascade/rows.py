@@ -4,23 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import inf
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
+# Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; or it is the rows'
+# own fault.
+Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
+
 
 @dataclass(slots=True, eq=False)
 class Owner:
-    """What rows belong to, a block of the input, and what has become of its n rows; arrays (n,).
+    """What rows belong to, a block of the input or a request, and what has become of its n rows; arrays (n,).
 
-    names: what the shell knows the rows by.   predictions: int32, of the last stage that answered.   confidences,
-    costs: float64.   stages: int8, -1 for rows that have no answer.   degraded: bool, rows answered without a stage
-    that was down.   failures: the stage and the reason, by position; stage -1 where the row could not be read.
+    block: which one; 0 for a request.   names: what the shell knows the rows by.   predictions: int32, of the last
+    stage that answered.   confidences, costs: float64.   stages: int8, -1 for rows that have no answer.   degraded:
+    bool, rows answered without a stage that should have.   failures: the stage and the reason, by position; stage -1
+    where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
     restarts: how often all of it was begun anew, since objects were lost with their nodes.   live: False once nobody
-    wants its answers any more.
+    wants its answers any more.   closed: stages that have taken too long: nobody wants theirs.   deadline: when the
+    last answer is wanted, in seconds.   kind: rows whose owners have different ones share no call.
     """
 
     block: int
@@ -33,8 +40,12 @@ class Owner:
     costs: Floats = field(init=False)
     degraded: Bools = field(init=False)
     failures: dict[int, tuple[int, str]] = field(default_factory=dict)
+    at: Ints = field(init=False)
     n_left: int = field(init=False)
     live: bool = True
+    closed: set[int] = field(default_factory=set)
+    deadline: float = inf
+    kind: Any = None
 
     def __post_init__(self) -> None:
         self.predictions = np.full(self.n, -1, dtype=np.int32)
@@ -42,29 +53,39 @@ class Owner:
         self.stages = np.full(self.n, -1, dtype=np.int8)
         self.costs = np.zeros(self.n)
         self.degraded = np.zeros(self.n, dtype=bool)
+        self.at = np.zeros(self.n, dtype=np.int8)
         self.n_left = self.n
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints) -> Ints:
-        """Take a call's answers. Returns the rows that go on, by their positions here, int (m,).
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, goes_on: Any, held_at: Ints) -> Bools:
+        """Take a call's answers. Returns which of the rows go on, bool (m,).
 
-        indices: int (n,), positions here.   places: theirs in the call.   What rows that go on have so far is kept too:
-        it is their answer if the next stage is down.
+        indices: int (m,), positions here.   places: theirs in the call.   goes_on: what holds what rows carry, and
+        held_at, int (n,), where it has those of each row of the call.
+        What rows that go on have so far is kept too: it is their answer if the next stage is down.
         """
         accepted = result.accepted[places]
         self.costs[indices] += result.costs[places]
         self.predictions[indices] = result.predictions[places]
         self.confidences[indices] = result.confidences[places]
         self.stages[indices[accepted]] = stage
-        return indices[~accepted]
+        return ~accepted
 
-    def fail(self, indices: Ints, stage: int, reason: str) -> None:
-        """Note why rows have no answer."""
-        self.failures.update(dict.fromkeys(indices.tolist(), (stage, reason)))
+    def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> None:
+        """Note rows that a stage has not answered: where it is down, the answer before is theirs."""
+        self.at[indices] = -1
+        if trouble == "down" and stage > 0:
+            self.stages[indices] = stage - 1
+            self.degraded[indices] = True
+        else:
+            self.failures.update(dict.fromkeys(indices.tolist(), (stage, reason)))
 
-    def degrade(self, indices: Ints, stage: int) -> None:
-        """Let rows that wait for a stage have the answer of the one before."""
-        self.stages[indices] = stage - 1
-        self.degraded[indices] = True
+    def wants(self, stage: int) -> bool:
+        """Say whether anybody wants a stage's answers to its rows."""
+        return self.live and stage not in self.closed
+
+    def fingerprint(self) -> bytes | None:
+        """Return a digest of what may end or hang a replica, the same for two owners of the same; None if unknown."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +131,8 @@ class Call:
     n_unproven: how often they failed while the stage had never answered any.   probe: whether it asks a replica in
     doubt for a row that the stage has answered before; nobody needs the answer.   good_row: one that the stage has
     answered, for a replica that may have none.   handle: the shell's.
+    sent_at, began_at: when it was sent, and when its model is known to have begun.   suspected_at: when a replica ended
+    or hung while it had these rows.   given_up: its rows are asked of another replica; only its end is waited for.
     """
 
     stage: int
@@ -123,6 +146,10 @@ class Call:
     replica: int = -1
     good_row: Rows | None = None
     handle: Any = None
+    sent_at: float = 0.0
+    began_at: float | None = None
+    suspected_at: float | None = None
+    given_up: bool = False
 
     def __len__(self) -> int:
         return sum(len(rows) for rows in self.rows)
@@ -135,7 +162,18 @@ class Call:
     def again(self, due: float, **changes: Any) -> Call:
         """Return the call as it is to be tried again."""
         fresh: dict[str, Any] = {"attempt": self.attempt + 1, "replica": -1, "good_row": None, "handle": None}
+        fresh |= {"began_at": None, "given_up": False}
         return replace(self, due=due, **(fresh | changes))
+
+    @property
+    def wanted(self) -> bool:
+        """Say whether anybody wants its answers."""
+        return any(rows.owner.wants(self.stage) for rows in self.rows)
+
+    def by_owner(self) -> list[list[Rows]]:
+        """Return each owner's rows."""
+        owners = dict.fromkeys(rows.owner for rows in self.rows)
+        return [[rows for rows in self.rows if rows.owner is owner] for owner in owners]
 
     def pieces(self) -> Iterator[tuple[Rows, Ints]]:
         """Return each owner's rows with their positions in the call, int (n,)."""

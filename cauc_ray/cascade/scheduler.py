@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner, Rows
+from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
 from cauc_ray.numbers.types import Bools
 
@@ -151,22 +151,44 @@ class Scheduler:
 
     def _note(self, call: Call, result: CallResult, answered: Bools, goes_on: Any, now: float) -> None:
         """Note the answers of a call, and have rows that go on wait for the next stage."""
-        n_on = 0
+        carried = answered & ~result.accepted if result.carried is None else result.carried
+        held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
         for rows, places in call.pieces():
-            own = answered[places]
-            indices = rows.indices[own]
-            if not rows.owner.live:
-                n_on += int((~result.accepted[places[own]]).sum())
+            if not rows.owner.wants(call.stage):
                 continue
-            on = rows.owner.note(call.stage, indices, result, places[own])
-            if len(on):
-                at = np.arange(n_on, n_on + len(on))
-                n_on += len(on)
+            own = answered[places]
+            indices, places = rows.indices[own], places[own]
+            on = rows.owner.note(call.stage, indices, result, places, goes_on, held_at)
+            rows.owner.at[indices] = np.where(on, call.stage + 1, -1)
+            self._end_rows(rows.owner, len(indices) - int(on.sum()))
+            if on.any():
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
-                self.stages[call.stage + 1].push(Rows(rows.owner, on, goes_on, at, now, row_bytes, result.state_bytes))
-            self._end_rows(rows.owner, len(indices) - len(on))
-        if n_on:
-            self._degrade(call.stage + 1)
+                state_bytes = result.state_bytes
+                self._wait(
+                    call.stage + 1,
+                    Rows(rows.owner, indices[on], goes_on, held_at[places[on]], now, row_bytes, state_bytes),
+                    now,
+                )
+
+    def _wait(self, stage: int, rows: Rows, now: float) -> None:
+        """Have rows wait for a stage that takes them."""
+        why_not = self.stages[stage].refuses(rows, now)
+        if why_not is None:
+            self.stages[stage].push(rows)
+        else:
+            self._leave_out(stage, rows, *why_not)
+
+    def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
+        """Note rows that a stage will not answer."""
+        owner = rows.owner
+        if not owner.wants(stage):
+            return
+        owner.left_out(rows.indices, stage, trouble, reason)
+        if trouble == "down" and stage > 0:
+            self.stages[stage].degraded += len(rows)
+        else:
+            self.stages[stage].note_failed([reason] * len(rows))
+        self._end_rows(owner, len(rows))
 
     def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
         """Take the result of a call that answered no row."""
@@ -220,8 +242,8 @@ class Scheduler:
                 self.lost.append(owner)
                 continue
             # Whatever waits of it may be lost too, and what was answered stays.
-            left = np.flatnonzero((owner.stages < 0) & ~np.isin(np.arange(owner.n), list(owner.failures)))
-            owner.fail(left, call.stage, reason)
+            left = np.flatnonzero(owner.at >= 0)
+            owner.left_out(left, call.stage, "error", reason)
             at.note_failed([reason] * len(left))
             self.done.append(owner)
         for queue in self.stages:
@@ -229,7 +251,7 @@ class Scheduler:
 
     def give_up(self, owner: Owner, reason: str) -> None:
         """Fail all rows of an owner that was lost and cannot be read again."""
-        owner.fail(np.arange(owner.n), -1, reason)
+        owner.left_out(np.arange(owner.n), -1, "error", reason)
         self.done.append(owner)
 
     def held_back(self, stage: int) -> bool:
@@ -258,15 +280,24 @@ class Scheduler:
             blamed = own_fault and place == 0
             if call.probe:
                 continue
-            at.deaths += blamed and call.isolated  # many may be killed at once for no fault of a call
-            if not (blamed and call.isolated):
-                at.try_again(call.again(now, isolated=call.isolated or blamed))
-            elif len(call) > 1:
-                at.try_again(*(call.again(now, rows=half) for half in call.halves()))
+            if blamed:
+                self._ended_replica(call, reason, now)
             else:
-                self._failed(call, replica, reason, now)
+                at.try_again(call.again(now))
         at.drop_replica(replica)
         self._degrade(stage)
+
+    def _ended_replica(self, call: Call, reason: str, now: float) -> None:
+        """Take a call that a replica computed when it ended or was given up: that may be its rows' doing."""
+        at = self.stages[call.stage]
+        if not call.isolated:
+            at.try_again(call.again(now, isolated=True))
+            return
+        at.deaths += 1  # many may be killed at once for no fault of a call
+        if len(call) > 1:
+            at.try_again(*(call.again(now, rows=half) for half in call.halves()))
+        else:
+            self._failed(call, call.replica, reason, now)
 
     def stage_down(self, stage: int) -> None:
         """Answer what waits for a stage, and what is yet to come, as the stages before would have.
@@ -289,11 +320,8 @@ class Scheduler:
 
     def _give_up(self, call: Call, reason: str) -> None:
         """Count rows as failed for their own sake."""
-        self.stages[call.stage].note_failed([reason] * len(call))
         for rows in call.rows:
-            if rows.owner.live:
-                rows.owner.fail(rows.indices, call.stage, reason)
-                self._end_rows(rows.owner, len(rows))
+            self._leave_out(call.stage, rows, "refused", reason)
 
     def _degrade(self, stage: int) -> None:
         """Give all rows that wait for a stage the answer of the one before it, if it is down."""
@@ -301,9 +329,7 @@ class Scheduler:
         if not at.down:
             return
         for rows in at.take_all():
-            at.degraded += len(rows)
-            rows.owner.degrade(rows.indices, stage)
-            self._end_rows(rows.owner, len(rows))
+            self._leave_out(stage, rows, "down", "it is down")
 
     def _end_rows(self, owner: Owner, n: int) -> None:
         """Count rows of an owner that need nothing more."""

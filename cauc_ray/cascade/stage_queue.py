@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Rows
+from cauc_ray.cascade.rows import Call, Rows, Trouble
 
 # One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are
 # so short that a result's way to the controller and back takes longer.
@@ -175,6 +175,10 @@ class StageQueue:
         n_done = self.accepted + self.deferred
         return (self.n_waiting + self.in_flight / 2) * self.busy_s / n_done if n_done else None
 
+    def refuses(self, rows: Rows, now: float) -> tuple[Trouble, str] | None:
+        """Return why the stage takes no rows now, None where it does."""
+        return ("down", "it is down") if self.down else None
+
     def push(self, rows: Rows) -> None:
         """Have rows wait."""
         self._queue.append(rows)
@@ -183,24 +187,31 @@ class StageQueue:
 
     def try_again(self, *calls: Call) -> None:
         """Have calls go out as they are, when they are due; without rows that nobody wants any more."""
-        wanted = ((call, [rows for rows in call.rows if rows.owner.live]) for call in calls)
+        wanted = ((call, [rows for rows in call.rows if rows.owner.wants(self.stage)]) for call in calls)
         self._again += [replace(call, rows=rows) for call, rows in wanted if rows]
 
     def take_all(self) -> list[Rows]:
         """Take everything that waits."""
-        waiting = [*self._pop(self.queued_rows), *(rows for call in self._again for rows in call.rows)]
+        waiting = [*self._take_queue(), *(rows for call in self._again for rows in call.rows)]
         self._again = []
         self._reserved = None
         return waiting
 
     def drop_ended(self) -> None:
         """Drop what waits of owners that nobody wants any more."""
-        waiting = [rows for rows in self._pop(self.queued_rows) if rows.owner.live]
+        waiting = self._take_queue()
         for rows in waiting:
-            self.push(rows)
+            if rows.owner.wants(self.stage):
+                self.push(rows)
         again, self._again = self._again, []
         self._reserved = None  # for a call that may have gone
         self.try_again(*again)
+
+    def _take_queue(self) -> list[Rows]:
+        waiting = list(self._queue)
+        self._queue.clear()
+        self.queued_rows, self.queued_bytes = 0, 0.0
+        return waiting
 
     # Sending
 
@@ -215,7 +226,7 @@ class StageQueue:
         if (
             call is None
             and (replica := self._free_replica()) is not None
-            and (n := self._batch_rows(now, more_can_come))
+            and (n := self._batch_rows(replica, now, more_can_come))
         ):
             call = Call(self.stage, self._pop(n), now, replica=replica)
         call = call or self._next_again(now, first=False)
@@ -226,6 +237,7 @@ class StageQueue:
     def _send(self, call: Call, now: float) -> None:
         replica = self._replicas[call.replica]
         self.in_flight += len(call)
+        call.sent_at = now
         if not replica.calls:
             replica.busy_since = now
         if not replica.proven and not call.probe:
@@ -245,7 +257,7 @@ class StageQueue:
             if call.due > now or is_first is not first:
                 continue
             avoided = self._avoided(call)
-            replica = self._empty_replica(avoided) if call.isolated else self._free_replica(avoided)
+            replica = self._replica_apart(call, avoided, now) if call.isolated else self._free_replica(avoided)
             if replica is not None:
                 del self._again[place]
                 call.replica = replica
@@ -260,8 +272,8 @@ class StageQueue:
             due.append(self._queue[0].ready_at + self.limits.batch_wait_s)
         return max(0.0, min(due) - now) if due else None
 
-    def _batch_rows(self, now: float, more_can_come: bool) -> int:
-        """Return how many rows a batch takes now, 0 if it is better to wait."""
+    def _batch_rows(self, replica: int, now: float, more_can_come: bool) -> int:
+        """Return how many rows a batch for a replica takes now, 0 if it is better to wait."""
         full = self.limits.batch_size
         if not self._queue:
             return 0
@@ -455,8 +467,11 @@ class StageQueue:
                 free, fewest = number, len(replica.calls)
         return free
 
-    def _empty_replica(self, avoided: Set[int]) -> int | None:
-        """Return a replica without calls that is known to work; while there is none, keep one from taking more."""
+    def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
+        """Return a replica without calls that is known to work; while there is none, keep one from taking more.
+
+        call: an isolated one.
+        """
         if self._reserved is None or self._reserved in avoided or not self._replicas[self._reserved].takes_rows:
             own = [
                 (len(replica.calls), number)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.execution.actors import placement
@@ -18,6 +19,7 @@ from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.router import ROUTER, Router, stage_deployment
+from cauc_ray.serving.routing import NamedReplica
 from cauc_ray.serving.service import require_name
 from cauc_ray.serving.stages import StageServer
 
@@ -65,8 +67,9 @@ def _stage(spec: StageSpec) -> Any:
         StageServer,
         name=stage_deployment(spec.name),
         ray_actor_options=placement(spec.resources),
-        # One call computes and one waits; the router holds the others back, where they can still be gathered.
-        max_ongoing_requests=4,
+        # The routers' schedulers say which replica takes a call, and how many; beyond that it only needs room.
+        request_router_config=RequestRouterConfig(request_router_class=NamedReplica),
+        max_ongoing_requests=1000,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,
         graceful_shutdown_timeout_s=5.0,

@@ -1,84 +1,100 @@
-"""The cascade that answers requests: each stage's lane, and the policy's step between them."""
+"""The cascade that answers requests, on one event loop: it carries messages between stages and the scheduler."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextvars import Context
 from functools import partial
 from hashlib import blake2b
-from typing import Protocol
+from itertools import count
+from typing import Any, Protocol
 
 import numpy as np
 
+from cauc_ray.cascade.request_queue import RequestLimits
+from cauc_ray.cascade.requests import RequestScheduler
 from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.crowd import Crowd
-from cauc_ray.serving.faults import RequestError, Trouble
-from cauc_ray.serving.flight import Early, Flight, Group, Payload
-from cauc_ray.serving.lane import Lane, LaneLimits, StageClient
+from cauc_ray.serving.faults import RequestError, StageError
+from cauc_ray.serving.flight import Flight, Observer
+from cauc_ray.serving.packing import StageCall, packed
 from cauc_ray.serving.shadows import Shadows, Tell
 
-RETRY_AFTER_S = 1.0
+# What may wait before a stage: inputs are held in this process, next to what is being read and answered.
+QUEUE_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
 
-class Observer(Protocol):
-    """Who counts what happens. Stages are numbered from 0."""
+class StageClient(Protocol):
+    """How a stage is called."""
 
-    def rows(self, stage: int, outcome: str, n: int) -> None:
-        """Count rows that left a stage: accepted, deferred, capped, degraded or failed."""
+    async def answer(
+        self, call: StageCall, on_begin: Callable[[], None] | None = None
+    ) -> tuple[CallResult, Floats | None]:
+        """Have the call's replica answer and decide; return its result, and the states of the rows that go on.
 
-    def answered(self, stage: int, confidences: Floats, costs: Floats, waits_s: Sequence[float]) -> None:
-        """Note a step's confidences and costs by row, and how long each group of rows waited for it, in seconds."""
+        on_begin: called once the model begins; only where that must be known. Raises StageError.
+        """
 
-    def called(self, stage: int, n_rows: int, call_s: float) -> None:
-        """Note a call of a stage."""
+    def replace(self, replica: str) -> None:
+        """Have a replica ended, and another started."""
 
-    def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
-        """Count rows that a stage should have answered."""
-
-    def shadowed(self, stage: int, costs: Floats) -> None:
-        """Note what a stage's answers cost that nobody waits for, by row."""
-
-    def shadow_rows(self, outcome: str, n: int) -> None:
-        """Count chosen early answers: compared with the whole cascade's, or dropped."""
+    def share(self, columns: Batch) -> Any:
+        """Put columns where every stage can read them and return the reference; None for what is too small."""
 
 
 class Cascade:
     """Answers requests by calling a chain's stages, on one event loop; made where that loop runs.
 
     A pool whose on_failure is "degrade" answers with the best so far where a later stage cannot; "fail" refuses
-    the request.
+    the request. Which replicas stages have is told by `replicas`.
     """
 
     def __init__(
         self, stages: Sequence[StageSpec], pool: Pool, clients: Sequence[StageClient], observer: Observer
     ) -> None:
+        self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
-        self._observer = observer
-        self._clock = asyncio.get_running_loop().time
-        self._crowd = Crowd(self._clock)
-        self.lanes: list[Lane] = []
+        self._observer, self._clients = observer, clients
+        self._loop = asyncio.get_running_loop()
+        self._crowd = Crowd(self._loop.time)
+        self.scheduler = RequestScheduler(
+            [
+                RequestLimits(
+                    batch_size=spec.serving.batch_size or spec.batch_size,
+                    batch_wait_s=spec.serving.batch_wait_s,
+                    queue_rows=pool.serving.max_queued_rows,
+                    queue_bytes=QUEUE_BYTES,
+                    name=spec.name,
+                    timeout_s=spec.serving.timeout_s,
+                    degrades=self._degrades and stage > 0,
+                )
+                for stage, spec in enumerate(stages)
+            ],
+            self._crowd.expects_more,
+        )
+        # A request has as long as its slowest stage.
+        self._timeout_s = max(spec.serving.timeout_s for spec in stages)
         self._keys: dict[int, tuple[Policy, str]] = {}
-        for stage, (spec, client) in enumerate(zip(stages, clients, strict=True)):
-            limits = LaneLimits(
-                batch_size=spec.serving.batch_size or spec.batch_size,
-                batch_wait_s=spec.serving.batch_wait_s,
-                timeout_s=spec.serving.timeout_s,
-                max_queued=pool.serving.max_queued_rows,
-            )
-            more = self._expects_more(stage)
-            degrades = self._degrades and stage > 0
-            lane = Lane(stage, spec.name, limits, client, self, more, spec.replicas.min, degrades=degrades)
-            self.lanes.append(lane)
-        dropped = partial(observer.shadow_rows, "dropped")
-        self._shadows = Shadows(pool.serving.shadow, self.lanes, self, dropped)
+        self._numbers: list[dict[str, int]] = [{} for _ in stages]
+        self._replica_names: dict[int, str] = {}
+        self._leaving: set[str] = set()
+        self._next_number = count()
+        self._tasks: dict[Call, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._pumps = False
+        self._shadows = Shadows(pool.serving.shadow, self)
+
+    # Requests
 
     async def answer(
         self, policy: Policy, columns: Batch, n: int, *, last_stage: int | None = None, wants_scores: bool = False
@@ -88,25 +104,41 @@ class Cascade:
         columns: each (n, ...).   last_stage: the deepest to call, by its number.   wants_scores: keep them.
         Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
-        last_stage = len(self.lanes) - 1 if last_stage is None else last_stage
-        flight = Flight(policy, self._key(policy), columns, n, last_stage, wants_scores)
-        rows = np.arange(n)
+        last_stage = len(self.names) - 1 if last_stage is None else last_stage
+        flight = Flight(
+            policy,
+            self._key(policy),
+            columns,
+            n,
+            last_stage,
+            self._observer,
+            degrades=self._degrades,
+            wants_scores=wants_scores,
+        )
         with self._crowd.one_more():
-            try:
-                self._send(flight, 0, rows, Payload(columns), rows, None)
-                await flight.done
-            finally:
-                self._withdraw(flight)
+            await self.follow(flight, 0, None)
         return flight
 
-    def _key(self, policy: Policy) -> str:
-        """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
-        known = self._keys.get(id(policy))
-        if known is None or known[0] is not policy:
-            while len(self._keys) >= MOST_POLICIES:
-                del self._keys[next(iter(self._keys))]
-            known = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
-        return known[1]
+    async def follow(self, flight: Flight, stage: int, state: Floats | None) -> None:
+        """Have a request's rows wait for a stage, with the state (n, S) that they bring along; return at its end.
+
+        Raises RequestError.
+        """
+        now = self._loop.time()
+        flight.deadline = now + self._timeout_s
+        try:
+            self.scheduler.start(flight, stage, state, _row_bytes(flight), now)
+            self._take_done()
+            self.pump_soon()
+            await flight.done
+        finally:
+            self.scheduler.cancel(flight)
+            self.pump_soon()
+
+    def shadow_of(self, policy: Policy, columns: Batch, n: int) -> Flight:
+        """Return a request that nobody waits for, which is to be asked to the last stage."""
+        last = len(self.names) - 1
+        return Flight(policy, self._key(policy), columns, n, last, self._observer, shadow=True)
 
     def compare(self, flight: Flight, tell: Tell) -> None:
         """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
@@ -120,140 +152,179 @@ class Cascade:
 
         self._shadows.offer(flight, compared)
 
-    def go_on(self, flight: Flight, stage: int, state: Floats) -> None:
-        """Send all rows of a request to a stage, with the state that they bring along."""
-        rows = np.arange(flight.n)
-        self._send(flight, stage, rows, Payload(flight.columns), rows, state)
+    def dropped(self, n: int) -> None:
+        """Count early answers that were to be compared, and are not."""
+        self._observer.shadow_rows("dropped", n)
 
-    def give_up(self, flight: Flight) -> None:
-        """Forget what of a request still waits."""
-        self._withdraw(flight)
+    def _key(self, policy: Policy) -> str:
+        """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
+        known = self._keys.get(id(policy))
+        if known is None or known[0] is not policy:
+            while len(self._keys) >= MOST_POLICIES:
+                del self._keys[next(iter(self._keys))]
+            known = self._keys[id(policy)] = policy, blake2b(policy.to_json().encode(), digest_size=12).hexdigest()
+        return known[1]
 
-    def called(self, stage: int, n_rows: int, call_s: float) -> None:
-        """Note a call that a lane has made."""
-        self._observer.called(stage, n_rows, call_s)
+    # Stages
 
-    def keeps(self, group: Group) -> Bools | None:
-        """Return which of a group's rows shall bring back their state even if they stop, bool (m,), None for none."""
-        return self._shadows.keeps(group)
+    def replicas(self, stage: int, names: Collection[str]) -> None:
+        """Take the replicas of a stage that take calls, by their names."""
+        at, known, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
+        for name in [name for name in known if name not in names]:
+            if not at.calls_at(known[name]):  # else its calls will tell
+                self._lost(stage, known[name], "it is gone", own_fault=False)
+        self._leaving &= set(names) | {name for own in self._numbers for name in own}
+        for name in names:
+            if name not in known and name not in self._leaving:
+                known[name] = number = next(self._next_number)
+                self._replica_names[number] = name
+                at.add_replica(number, now)
+        at.health.replicas(at.n_replicas, now)
+        self.pump_soon()
 
-    def answered(
-        self, stage: int, groups: Sequence[tuple[Group, Ints]], result: CallResult, states: Floats | None
-    ) -> None:
-        """Take what a call answered and decided of groups, and send on what is deferred."""
+    def missing(self, stage: int) -> bool:
+        """Say whether a stage has had no replica for longer than rows wait for one."""
+        return self.scheduler.stages[stage].health.missing(self._loop.time())
+
+    def queued(self) -> list[int]:
+        """Return how many rows wait for each stage."""
+        return [at.n_waiting for at in self.scheduler.stages]
+
+    def _lost(self, stage: int, number: int, why: str, *, own_fault: bool) -> None:
+        """Forget a replica. What it was asked is asked elsewhere."""
+        at = self.scheduler.stages[stage]
+        for call in at.calls_at(number):
+            self._forget(call)
+        self.scheduler.replica_lost(stage, number, why, self._loop.time(), own_fault=own_fault)
+        del self._numbers[stage][self._replica_names.pop(number)]
+
+    def _forget(self, call: Call) -> None:
+        # Forgotten here: a task that is cancelled before it has begun comes to no line of its own.
+        task = self._tasks.pop(call, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    # Calls
+
+    def pump_soon(self) -> None:
+        """Pump after all that is happening right now: rows that come together shall go together."""
+        if not self._pumps:
+            self._pumps = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send what can go now, and come back when something else can."""
+        self._pumps = False
+        now = self._loop.time()
+        for unwanted in list(self.scheduler.unwanted(now)):
+            self._forget(unwanted)
+        while (call := self.scheduler.next_call(now)) is not None:
+            # In a context of its own: it is no part of the request that happens to be handled now.
+            coroutine = self._call(call, self._replica_names[call.replica])
+            self._tasks[call] = self._loop.create_task(coroutine, context=Context())
+        self._take_done()
+        wait_s = self.scheduler.wait_s(now)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if wait_s is None else self._loop.call_at(now + wait_s, self._on_time)
+
+    def _on_time(self) -> None:
+        self.scheduler.expire(self._loop.time())
+        self._take_done()
+        self._pump()
+
+    def _take_done(self) -> None:
+        for owner in self.scheduler.done:
+            assert isinstance(owner, Flight)
+            owner.finish()
+        self.scheduler.done.clear()
+
+    async def _call(self, call: Call, replica: str) -> None:
+        client = self._clients[call.stage]
+        fault: StageError | None = None
         try:
-            self._take(stage, groups, result, states)
+            asked = packed(call, replica, client.share, self._shadows.keeps)
+            if call.isolated:
+                answer = await client.answer(asked, partial(self._begin, call))
+            else:
+                call.began_at = call.sent_at
+                answer = await client.answer(asked)
+        except StageError as error:
+            fault = error
+        except Exception as error:  # whatever it is, nobody shall wait for ever
+            logger.exception("a call could not be made")
+            fault = StageError("failed", f"{type(error).__name__}: {error}")
+        if self._tasks.get(call) is not asyncio.current_task():
+            return  # it has been taken back
+        try:
+            if fault is not None:
+                self._recover(call, fault)
+            else:
+                self._ended(call, *answer)
         except Exception:  # whatever it is, nobody shall wait for ever
             logger.exception("answers could not be taken")
-            for group, _ in groups:
-                group.flight.fail(RequestError("an internal error; the service's log has it", 500))
-                self._withdraw(group.flight)
-        for lane in self.lanes[stage + 1 :]:
-            lane.pump_soon()  # what has waited for more rows may have to wait no longer
+            for rows in call.rows:
+                assert isinstance(rows.owner, Flight)
+                rows.owner.fail(RequestError("an internal error; the service's log has it", 500))
+        finally:
+            self._tasks.pop(call, None)
+            self._take_done()
+            self.pump_soon()
 
-    def _take(
-        self, stage: int, groups: Sequence[tuple[Group, Ints]], result: CallResult, states: Floats | None
-    ) -> None:
-        now = self._clock()
-        answered = [part for group, places in groups for part in self._answerable(stage, group, places, result)]
+    def _begin(self, call: Call) -> None:
+        call.began_at = self._loop.time()
+
+    def _ended(self, call: Call, result: CallResult, states: Floats | None) -> None:
+        """Hand a call's result on; replace the replicas that it shows to be bad."""
+        now, at = self._loop.time(), self.scheduler.stages[call.stage]
+        if result.error is None and not call.given_up:
+            self._observer.called(call.stage, len(call), now - call.sent_at)
+            if not call.probe:
+                self._observe(call, result, now)
+        self.scheduler.ended(call, result, states, now)
+        for number, why in at.take_bad().items():
+            name = self._replica_names[number]
+            logger.error(f"stage {self.names[call.stage]!r}: replica {name} is replaced: {why}")
+            self._leaving.add(name)
+            self._lost(call.stage, number, why, own_fault=False)
+            self._clients[call.stage].replace(name)
+
+    def _observe(self, call: Call, result: CallResult, now: float) -> None:
         for shadow in (False, True):
-            own = [(group, places) for group, places in answered if group.flight.shadow is shadow]
+            own = [
+                (rows, places[[int(place) not in result.failures for place in places]] if result.failures else places)
+                for rows, places in call.pieces()
+                if rows.owner.wants(call.stage) and getattr(rows.owner, "shadow", False) is shadow
+            ]
             if not own:
                 continue
-            rows = np.concatenate([places for _, places in own])
+            places = np.concatenate([places for _, places in own])
             if shadow:
-                self._observer.shadowed(stage, result.costs[rows])
-            else:
-                waits_s = [now - group.ready_at for group, _ in own]
-                self._observer.answered(stage, result.confidences[rows], result.costs[rows], waits_s)
-        assert result.carried is not None
-        at = np.cumsum(result.carried) - 1  # of each carried row among the states
-        for group, places in answered:
-            self._move(stage, group, places, result, None if states is None else (states, at))
+                self._observer.shadowed(call.stage, result.costs[places])
+                continue
+            waits_s = [now - rows.ready_at for rows, _ in own]
+            self._observer.answered(call.stage, result.confidences[places], result.costs[places], waits_s)
+            for (rows, _), waited_s in zip(own, waits_s, strict=True):
+                assert isinstance(rows.owner, Flight)
+                rows.owner.ready(call.stage, waited_s)
 
-    def unanswered(self, stage: int, group: Group, trouble: Trouble, reason: str) -> None:
-        """Let a group that a stage has not answered stop with the best so far, or refuse its request."""
-        flight = group.flight
-        if flight.done.done():
-            return
-        if flight.shadow:
-            flight.fail(RequestError(reason, 503))
-            return
-        if stage > 0 and self._degrades:
-            flight.degraded[group.rows] = True
-            flight.reason = flight.reason or reason
-            self._observer.rows(stage, "degraded", len(group))
-            self._observer.degraded(stage, trouble, len(group))
-            flight.finish(len(group))
-            return
-        self._observer.rows(stage, "failed", len(group))
-        if trouble == "refused":
-            flight.fail(RequestError(reason, 422))
-        elif trouble == "overloaded" and stage == 0:
-            flight.fail(RequestError(f"{reason}; try again later", 429, RETRY_AFTER_S))
+    def _recover(self, call: Call, fault: StageError) -> None:
+        """Take the end of a call that came to nothing."""
+        if fault.kind in ("died", "gone"):
+            self._lost(call.stage, call.replica, fault.message, own_fault=fault.kind == "died")
         else:
-            flight.fail(RequestError(reason, 503, RETRY_AFTER_S))
-        self._withdraw(flight)
+            trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
+            self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
 
-    def _answerable(self, stage: int, group: Group, places: Ints, answers: CallResult) -> list[tuple[Group, Ints]]:
-        """Return a group without the rows that the model refuses, and where its rows stand in the call."""
-        refused = np.array([int(place) in answers.failures for place in places]) if answers.failures else None
-        if refused is None or not refused.any():
-            return [(group, places)]
-        first = int(places[refused][0])
-        which = f"row {group.rows[refused][0]}: " if group.flight.n > 1 else ""
-        reason = f"{which}{answers.failures[first]} (stage {self.lanes[stage].name!r})"
-        self.unanswered(stage, group.part(np.flatnonzero(refused)), "refused", reason)
-        kept = np.flatnonzero(~refused)
-        return [(group.part(kept), places[kept])] if len(kept) else []
 
-    def _move(
-        self, stage: int, group: Group, places: Ints, result: CallResult, states: tuple[Floats, Ints] | None
-    ) -> None:
-        """Let a group's rows stop or go on.   states: of carried rows, and where each row of the call has its own."""
-        flight = group.flight
-        if flight.done.done():
-            return
-        flight.note(stage, group.rows, result, places, self._clock() - group.ready_at)
-        # Of a shadow the last stage's word is wanted.
-        goes_on: Bools = np.ones(len(places), dtype=bool) if flight.shadow else ~result.accepted[places]
-        if stage == len(self.lanes) - 1:
-            goes_on[:] = False
-        n_on = int(goes_on.sum())
-        n_stop = len(group) - n_on
-        if not flight.shadow:
-            self._count(stage, n_stop, n_on, flight)
-            assert result.carried is not None
-            early = np.flatnonzero(result.carried[places] & result.accepted[places])
-            if len(early) and states is not None:
-                flight.early.append(Early(stage, group.rows[early], states[0][states[1][places[early]]]))
-        if stage == flight.last_stage:
-            n_stop, n_on = len(group), 0
-        if n_on:
-            assert states is not None
-            on = np.flatnonzero(goes_on)
-            state = states[0][states[1][places[on]]]
-            self._send(flight, stage + 1, group.rows[on], group.payload, group.places[on], state)
-        flight.finish(n_stop)
+def _row_bytes(flight: Flight) -> float:
+    """Return about how many bytes a row of a request takes."""
+    return sum(_bytes(column) for column in flight.columns.values()) / flight.n
 
-    def _count(self, stage: int, n_stop: int, n_on: int, flight: Flight) -> None:
-        self._observer.rows(stage, "accepted", n_stop)
-        self._observer.rows(stage, "capped" if stage == flight.last_stage else "deferred", n_on)
 
-    def _send(
-        self, flight: Flight, stage: int, rows: Ints, payload: Payload, places: Ints, state: Floats | None
-    ) -> None:
-        lane, now = self.lanes[stage], self._clock()
-        group = Group(flight, stage, rows, payload, places, state, now, now + lane.limits.timeout_s)
-        flight.groups.add(group)
-        lane.put(group)
-
-    def _withdraw(self, flight: Flight) -> None:
-        for group in list(flight.groups):
-            self.lanes[group.stage].withdraw(group)
-
-    def _expects_more(self, stage: int) -> Callable[[], bool]:
-        """Return what tells whether rows may come that could join a batch of a stage."""
-        if stage == 0:
-            return self._crowd.expects_more
-        return lambda: any(lane.busy for lane in self.lanes[:stage])
+def _bytes(column: Any) -> int:
+    if column.dtype != object:
+        return int(column.nbytes)
+    return sum(
+        value.nbytes if isinstance(value, np.ndarray) else len(value) if value is not None else 0 for value in column
+    )

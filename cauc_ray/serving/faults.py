@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Literal, TypeAlias
+from typing import Literal
 
 _MOST_LETTERS = 120
 # Looks at so much of a value and no more: it may be as large as a body.
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _MOST_LETTERS
 _SHORT.maxlist = 16
-
-# Why rows get no answer from a stage: it takes too long, has no replica, has too much to do, or failed.
-Trouble: TypeAlias = Literal["timeout", "down", "overloaded", "error", "refused"]
 
 
 class RequestError(Exception):
@@ -31,11 +28,11 @@ class RequestError(Exception):
 class StageError(Exception):
     """A call of a stage that came to nothing.
 
-    kind: "died" (its replica ended, so another may do it), "down" (no replica takes calls), "overloaded", or
-    "failed" (the model or the code around it raised).
+    kind: "died" (its replica ended, so another may do it), "gone" (its replica was there no more), "down" (no replica
+    takes calls), "overloaded", or "failed" (the model or the code around it raised).
     """
 
-    def __init__(self, kind: Literal["died", "down", "overloaded", "failed"], message: str) -> None:
+    def __init__(self, kind: Literal["died", "gone", "down", "overloaded", "failed"], message: str) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

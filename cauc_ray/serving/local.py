@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -106,8 +106,8 @@ class LocalClient:
         if failed is not None:
             raise ExecutionError(f"the service does not start: stage {self._spec.name}: {reason_of(failed)}")
 
-    async def replicas(self) -> list[ModelFacts]:
-        """Return what the replicas that have loaded say of their models, and replace those whose call hangs."""
+    async def replicas(self) -> dict[str, ModelFacts]:
+        """Return what the replicas that have loaded say of their models, by name; replace those whose call hangs."""
         longest = self._spec.call_timeout_s
         if not self._spec.model.GIVES_UP:
             longest = min(longest, 2 * self._spec.serving.timeout_s)
@@ -118,13 +118,16 @@ class LocalClient:
                     f"a call of stage {self._spec.name!r} has not ended for {longest:g} s; its model is loaded anew"
                 )
                 self.replace(one.name)
-        return [one.facts.result() for one in self._replicas if one.facts.done() and not one.facts.exception()]
+        loaded = [one for one in self._replicas if one.facts.done() and not one.facts.exception()]
+        return {one.name: one.facts.result() for one in loaded}
 
     async def answer(
-        self, call: StageCall, *, avoid: Collection[str] = (), on_begin: Callable[[], None] | None = None
+        self, call: StageCall, on_begin: Callable[[], None] | None = None
     ) -> tuple[CallResult, Floats | None]:
-        """Have the replica answer that has the fewest calls; if the caller is cancelled, what has not begun is."""
-        replica = min(self._replicas, key=lambda one: (one.name in avoid, len(one.open)))
+        """Have the call's replica answer; if the caller is cancelled, what has not begun is. Raises StageError."""
+        replica = next((one for one in self._replicas if one.name == call.replica), None)
+        if replica is None:
+            raise StageError("gone", f"replica {call.replica} is there no more")
         loop, stopped = asyncio.get_running_loop(), threading.Event()
 
         def answer() -> tuple[CallResult, Floats | None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
+from cauc_ray.cascade.rows import Trouble
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.monitor import Watched
-from cauc_ray.serving.faults import Trouble
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 

@@ -8,12 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.isolation import row_of
 from cauc_ray.cascade.parcels import Part
+from cauc_ray.cascade.rows import Call, Rows
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.flight import Group, Payload
+from cauc_ray.serving.flight import Flight, Payload
+
+# Which of some rows at a stage shall bring back their state even if they stop, bool (m,); None for none.
+Keeps = Callable[[Flight, int, int], Bools | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,59 +27,81 @@ class StageCall:
 
     parcels: what the parts point into, each columns or a reference to some.   policies: that decide, by the parts'
     keys.   good_row: one that the stage has answered before, to tell a bad input from a broken replica; None where the
-    replica's own will do.
+    replica has one.   replica: which one is asked.
     """
 
     parts: Sequence[Part]
     parcels: Sequence[Any]
     policies: Mapping[str, Policy]
     good_row: Batch | None = None
+    replica: str = ""
 
 
-def packed(
-    batch: Sequence[Group],
-    share: Callable[[Batch], Any],
-    keeps: Callable[[Group], Bools | None],
-    good_row: Batch | None = None,
-) -> StageCall:
-    """Return groups' rows as a call: what is shared already by reference, all else gathered in one parcel.
+def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps) -> StageCall:
+    """Return a call as a stage takes it: what is shared already by reference, all else gathered in one parcel.
 
-    share: puts columns where every stage reads them and returns the reference; None for what is too small. The
-    groups point to the gathered columns from then on.   keeps: which of a group's rows shall bring back their state
-    even if they stop, bool (m,), None for none.
+    share: puts columns where every stage reads them and returns the reference; None for what is too small. Requests
+    point to the gathered columns from then on.
     """
-    _gather(batch, share)
+    good_row = None if call.good_row is None else row_of(call.good_row.owner.columns, int(call.good_row.indices[0]))  # type: ignore[attr-defined]
+    if call.probe:  # its request may be over
+        (rows,) = call.rows
+        flight, state = _flight(rows), None if rows.source is None else rows.source[rows.places]
+        part = Part.of(0, np.zeros(1, dtype=np.intp), flight.key, state=state)
+        one = row_of(flight.columns, int(rows.indices[0]))
+        return StageCall([part], [one], {flight.key: flight.policy}, good_row, replica)
+    _gather(call.rows, share)
     numbers: dict[int, int] = {}
     parcels: list[Any] = []
     parts = []
-    for group in batch:
-        payload, flight = group.payload, group.flight
-        if id(payload) not in numbers:
-            numbers[id(payload)] = len(parcels)
-            parcels.append(payload.columns if payload.ref is None else payload.ref)
-        parts.append(
-            Part.of(
-                numbers[id(payload)],
-                group.places,
-                flight.key,
-                state=group.state,
-                keeps=keeps(group),
-                wants_scores=flight.wants_scores,
+    for rows in call.rows:
+        flight = _flight(rows)
+        kept = keeps(flight, call.stage, len(rows))
+        held_by = flight.held_by[rows.indices]
+        for held in np.unique(held_by):
+            own = held_by == held
+            payload = flight.payloads[held]
+            if id(payload) not in numbers:
+                numbers[id(payload)] = len(parcels)
+                parcels.append(payload.columns if payload.ref is None else payload.ref)
+            parts.append(
+                Part.of(
+                    numbers[id(payload)],
+                    flight.places[rows.indices[own]],
+                    flight.key,
+                    state=None if rows.source is None else rows.source[rows.places[own]],
+                    keeps=None if kept is None else kept[own],
+                    wants_scores=flight.wants_scores,
+                )
             )
-        )
-    return StageCall(parts, parcels, {group.flight.key: group.flight.policy for group in batch}, good_row)
+    policies = {flight.key: flight.policy for flight in map(_flight, call.rows)}
+    return StageCall(parts, parcels, policies, good_row, replica)
 
 
-def _gather(batch: Sequence[Group], share: Callable[[Batch], Any]) -> None:
-    local = [(group, group.payload.columns) for group in batch if group.payload.columns is not None]
+def _gather(batch: Sequence[Rows], share: Callable[[Batch], Any]) -> None:
+    local = [(flight, rows.indices[own]) for rows in batch if (own := _local(flight := _flight(rows), rows)).any()]
     if not local:
         return
     columns = {
-        name: concat_column([own[name][group.places] for group, own in local]) for name in local[0][0].flight.columns
+        name: concat_column([flight.columns[name][indices] for flight, indices in local])
+        for name in local[0][0].columns
     }
     ref = share(columns)
     gathered = Payload(columns if ref is None else None, ref)
     start = 0
-    for group, _ in local:
-        group.payload, group.places = gathered, np.arange(start, start + len(group))
-        start += len(group)
+    for flight, indices in local:
+        flight.payloads.append(gathered)
+        flight.held_by[indices] = len(flight.payloads) - 1
+        flight.places[indices] = np.arange(start, start + len(indices))
+        start += len(indices)
+
+
+def _local(flight: Flight, rows: Rows) -> Bools:
+    """Return which rows' columns lie in this process, bool (m,)."""
+    shared = np.array([payload.ref is not None for payload in flight.payloads])
+    return ~shared[flight.held_by[rows.indices]]
+
+
+def _flight(rows: Rows) -> Flight:
+    assert isinstance(rows.owner, Flight)
+    return rows.owner

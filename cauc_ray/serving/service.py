@@ -19,12 +19,11 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.background import repeat
-from cauc_ray.serving.cascade import Cascade
+from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.documents import FeedbackTaken, PolicyChanged, WatchReport
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.lane import StageClient
 from cauc_ray.serving.metrics import Kind, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
 from cauc_ray.serving.store import Store, StoreError
@@ -58,8 +57,8 @@ def require_name(model: str) -> str:
 class Client(StageClient, Protocol):
     """How a stage is called, and which replicas it has."""
 
-    async def replicas(self) -> list[ModelFacts] | None:
-        """Return what the replicas that take calls say of their models, None where some do not answer."""
+    async def replicas(self) -> dict[str, ModelFacts] | None:
+        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
 
 
 class Service(ABC):
@@ -140,15 +139,14 @@ class Service(ABC):
         """Return whether requests can be answered: by all stages, or by the first where the pool degrades."""
         if self.leaving:
             return False
-        lanes = self.cascade.lanes[:1] if self.pool.on_failure == "degrade" else self.cascade.lanes
+        needed = range(1 if self.pool.on_failure == "degrade" else len(self.specs))
         if not self._stages_began:
             counts = await self.n_loaded()
-            if counts is None or not all(counts[lane.stage] for lane in lanes):
+            if counts is None or not all(counts[stage] for stage in needed):
                 return False
+            await self._follow_stages()
             self._stages_began = True
-            for lane in lanes:
-                lane.health.n_replicas = counts[lane.stage]
-        return not any(lane.health.missing for lane in lanes)
+        return not any(self.cascade.missing(stage) for stage in needed)
 
     @contextmanager
     def one_more_request(self) -> Iterator[None]:
@@ -326,11 +324,11 @@ class Service(ABC):
     async def _follow_stages(self) -> None:
         """Learn how many replicas the stages have, and what their models say of themselves."""
         told = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
-        for place, (lane, facts) in enumerate(zip(self.cascade.lanes, told, strict=True)):
-            if isinstance(facts, BaseException):
-                logger.warning(f"stage {lane.name!r}: its state is unknown: {type(facts).__name__}: {facts}")
-            elif facts is not None:
-                lane.health.n_replicas = len(facts)
-                self.facts[place] = facts[0] if facts else self.facts[place]
-            lane.pump_soon()
-        self.metrics.queued([lane.n_queued for lane in self.cascade.lanes])
+        for stage, found in enumerate(told):
+            if isinstance(found, BaseException):
+                name = self.specs[stage].name
+                logger.warning(f"stage {name!r}: its state is unknown: {type(found).__name__}: {found}")
+            elif found is not None:
+                self.cascade.replicas(stage, found)
+                self.facts[stage] = next(iter(found.values()), self.facts[stage])
+        self.metrics.queued(self.cascade.queued())

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.flight import Flight, Group
-from cauc_ray.serving.lane import Lane
+from cauc_ray.serving.flight import Flight
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.cascade import Cascade
 
 # How often the stages are looked at, how long rows wait for them to be idle, and how many may wait.
 PERIOD_S = 0.02
@@ -30,22 +32,11 @@ MOST_WAITING = 1000
 Tell: TypeAlias = Callable[[Ints, Bools], None]
 
 
-class Sender(Protocol):
-    """Who has the cascade answer rows."""
-
-    def go_on(self, flight: Flight, stage: int, state: Floats) -> None:
-        """Send all rows of a request to a stage, with the state that they bring along."""
-
-    def give_up(self, flight: Flight) -> None:
-        """Forget what of a request still waits."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """Rows that a stage has answered.   columns: of these, each (n, ...).   until: on the loop's clock."""
 
     policy: Policy
-    key: str
     stage: int
     columns: Batch
     predictions: Ints
@@ -57,26 +48,24 @@ class _Waiting:
 class Shadows:
     """Chooses early answers at random, and has them asked on when their stages are idle.
 
-    share: of early answers.   on_dropped: told of how many nothing came: stages were busy, or failed.
+    share: of early answers.   cascade: that answers them.
     """
 
-    def __init__(self, share: float, lanes: Sequence[Lane], sender: Sender, on_dropped: Callable[[int], None]) -> None:
-        self.share = share
-        self._lanes, self._sender, self._on_dropped = lanes, sender, on_dropped
+    def __init__(self, share: float, cascade: Cascade) -> None:
+        self.share, self._cascade = share, cascade
         self._loop = asyncio.get_running_loop()
         self._lot = np.random.default_rng(0)
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks = False
 
-    def keeps(self, group: Group) -> Bools | None:
-        """Return which of a group's rows are chosen if they stop early, bool (m,); all of those that were once."""
-        flight, last = group.flight, len(self._lanes) - 1
+    def keeps(self, flight: Flight, stage: int, n: int) -> Bools | None:
+        """Return which of n rows at a stage are chosen if they stop early, bool (n,); all of those that were once."""
         if flight.shadow:
-            return np.ones(len(group), dtype=bool)
-        if self.share == 0 or group.stage == last or flight.capped:
+            return np.ones(n, dtype=bool)
+        if self.share == 0 or stage == flight.last_stage or flight.capped:
             return None
-        chosen: Bools = self._lot.random(len(group)) < self.share
+        chosen: Bools = self._lot.random(n) < self.share
         return chosen
 
     def offer(self, flight: Flight, tell: Tell) -> None:
@@ -84,13 +73,11 @@ class Shadows:
         until = self._loop.time() + PATIENCE_S
         for early in flight.early:
             if sum(len(waiting.predictions) for waiting in self._waiting) + len(early.rows) > MOST_WAITING:
-                self._on_dropped(len(early.rows))
+                self._cascade.dropped(len(early.rows))
                 continue
             columns = {name: column[early.rows] for name, column in flight.columns.items()}
             predictions = flight.predictions[early.rows]
-            self._waiting.append(
-                _Waiting(flight.policy, flight.key, early.stage, columns, predictions, early.state, tell, until)
-            )
+            self._waiting.append(_Waiting(flight.policy, early.stage, columns, predictions, early.state, tell, until))
         if self._waiting and not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
@@ -100,10 +87,11 @@ class Shadows:
         now = self._loop.time()
         for waiting in [one for one in self._waiting if one.until <= now]:
             self._waiting.remove(waiting)
-            self._on_dropped(len(waiting.predictions))
+            self._cascade.dropped(len(waiting.predictions))
         # Looked at once: the first rows that are sent make a stage busy.
-        idle = [not any(lane.busy for lane in self._lanes[stage:]) for stage in range(len(self._lanes))]
-        n_left = min(lane.limits.batch_size for lane in self._lanes)
+        stages = self._cascade.scheduler.stages
+        idle = [not any(at.in_work for at in stages[stage:]) for stage in range(len(stages))]
+        n_left = min(at.limits.batch_size for at in stages)
         for waiting in list(self._waiting):
             if n_left > 0 and idle[waiting.stage + 1]:
                 n_left -= len(waiting.predictions)
@@ -117,13 +105,10 @@ class Shadows:
 
     async def _ask(self, waiting: _Waiting) -> None:
         n = len(waiting.predictions)
-        flight = Flight(waiting.policy, waiting.key, waiting.columns, n, len(self._lanes) - 1, shadow=True)
+        flight = self._cascade.shadow_of(waiting.policy, waiting.columns, n)
         try:
-            self._sender.go_on(flight, waiting.stage + 1, waiting.state)
-            await flight.done
+            await self._cascade.follow(flight, waiting.stage + 1, waiting.state)
         except RequestError:
-            self._on_dropped(n)
+            self._cascade.dropped(n)
         else:
             waiting.tell(np.full(n, waiting.stage), flight.predictions == waiting.predictions)
-        finally:
-            self._sender.give_up(flight)

@@ -7,9 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -40,12 +39,14 @@ ASK_S = 2.0
 SENT_S = 0.02
 # A replica that is replaced answers so long that it is, so that calls on their way go elsewhere, and then ends.
 LEAVES_S = 0.2
-# So many replicas are looked at for one that a call may go to.
-MOST_LOOKS = 4
 
 logger = logging.getLogger("ray.serve")
 
 T = TypeVar("T")
+
+
+class GoneError(Exception):
+    """The replica that a call was for is there no more, and the call went to another."""
 
 
 class StageServer:
@@ -60,20 +61,22 @@ class StageServer:
         self._worker = Worker(spec, stage, {}, replica=self._replica)
         self._facts = self._thread.submit(self._worker.load).result()
 
-    async def facts(self) -> ModelFacts:
-        """Return what the model says of itself."""
-        return self._facts
+    async def facts(self) -> tuple[str, ModelFacts]:
+        """Return the replica's name, and what its model says of itself."""
+        return self._replica, self._facts
 
     async def answer(self, call: StageCall) -> tuple[CallResult, Floats | None]:
         """Answer a call's rows. A fault of the model is a result.
 
         Returns the result, and the states of the rows that go on.
         """
+        self._require_meant(call)
         columns = [await _fetched(parcel) for parcel in call.parcels]
         return await self._in_thread(partial(self._answer, call, columns))
 
     async def answer_watched(self, call: StageCall) -> AsyncIterator[tuple[CallResult, Floats | None] | None]:
         """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
+        self._require_meant(call)
         columns = [await _fetched(parcel) for parcel in call.parcels]
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
@@ -99,6 +102,10 @@ class StageServer:
             self._leaves = True
             logger.error("this replica fails on what others answer; it ends, and another is started")
             asyncio.get_running_loop().call_later(LEAVES_S, os._exit, 1)
+
+    def _require_meant(self, call: StageCall) -> None:
+        if call.replica not in ("", self._replica):
+            raise GoneError(f"replica {call.replica} is there no more")
 
     def check_health(self) -> None:
         """End the process where a call hangs, so that Serve replaces the replica."""
@@ -153,33 +160,33 @@ class ServeClient:
         self._handle = handle
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def replicas(self) -> list[ModelFacts] | None:
-        """Return what the replicas that take calls say of their models, None where some do not answer."""
+    async def replicas(self) -> dict[str, ModelFacts] | None:
+        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
         try:
             told = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
         except DeploymentUnavailableError:
-            return []
+            return {}
         except TimeoutError:
             return None
-        return [facts for facts in told if isinstance(facts, ModelFacts)]
+        return dict(one for one in told if isinstance(one, tuple))
 
     async def answer(
-        self, call: StageCall, *, avoid: Collection[str] = (), on_begin: Callable[[], None] | None = None
+        self, call: StageCall, on_begin: Callable[[], None] | None = None
     ) -> tuple[CallResult, Floats | None]:
-        """Have a replica answer. Raises StageError; if the caller is cancelled, so is the call."""
+        """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
         # Policies travel only where they are asked for: a replica has those of the calls before.
         slim = replace(call, policies={})
-        result, states = await self._faulty(self._asked(slim, avoid, on_begin))
+        result, states = await self._faulty(self._asked(slim, on_begin))
         if result.fault == "policy":
-            result, states = await self._faulty(self._asked(call, avoid, on_begin))
+            result, states = await self._faulty(self._asked(call, on_begin))
         return result, states
 
     def _asked(
-        self, call: StageCall, avoid: Collection[str], on_begin: Callable[[], None] | None
+        self, call: StageCall, on_begin: Callable[[], None] | None
     ) -> Awaitable[tuple[CallResult, Floats | None]]:
         if on_begin is not None:
             return self._watched(call, on_begin)
-        return self._elsewhere(call, avoid) if avoid else self._awaited(self._handle.answer.remote(call))
+        return self._awaited(self._handle.answer.remote(call))
 
     def replace(self, replica: str) -> None:
         """Have a replica ended, so that Serve starts another."""
@@ -203,16 +210,6 @@ class ServeClient:
         except asyncio.CancelledError:
             response.cancel()  # type: ignore[attr-defined]
             raise
-
-    async def _elsewhere(self, call: StageCall, avoid: Collection[str]) -> tuple[CallResult, Floats | None]:
-        """Have a replica answer that is none of those to avoid, if there is one."""
-        handle = self._handle.answer
-        async with AsyncExitStack() as looked_at:  # as long as these are held, others are less busy
-            for _ in range(MOST_LOOKS):
-                chosen = await looked_at.enter_async_context(handle.choose_replica())
-                if chosen.replica_id not in avoid:
-                    break
-            return await self._awaited(handle.dispatch(chosen, call))
 
     async def _watched(self, call: StageCall, on_begin: Callable[[], None]) -> tuple[CallResult, Floats | None]:
         """Have a replica answer that reports when its model begins."""
@@ -243,8 +240,10 @@ class ServeClient:
             raise StageError(*_fault(error)) from error
 
 
-def _fault(error: RayError) -> tuple[Literal["died", "failed"], str]:
+def _fault(error: RayError) -> tuple[Literal["died", "gone", "failed"], str]:
     cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, GoneError):
+        return "gone", str(cause)
     if isinstance(error, RayActorError) or isinstance(cause, RayActorError):
         return "died", "its replica ended"
     return "failed", printable(f"{type(cause).__name__}: {' '.join(str(cause).split())}")

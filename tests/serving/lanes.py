@@ -29,7 +29,8 @@ def stage_of(column: str) -> int:
 class Stage:
     """Answers rows from their column `logits<stage>`, and remembers each call's rows.
 
-    before: awaited with the number of the call, it may sleep or raise.   alter: changes answers.
+    before: awaited with the number of the call, it may sleep or raise, and return the
+    seconds that the model takes.   alter: changes answers.
     """
 
     column: str
@@ -37,19 +38,37 @@ class Stage:
     alter: Callable[[Answers, dict[str, Any]], Answers] = lambda answers, batch: answers
     batches: list[list[int]] = field(default_factory=list)
     shares: bool = False
+    cascade: Any = None
+    n_replicas: int = 1
+    n_ended: int = 0
 
-    async def answer(self, call, *, avoid=(), on_begin=None):
+    def tell(self, n: int | None = None) -> None:
+        """Tell the cascade how many replicas there are."""
+        self.n_replicas = self.n_replicas if n is None else n
+        names = [f"{self.column}-{number}" for number in range(self.n_ended, self.n_ended + self.n_replicas)]
+        self.cascade.replicas(stage_of(self.column), names)
+
+    async def answer(self, call, on_begin=None):
+        try:
+            return await self.answered(call, on_begin)
+        except StageError as error:
+            if error.kind == "died":
+                self.n_ended += 1
+                asyncio.get_running_loop().call_soon(self.tell)
+            raise
+
+    async def answered(self, call, on_begin):
         parcels = [Parcel(SHARED[one] if isinstance(one, int) else one) for one in call.parcels]
         batch = dict(gathered(call.parts, parcels))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
         if on_begin is not None:
             on_begin()
-        if self.before is not None:
-            await self.before(len(self.batches), batch)
+        compute_s = None if self.before is None else await self.before(len(self.batches), batch)
         worker = worker_of(self.answers, stage_of(self.column))
         result, goes_on = worker.decide(call.parts, parcels, policies=call.policies, carries_columns=False)
-        return replace(result, compute_s=asyncio.get_running_loop().time() - started), goes_on.state
+        compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
+        return replace(result, compute_s=compute_s), goes_on.state
 
     def answers(self, batch):
         return self.alter(Answers(np.array(batch[self.column], dtype=np.float32)), batch)
@@ -106,7 +125,11 @@ def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Po
 def cascade_of(pool: Pool, stages: Sequence[Stage]) -> tuple[Cascade, Counts]:
     """Return a cascade of the test's stages and what is counted of it."""
     counts = Counts()
-    return Cascade(pool.stages, pool, stages, counts), counts
+    cascade = Cascade(pool.stages, pool, stages, counts)
+    for stage in stages:
+        stage.cascade = cascade
+        stage.tell()
+    return cascade, counts
 
 
 def columns_of(logits: Sequence[np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -128,15 +151,13 @@ class Replica:
     ended: asyncio.Future[None]
     worker: Any = None
     free: asyncio.Lock = field(default_factory=asyncio.Lock)
-    n_calls: int = 0
 
 
 class Fleet:
     """Replicas of a stage as Serve runs them: a call goes to one that has few, and what ends one ends all of its calls.
 
     Answers rows from their column `logits<stage>`.   poison: what some rows do: "raises", "nan", "shape", "kills",
-    "hangs".   failing: replicas that fail in every call, by their number.   lane: of the stage, which learns how many
-    run.
+    "hangs".   failing: replicas that fail in every call, by their number.   cascade: that learns which run.
     """
 
     takes_s, restarts_s, hangs_s = 0.01, 3.0, 6.0
@@ -144,7 +165,7 @@ class Fleet:
     def __init__(self, column: str, n: int, poison: dict[int, str], failing: Sequence[int] = ()) -> None:
         self.column, self.poison = column, poison
         self.n_started = self.n_ended = self.n_asked = 0
-        self.lane: Any = None
+        self.cascade: Any = None
         self.replicas = [self.started(number in failing) for number in range(n)]
 
     def started(self, fails: bool) -> Replica:
@@ -170,18 +191,18 @@ class Fleet:
             asyncio.get_running_loop().call_later(self.restarts_s, lambda: self.replicas.append(self.started(False)))
 
     async def poll(self):
-        """Tell the lane how many replicas run, as the router does."""
+        """Tell the cascade which replicas run, as the router does."""
         while True:
-            self.lane.health.n_replicas = len(self.replicas)
-            self.lane.pump_soon()
+            self.tell()
             await asyncio.sleep(1.0)
 
-    async def answer(self, call, *, avoid=(), on_begin=None):
-        while not self.replicas:
-            await asyncio.sleep(0.05)
-        others = [one for one in self.replicas if one.name not in avoid] or self.replicas
-        replica = min(others, key=lambda one: one.n_calls)
-        replica.n_calls += 1
+    def tell(self):
+        self.cascade.replicas(stage_of(self.column), [one.name for one in self.replicas])
+
+    async def answer(self, call, on_begin=None):
+        replica = next((one for one in self.replicas if one.name == call.replica), None)
+        if replica is None:
+            raise StageError("gone", "it is not there")
         computing = asyncio.ensure_future(self.computed(replica, call, on_begin))
         await asyncio.wait([computing, replica.ended], return_when=asyncio.FIRST_COMPLETED)
         if replica.ended.done():
@@ -214,7 +235,6 @@ class Fleet:
                 good_row=call.good_row,
             )
             await asyncio.sleep(self.takes_s * (self.n_asked - before))
-        replica.n_calls -= 1
         return replace(result, compute_s=self.takes_s), goes_on.state
 
     def asked(self, replica, batch):

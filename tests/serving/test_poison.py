@@ -46,14 +46,13 @@ async def served(requests, poison, n_replicas, failing=(), hangs_s=6.0, **servin
     fleets[0].hangs_s = hangs_s
     cascade, _ = cascade_of(pool, fleets)
     polls = []
-    for fleet, lane in zip(fleets, cascade.lanes, strict=True):
-        fleet.lane = lane
+    for fleet in fleets:
         polls.append(asyncio.ensure_future(fleet.poll()))
     results = await asyncio.gather(*(asked(cascade, *one) for one in requests))
-    left = [(lane.n_queued, lane.health.paused) for lane in cascade.lanes]
+    left = [(at.in_work, at.health.paused) for at in cascade.scheduler.stages]
     for poll in polls:
         poll.cancel()
-    assert left == [(0, False)] * 2
+    assert left == [(False, False)] * 2
     return results, fleets
 
 
@@ -144,7 +143,6 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced():
     async def main():
         fleet = Fleet("logits0", 1, {})
         cascade, _ = cascade_of(a_pool(DATA.models), [fleet, Fleet("logits1", 1, {})])
-        fleet.lane = cascade.lanes[0]
         poll = asyncio.ensure_future(fleet.poll())
         well = [await asked(cascade, 0.0, (row,)) for row in range(20)]
         fleet.replicas[0].fails = True

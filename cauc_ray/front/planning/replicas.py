@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from statistics import median
 
+from cauc_ray.cascade.pace import CALLS, FEWEST
 from cauc_ray.front.planning.stages import BatchSeconds
 from cauc_ray.numbers.types import Floats
-from cauc_ray.serving.pace import CALLS, FEWEST
 
 
 @dataclass(frozen=True, slots=True, eq=False)

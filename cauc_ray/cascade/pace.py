@@ -26,6 +26,12 @@ class Pace:
         return median(call for call, _ in self._calls) if len(self._calls) >= FEWEST else 0.0
 
     @property
+    def long_call_s(self) -> float:
+        """Return how long one call in five takes or longer; 0 before that is known."""
+        calls = sorted(call for call, _ in self._calls)
+        return calls[len(calls) * 4 // 5] if len(calls) >= FEWEST else 0.0
+
+    @property
     def compute_s(self) -> float:
         """Return how long a model computes for a call; 0 before that is known."""
         return median(compute for _, compute in self._calls) if len(self._calls) >= FEWEST else 0.0

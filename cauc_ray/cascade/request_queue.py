@@ -1,0 +1,275 @@
+"""One stage of a service: rows for which somebody waits.
+
+Requests take turns: a batch's worth each. A batch that is not full goes to a replica that is free, or just in time for
+one that will be, so that rows can join it until then. What the stage cannot answer in time is refused as it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+from math import inf
+
+from cauc_ray.cascade.health import DOWN_AFTER_S, StageHealth
+from cauc_ray.cascade.pace import Pace
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Rows, Trouble
+from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, StageLimits, StageQueue
+from cauc_ray.cascade.suspects import Suspects
+
+# Rows that are likely to take more than this share of their time are refused: by then many would come too late.
+MOST_WAIT = 0.8
+# A call that takes more than this share of its rows' time, and so many times as long as others, may hang.
+OVERDUE, OVERDUE_CALLS = 0.5, 4.0
+# Calls that take so many times what their model computes wait for more than the one before.
+CROWDED = 2.5
+# What has computed alone for less than this does not hang.
+HANGS_S = 1.0
+# Where there are several replicas, suspected rows wait until two of them run, so that one is left for the others, or
+# for this share of their time.
+HOLD = 0.35
+# A bad replica is replaced only so long after the last one where no other answers: then it may be the stage.
+REPLACE_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits(StageLimits):
+    """How a stage takes rows for which somebody waits.
+
+    name: as people know it.   timeout_s: seconds for an answer.   degrades: whether rows have the answer of the stage
+    before, where it has none.
+    """
+
+    name: str = ""
+    timeout_s: float = inf
+    degrades: bool = False
+
+
+@dataclass(slots=True)
+class RequestQueue(StageQueue):
+    """What waits for a stage of a service, what is at its replicas, and whether it is well."""
+
+    limits: RequestLimits
+    health: StageHealth = field(init=False)
+    suspects: Suspects = field(default_factory=Suspects)
+    pace: Pace = field(default_factory=Pace)
+    _hung: set[int] = field(default_factory=set)
+    _replaced_at: float = -inf
+
+    def __post_init__(self) -> None:
+        # Rows that have no answer yet have nothing to lose by waiting for a replica to come back.
+        limits = self.limits
+        patience_s = DOWN_AFTER_S if limits.degrades else max(DOWN_AFTER_S, MOST_WAIT * limits.timeout_s)
+        self.health = StageHealth(patience_s)
+
+    # What comes
+
+    def refuses(self, rows: Rows, now: float) -> tuple[Trouble, str] | None:
+        """Return why the stage takes no rows now, None where it does."""
+        name, limits = self.limits.name, self.limits
+        if (why := self.health.why_not(now, calling=self.in_flight > 0)) is not None:
+            return "down", f"stage {name!r} is down: {why}"
+        if self.suspects.verdict(rows.owner, now) == "guilty":
+            return "refused", f"this input has ended or hung replicas of stage {name!r}"
+        too_many = self.n_waiting + len(rows) > limits.queue_rows
+        too_large = self.queued_bytes > 0 and self.queued_bytes + rows.n_bytes > limits.queue_bytes
+        if too_many or too_large or self._wait_s(len(rows)) > MOST_WAIT * limits.timeout_s:
+            return "overloaded", f"stage {name!r} has too much to do"
+        return None
+
+    def push(self, rows: Rows) -> None:
+        """Have rows wait; those that a replica may have ended for, for a call of their own."""
+        if self.suspects.verdict(rows.owner, rows.ready_at) == "clear":
+            StageQueue.push(self, rows)
+        else:
+            self.set_apart([rows], rows.ready_at)
+
+    def set_apart(self, rows: list[Rows], now: float) -> None:
+        """Have one owner's rows wait for a call of their own."""
+        self.try_again(Call(self.stage, rows, now, isolated=True, suspected_at=now))
+
+    def take_alike(self, rows: Rows, now: float) -> list[Rows]:
+        """Take all that waits of the same input, which has become suspected or guilty."""
+        verdict, alike = self.suspects.verdict(rows.owner, now), []
+        for own in self._take_queue():
+            if self.suspects.verdict(own.owner, now) == verdict and own.owner.fingerprint() == rows.owner.fingerprint():
+                alike.append(own)
+            else:
+                StageQueue.push(self, own)
+        if verdict == "guilty":
+            again, self._again = self._again, []
+            for call in again:
+                same = call.isolated and call.rows[0].owner.fingerprint() == rows.owner.fingerprint()
+                alike += call.rows if same else []
+                self._again += [] if same else [call]
+        return alike
+
+    def _wait_s(self, n: int) -> float:
+        """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet."""
+        n_replicas, n_calls = max(1, self.n_replicas), self.n_calls
+        n_free = max(0, n_replicas - n_calls)
+        # Of a longer request only so much goes before these.
+        n_before = min(self.n_waiting, (len(self._queue) + len(self._again)) * max(n, self.limits.batch_size))
+        n_waiting = n_before / self.limits.batch_size - n_free
+        if n_free and n_waiting <= 0:
+            return 0.0
+        # Where more calls than replicas are under way at once, one of them ends so often.
+        return self.pace.long_call_s * (1 + n_waiting / max(n_replicas, n_calls))
+
+    # What goes
+
+    @property
+    def n_replicas(self) -> int:
+        """Return how many replicas take calls."""
+        return sum(replica.open for replica in self._replicas.values())
+
+    @property
+    def n_calls(self) -> int:
+        """Return how many calls are at replicas that do not hang."""
+        return sum(len(replica.calls) for number, replica in self._replicas.items() if number not in self._hung)
+
+    def calls(self) -> list[Call]:
+        """Return the calls that are under way."""
+        return [call for replica in self._replicas.values() for call in replica.calls]
+
+    def _pop(self, n: int) -> list[Rows]:
+        """Take rows of one kind, and of a request no more than its turn."""
+        taken: list[Rows] = []
+        others: list[Rows] = []
+        while n and self._queue:
+            rows = self._queue.popleft()
+            if taken and rows.owner.kind != taken[0].owner.kind:
+                others.append(rows)
+                continue
+            if len(rows) > n:
+                rows, rest = rows.cut(n)
+                self._queue.append(rest)
+            taken.append(rows)
+            n -= len(rows)
+            self.queued_rows -= len(rows)
+            self.queued_bytes -= rows.n_bytes
+        self._queue.extendleft(reversed(others))
+        return taken
+
+    def _batch_rows(self, replica: int, now: float, more_can_come: bool) -> int:
+        full = self.limits.batch_size
+        if self.queued_rows >= full:
+            return full
+        if not self._queue or now < self._wanted_at(replica):
+            return 0
+        return 0 if more_can_come and now < self._queue[0].ready_at + self.limits.batch_wait_s else full
+
+    def _wanted_at(self, replica: int) -> float:
+        """Return when a replica will have use for a batch that is not full."""
+        at = self._replicas[replica]
+        return at.busy_since + self.pace.compute_s if at.calls else 0.0
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
+        due = [call.due for call in self._again if call.due > now]
+        due += [self._risked_at(call) for call in self._again if call.isolated and self._risked_at(call) > now]
+        due += [replica.probe_due for replica in self._replicas.values() if replica.probe_due > now]
+        if self._queue and (replica := self._free_replica()) is not None:
+            partial = [self._wanted_at(replica), self._queue[0].ready_at + self.limits.batch_wait_s]
+            due += [at for at in partial if at > now]
+        due += [at for own in self._replicas if (at := self._overdue_at(own)) is not None and at > now]
+        return max(0.0, min(due) - now) if due else None
+
+    def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
+        # Where other routers' calls wait there too, rows are better kept here, where more can join them.
+        crowded = self.pace.call_s > CROWDED * self.pace.compute_s > 0
+        free, fewest = None, 1 if crowded else CALLS_PER_REPLICA
+        for number, replica in self._replicas.items():
+            takes = replica.takes_rows and number not in self._hung and number != self._reserved
+            if takes and number not in avoided and len(replica.calls) < fewest:
+                free, fewest = number, len(replica.calls)
+        return free
+
+    def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
+        if any(own.isolated for own in self.calls()):  # one is risked at a time
+            return None
+        others_wait = self.health.most_replicas < 2 and (self._queue or self.in_flight)
+        if now < self._risked_at(call) and (others_wait or self.health.most_replicas > 1):
+            return None
+        return StageQueue._replica_apart(self, call, avoided | self._hung, now)
+
+    def _risked_at(self, call: Call) -> float:
+        """Return when suspected rows may be sent, as far as is known."""
+        if self.n_replicas - len(self._hung) >= 2 or call.suspected_at is None:
+            return -inf
+        left_s = min(rows.owner.deadline for rows in call.rows) - call.suspected_at
+        return call.suspected_at + HOLD * min(left_s, self.limits.timeout_s)
+
+    # What comes back
+
+    def answered(self, call: Call, result: CallResult, now: float) -> None:
+        """Note a call whose model answered rows."""
+        self.health.succeeded(now)
+        if not (call.isolated or call.probe):
+            self.pace.note(now - call.sent_at, result.compute_s or 0.0)
+
+    def take_back(self, call: Call, now: float) -> None:
+        """Note that a call is at its replica no more."""
+        if call.given_up:
+            self.in_flight += len(call)
+        StageQueue.take_back(self, call, now)
+        if not any(own.given_up for own in self._replicas[call.replica].calls):
+            self._hung.discard(call.replica)
+
+    def give_up(self, call: Call) -> None:
+        """Wait for no answer to a call any more, only for its end."""
+        call.given_up = True
+        self.in_flight -= len(call)
+
+    def doubt(self, call: Call) -> None:
+        """Have the next call of a replica bring a good row along."""
+        self._replicas[call.replica].proven = False
+
+    # Replicas
+
+    def add_replica(self, replica: int, now: float = 0.0) -> None:
+        """Note that a replica is ready."""
+        StageQueue.add_replica(self, replica)
+        self.health.replicas(self.n_replicas, now)
+
+    def lose_replica(self, replica: int, now: float) -> None:
+        """Forget a replica that is gone."""
+        self.drop_replica(replica)
+        self._hung.discard(replica)
+        self.health.replicas(self.n_replicas, now)
+
+    def hanging(self, now: float) -> list[int]:
+        """Return the replicas that have begun to hang, where others are left; they take nothing while they do."""
+        found = []
+        for number in self._replicas:
+            at = self._overdue_at(number)
+            if at is not None and now >= at and self.n_replicas - len(self._hung) > 1:
+                self._hung.add(number)
+                found.append(number)
+        return found
+
+    def _overdue_at(self, replica: int) -> float | None:
+        """Return when the call that a replica computes may be taken to hang, None if it has none or is known to."""
+        at = self._replicas[replica]
+        if not at.calls or at.calls[0].isolated or replica in self._hung or not self.pace.call_s:
+            return None
+        return at.busy_since + self._longest_s
+
+    @property
+    def _longest_s(self) -> float:
+        return max(OVERDUE * self.limits.timeout_s, OVERDUE_CALLS * self.pace.call_s)
+
+    def may_hang(self, call: Call, now: float) -> bool:
+        """Say whether a call has taken suspiciously long."""
+        return not call.isolated and now - call.sent_at >= self._longest_s
+
+    def hangs(self, call: Call, now: float) -> bool:
+        """Say whether an isolated call that has not ended in time hangs."""
+        longest_s = max(HANGS_S, 10 * self.pace.compute_s)
+        return call.isolated and call.began_at is not None and now - call.began_at > longest_s
+
+    def _find_bad(self, replica: int, reason: str, now: float) -> None:
+        if self.n_replicas < 2 and now - self._replaced_at <= REPLACE_PAUSE_S:
+            return
+        self._replaced_at = now
+        StageQueue._find_bad(self, replica, reason, now)

@@ -1,0 +1,286 @@
+"""From requests to their answers, without Ray: a scheduler whose rows somebody waits for.
+
+Requests are refused, or cut short, rather than kept waiting: when a stage has too much to do, is down, or does not
+answer in time. What a replica could not answer is asked of another. The rows of a call during which a replica ended or
+hung are suspected: each request's go alone from then on, and one that ends a replica once more is refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.cascade.request_queue import RequestLimits, RequestQueue
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
+from cauc_ray.cascade.scheduler import Scheduler
+
+# So many replicas are asked for rows that replicas could not answer.
+MOST_ATTEMPTS = 3
+
+
+class RequestScheduler(Scheduler):
+    """All that is known of the requests in progress. Times are seconds and come from outside.
+
+    done: requests that need nothing more, for the shell to take.
+    """
+
+    stages: Sequence[RequestQueue]  # type: ignore[assignment]
+
+    def __init__(self, stages: Sequence[RequestLimits], expects_more: Callable[[], bool]) -> None:
+        """Take the stages' limits, and what tells whether requests are likely to come soon."""
+        super().__init__([], open_rows=0)
+        self.stages = [RequestQueue(stage, limits) for stage, limits in enumerate(stages)]
+        self._expects_more = expects_more
+        self._expiries: list[tuple[float, int, Owner, int]] = []
+        self._number = count()
+        self._ended = False
+
+    # Requests
+
+    def start(self, owner: Owner, stage: int, source: Any, row_bytes: float, now: float) -> None:
+        """Have all rows of an owner wait for a stage.   source: what holds what they carry, in their order."""
+        self._open.add(owner)
+        self._open_rows += owner.n_left
+        rows = np.arange(owner.n)
+        owner.at[:] = stage
+        self._wait(stage, Rows(owner, rows, source, rows, now, row_bytes), now)
+
+    def cancel(self, owner: Owner) -> None:
+        """Forget an owner: nobody waits for it any more."""
+        if owner in self._open:
+            self._open_rows -= owner.n_left
+            self._open.discard(owner)
+            self._ended = True
+        owner.live = False
+
+    def next_call(self, now: float) -> Call | None:
+        """Return a call that can go to its replica now, the deepest stage's first, or None."""
+        if self._ended:
+            self._ended = False
+            for at in self.stages:
+                at.drop_ended()
+        for at in reversed(self.stages):
+            call = at.next_call(now, more_can_come=self._more_can_come(at.stage))
+            if call is not None:
+                return call
+        return None
+
+    def unwanted(self, now: float) -> Iterator[Call]:
+        """Take back the calls whose answers nobody wants any more, for the shell to cancel."""
+        for at in self.stages:
+            for call in at.calls():
+                if not (call.wanted or call.probe or call.given_up):
+                    at.take_back(call, now)
+                    yield call
+
+    def wait_s(self, now: float) -> float | None:
+        """Return the seconds until something is due, None if nothing waits for time."""
+        while self._expiries and not self._expiries[0][2].wants(self._expiries[0][3]):
+            heapq.heappop(self._expiries)
+        waits = [wait for at in self.stages if (wait := at.wait_s(now)) is not None]
+        waits += [max(0.0, self._expiries[0][0] - now)] if self._expiries else []
+        return min(waits, default=None)
+
+    def _wait(self, stage: int, rows: Rows, now: float) -> None:
+        owner = rows.owner
+        if stage in owner.closed:  # others of its rows have waited too long there
+            owner.closed.discard(stage)
+            self._leave_out(stage, rows, "timeout", self._late(stage))
+            owner.closed.add(stage)
+            return
+        expires_at = min(now + self.stages[stage].limits.timeout_s, owner.deadline)
+        heapq.heappush(self._expiries, (expires_at, next(self._number), owner, stage))
+        super()._wait(stage, rows, now)
+
+    def _more_can_come(self, stage: int) -> bool:
+        return self._expects_more() if stage == 0 else any(at.in_work for at in self.stages[:stage])
+
+    def held_back(self, stage: int) -> bool:
+        """Say no: what a stage does not take is refused or cut short."""
+        return False
+
+    # What takes too long
+
+    def expire(self, now: float) -> None:
+        """Give up what has taken too long: calls that may hang, and rows whose time is over."""
+        for at in self.stages:
+            for replica in at.hanging(now):
+                for place, call in enumerate(at.calls_at(replica)):
+                    at.give_up(call)
+                    if not call.probe:
+                        self._suspect(call, now) if place == 0 else at.try_again(call.again(now))
+        late: list[tuple[Owner, int]] = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, _, owner, stage = heapq.heappop(self._expiries)
+            if owner.wants(stage) and (owner.at == stage).any():
+                late.append((owner, stage))
+        for owner, stage in late:
+            self._blame(owner, stage, now)
+        for owner, stage in late:
+            self._close_stage(owner, stage)
+        for at in self.stages:
+            idle = [call for call in at.calls() if not (call.wanted or call.probe)]
+            # While others are answered, a replica hangs or there is much to do: no reason to leave the stage alone.
+            silent = now - at.health.succeeded_at > at.limits.timeout_s
+            if idle and silent and any(stage == at.stage for _, stage in late):
+                self._failed_call(at, f"it has not answered within {at.limits.timeout_s:g} s", now, for_good=True)
+
+    def _close_stage(self, owner: Owner, stage: int) -> None:
+        """Give up all rows of an owner that wait for a stage or are at it."""
+        if not owner.wants(stage):
+            return
+        indices = np.flatnonzero(owner.at == stage)
+        self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), "timeout", self._late(stage))
+        owner.closed.add(stage)
+        self._ended = True
+
+    def _late(self, stage: int) -> str:
+        limits = self.stages[stage].limits
+        return f"stage {limits.name!r} has not answered within {limits.timeout_s:g} s"
+
+    def _blame(self, owner: Owner, stage: int, now: float) -> None:
+        """Find an input guilty that hangs alone, and suspect what is in a call that may hang."""
+        at = self.stages[stage]
+        for call in at.calls():
+            rows = next((rows for rows in call.rows if rows.owner is owner), None)
+            if rows is None or call.probe:
+                continue
+            if at.hangs(call, now):
+                self._convict(rows, stage, now)
+            elif at.may_hang(call, now) and at.suspects.verdict(owner, now) == "clear":
+                at.suspects.note(owner, "suspected", now)
+
+    # What fails
+
+    def ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
+        """Take a call's result; where its rows were asked of another replica, only that it has ended."""
+        at = self.stages[call.stage]
+        if call.given_up:
+            at.take_back(call, now)
+            return
+        if result.error is None:
+            at.answered(call, result, now)
+            if call.isolated:
+                for rows in call.rows:
+                    at.suspects.note(rows.owner, "clear", now)
+        super().ended(call, result, goes_on, now)
+
+    def call_failed(self, call: Call, trouble: Trouble, reason: str, now: float) -> None:
+        """Take the end of a call of which nothing came, for no fault of a replica."""
+        at = self.stages[call.stage]
+        at.take_back(call, now)
+        if call.given_up or call.probe:
+            return
+        self._failed_call(at, reason, now, for_good=trouble == "down")
+        for rows in call.by_owner():
+            if trouble == "error" and call.attempt < MOST_ATTEMPTS and not at.health.paused:
+                at.try_again(call.again(now, rows=rows))
+            else:
+                self._give_back(at, rows, trouble, f"stage {at.limits.name!r}: {reason}")
+
+    def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
+        at, reason = self.stages[call.stage], result.error or ""
+        at.busy_s += result.compute_s or 0.0
+        known, tried = at.known_good is not None, {*call.failed_on, call.replica}
+        if result.fault == "replica" or (call.probe and known):
+            at.broken(call, reason, now)
+        if call.probe:
+            return
+        others = len(tried) < min(MOST_ATTEMPTS, at.n_replicas)
+        # With a good row, the only replica finds out whether it is broken.
+        finds_out = result.fault == "unknown" and not call.failed_on and known
+        at.doubt(call)
+        if result.fault != "stage" and (others or finds_out):
+            at.try_again(call.again(now, failed_on=(*call.failed_on, call.replica)))
+            return
+        # What nobody has ever answered may be the inputs' own fault.
+        if result.fault != "unknown":
+            self._failed_call(at, reason, now)
+        self._give_back(at, call.rows, "error", f"stage {at.limits.name!r}: {reason}")
+
+    def _unproven(self, call: Call, reason: str, now: float) -> None:
+        """Refuse rows that the model refuses, also while it has never answered any."""
+        if not call.probe:
+            self._give_up(call, reason)
+
+    def _failed(self, call: Call, replica: int, reason: str, now: float) -> None:
+        """Ask another replica, if there is one, for a row on which the model raised; or refuse it."""
+        at = self.stages[call.stage]
+        if not call.failed_on and at.n_replicas > 1:
+            at.try_again(call.again(now, failed_on=(replica,)))
+        else:
+            self._give_up(call, reason)
+
+    def _give_up(self, call: Call, reason: str) -> None:
+        at = self.stages[call.stage]
+        for rows in call.rows:
+            which = f"row {rows.indices[0]}: " if rows.owner.n > 1 else ""
+            self._leave_out(at.stage, rows, "refused", f"{which}{reason} (stage {at.limits.name!r})")
+
+    def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
+        """Forget a replica that died or was given up, for a reason, and send its calls elsewhere."""
+        at = self.stages[stage]
+        calls = [call for call in at.calls_at(replica) if not call.given_up]
+        for call in at.calls_at(replica):
+            if call.given_up:
+                at.take_back(call, now)
+        if own_fault and calls and not calls[0].isolated:
+            self._failed_call(at, "replicas end", now)
+        super().replica_lost(stage, replica, reason, now, own_fault=own_fault)
+        at.health.replicas(at.n_replicas, now)
+
+    def _ended_replica(self, call: Call, reason: str, now: float) -> None:
+        at = self.stages[call.stage]
+        if not call.isolated:
+            self._suspect(call, now)
+            return
+        (rows, *_), name = call.rows, at.limits.name
+        if call.began_at is not None and at.health.succeeded_at > (call.suspected_at or now):
+            self._convict(rows, call.stage, now)
+            self._give_back(at, call.rows, "refused", f"stage {name!r}: {reason} twice while it had this input")
+        elif call.attempt > MOST_ATTEMPTS + (0 if call.began_at is not None else 2):
+            self._failed_call(at, "replicas end", now)  # others have not been answered either: it may be the stage
+            self._give_back(at, call.rows, "error", f"stage {name!r}: {reason}")
+        else:
+            at.try_again(call.again(now))
+
+    def _suspect(self, call: Call, now: float) -> None:
+        """Have each owner's rows answered alone, as soon as that may be risked."""
+        at = self.stages[call.stage]
+        for rows in call.by_owner():
+            if not rows[0].owner.wants(call.stage):
+                continue
+            at.try_again(call.again(now, rows=rows, isolated=True, suspected_at=now))
+            if at.suspects.verdict(rows[0].owner, now) == "clear":
+                at.suspects.note(rows[0].owner, "suspected", now)
+                for alike in at.take_alike(rows[0], now):
+                    at.set_apart([alike], now)
+
+    def _convict(self, rows: Rows, stage: int, now: float) -> None:
+        """Refuse the input of rows that have ended or hung a replica alone, wherever it waits."""
+        at = self.stages[stage]
+        at.suspects.note(rows.owner, "guilty", now)
+        reason = f"this input has ended or hung replicas of stage {at.limits.name!r}"
+        self._give_back(at, at.take_alike(rows, now), "refused", reason)
+
+    def _failed_call(self, at: RequestQueue, reason: str, now: float, *, for_good: bool = False) -> None:
+        """Note a call that came to nothing; if that is one too many, give back all that waits."""
+        at.health.failed(reason, now, for_good=for_good)
+        if at.health.paused:
+            why = f"stage {at.limits.name!r} is down: {at.health.why_paused}"
+            self._give_back(at, at.take_all(), "down", why)
+
+    def _give_back(self, at: RequestQueue, rows: Sequence[Rows], trouble: Trouble, reason: str) -> None:
+        for own in rows:
+            self._leave_out(at.stage, own, trouble, reason)
+
+    def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
+        owner = rows.owner
+        super()._leave_out(stage, rows, trouble, reason)
+        if not owner.live:  # the whole request is refused
+            self.cancel(owner)
