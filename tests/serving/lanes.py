@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -119,7 +120,7 @@ def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Po
         for name in names
     ]
     content = {"name": "p", "task": "image-classification", "on_failure": on_failure, "stages": stages}
-    return pool_of({**content, "serving": of_pool}, None)
+    return pool_of({**content, "serving": of_pool}, Path())
 
 
 def cascade_of(pool: Pool, stages: Sequence[Stage]) -> tuple[Cascade, Counts]:
