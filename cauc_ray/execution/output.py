@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ logger = logging.getLogger("cauc_ray.output")
 STAGE = "stage "
 # So many different lines are told apart.
 MOST_LINES = 10_000
+REPEATED_S = 1.0
 
 
 @contextmanager
@@ -37,23 +40,28 @@ def model_output() -> Iterator[None]:
 class ModelOutput:
     """Lines of all replicas, told as if each stage had one: what each of them prints once appears once.
 
-    Lines that differ in their digits alone (times, process ids) count as the same. Progress bars are left out.
+    Lines that differ in their digits alone (times, process ids) count as the same. Progress bars are left out, and
+    what a process repeats within a second: where several nodes are one machine, each of them sends each line.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], Counter[Any]] = {}
+        self._last: dict[tuple[Any, str], float] = {}
 
     def take(self, batch: Mapping[str, Any]) -> None:
         """Log the lines of a batch as Ray sends it, if they are of a stage."""
         name = batch.get("actor_name") or ""
         if not name.startswith(STAGE):
             return
-        if len(self._seen) > MOST_LINES:
+        if len(self._last) > MOST_LINES:
             self._seen.clear()
+            self._last.clear()
+        now, replica = time.monotonic(), (batch["ip"], batch["pid"])
         for line in batch["lines"]:
-            if "\r" in line or not line.strip():
+            last, self._last[replica, line] = self._last.get((replica, line), -math.inf), now
+            if "\r" in line or not line.strip() or now - last < REPEATED_S:
                 continue
-            replica, seen = (batch["ip"], batch["pid"]), self._seen.setdefault((name, _without_digits(line)), Counter())
+            seen = self._seen.setdefault((name, _without_digits(line)), Counter())
             seen[replica] += 1
             if seen[replica] > seen["logged"]:
                 seen["logged"] += 1

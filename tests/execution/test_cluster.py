@@ -167,14 +167,21 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
     """Only a node of a group at zero has the GPU that the last stage asks for."""
     policy, pool = prepared(tmp_path)
     content = yaml.safe_load(pool.read_text())
-    content["stages"][-1]["resources"] = {"num_cpus": 0.5, "num_gpus": 1}
-    pool.write_text(yaml.safe_dump(content))
     with local_head(n_cpus=2, grows_by={"CPU": 2, "GPU": 1}) as head:
-        done = subprocess.run(
-            [Path(sys.executable).with_name("cauc"), "run", pool, "--policy", tmp_path / "policy.json",
-             "--input", tmp_path / "input", "-o", tmp_path / "out", "--address", head.gcs_address],
-            capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
+
+        def run(out, **stage):
+            content["stages"][-1] |= stage
+            pool.write_text(yaml.safe_dump(content))
+            return subprocess.run(
+                [Path(sys.executable).with_name("cauc"), "run", pool, "--policy", tmp_path / "policy.json",
+                 "--input", tmp_path / "input", "-o", tmp_path / out, "--address", head.gcs_address],
+                capture_output=True, text=True, timeout=240,
+            )  # fmt: skip
+
+        done = run("never", resources={"num_cpus": 0.5, "num_gpus": 9}, down_after_s=6)
+        assert done.returncode == 2
+        assert "stage 'm2' has had no live replica for 6 s; no node has room for 0.5 CPUs and 9 GPUs" in done.stderr
+        done = run("out", resources={"num_cpus": 0.5, "num_gpus": 1}, down_after_s=240)
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stderr.splitlines() if "autoscaler" in line]
     assert "stage 'm2' with at least 1 replica of 0.5 CPUs and 1 GPU does not fit" in warning

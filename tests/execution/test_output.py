@@ -36,6 +36,12 @@ def test_what_all_replicas_of_a_stage_print_appears_once(caplog):
     assert lines == [*small, "stage 'large': loaded in 0.6 s"]
 
 
+def test_a_line_that_two_nodes_of_one_machine_send_appears_once(caplog):
+    assert logged(caplog, batch(11, "loaded", "step 1"), batch(11, "loaded", "step 1")) == [
+        "stage 'small': loaded", "stage 'small': step 1",
+    ]  # fmt: skip
+
+
 def test_what_is_no_line_of_a_model_is_left_out(caplog):
     bars = batch(11, "\r 10 %", "\r 10 %\r 20 %", "", "  ")
     assert logged(caplog, bars, batch(12, "a fault of Ray's", name="RunController"), batch(13, "more", name=None)) == []
