@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import ray
@@ -75,11 +76,10 @@ class Replicas:
         self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
         self._classes = [worker_class(stage) for stage in plan.stages]
         self._longest_load_s = self._no_move_before = 0.0
-        self._node_s = NODE_S if autoscales() else 0.0
         self._next = plan.first_replica + plan.shard.number
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
-        for stage in hardest_first(plan.stages):
+        for stage in hardest_first([stage.resources for stage in plan.stages]):
             for _ in range(plan.stages[stage].replicas.min):
                 self._start(stage, now)
 
@@ -155,9 +155,9 @@ class Replicas:
         """
         loads, n_unplaced = [], 0
         for replica in list(self.by_number.values()):
-            waited_s = now - replica.since - self._node_s
-            if replica.phase == "placing" and waited_s > BOOT_S:
-                if waited_s > PLACE_S and self._is_spare(replica.stage):
+            waited_s = now - replica.since
+            if replica.phase == "placing" and waited_s > BOOT_S and waited_s > self._node_s:
+                if waited_s > PLACE_S + self._node_s and self._is_spare(replica.stage):
                     self._stages[replica.stage].refused_until = now + REFUSED_S + self._node_s
                     self.let_go(replica, now)
                 else:
@@ -189,6 +189,11 @@ class Replicas:
             if now >= self._stages[stage].not_before:
                 self._start(stage, now)
         return list(change.stop)
+
+    @cached_property
+    def _node_s(self) -> float:
+        """Return what a node takes to start that an autoscaler starts, 0 where none does."""
+        return NODE_S if autoscales() else 0.0
 
     def newest(self, stage: int) -> Replica | None:
         """Return a stage's live replica that was started last."""

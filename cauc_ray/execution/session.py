@@ -22,7 +22,6 @@ from cauc_ray.errors import CaucWarning, ExecutionError
 from cauc_ray.execution.output import model_output
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.resources import Resources, amounts_text
-from cauc_ray.models.service import Replicas
 
 REACH_DEADLINE_S = 10.0
 # For a task that asks whether the nodes of a cluster use tokens.
@@ -169,9 +168,10 @@ def draining_nodes() -> set[str]:
     return set(ray._private.state.state.get_draining_nodes())  # Ray 2.60 has no public function for it
 
 
-def autoscales() -> bool:
+def autoscales(patience_s: float = 0.0) -> bool:
     """Return whether an autoscaler starts nodes for what waits for a place on this cluster.
 
+    patience_s: for how long a cluster that has just started may not have told.
     Ray 2.60 has no public question for this. Its second autoscaler is there where it is switched on. The first one runs
     on every cluster and reports the type of each node; where it can start none, it makes the type up from the name.
     """
@@ -182,7 +182,7 @@ def autoscales() -> bool:
 
     if is_autoscaler_v2(fetch_from_server=True):
         return True
-    ends = time.monotonic() + MONITOR_S
+    ends = time.monotonic() + patience_s
     while (status := _internal_kv_get(DEBUG_AUTOSCALING_STATUS)) is None and time.monotonic() < ends:
         time.sleep(0.1)
     report = json.loads(status or "{}").get("autoscaler_report") or {}
@@ -215,26 +215,22 @@ def _nodes() -> list[_Node]:
 
 def room_for(needs: Resources, most: int) -> int:
     """Return how many actors that need so much fit on the live nodes, at most so many."""
-    nodes, n = _nodes(), 0
-    while n < most and (node := next((node for node in nodes if node.takes(needs)), None)) is not None:
-        node.place(needs)
-        n += 1
-    return n
+    return _placed([(needs, 0, most)])[0][0]
 
 
 def require_fit(stages: Sequence[StageSpec]) -> None:
     """Raise ExecutionError naming the first stage whose least replicas do not fit on the live nodes.
 
     An actor that cannot be placed waits in Ray without end or a word, so this asks beforehand. Where an autoscaler
-    starts nodes for what waits, a CaucWarning reports what it is waited for.
+    starts nodes for what waits, a CaucWarning reports what is waited for.
     """
-    least = [Replicas(min=stage.replicas.min, max=stage.replicas.min) for stage in stages]
-    _, unfit = _placed([s.model_copy(update={"replicas": n}) for s, n in zip(stages, least, strict=True)])
+    _, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.min) for stage in stages])
     if unfit is None:
         return
-    if not autoscales():
-        raise ExecutionError(f"{unfit}; lower its resources or replicas, or add nodes")
-    warnings.warn(f"{unfit}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=3)
+    what = _does_not_fit(stages[unfit], nodes)
+    if not autoscales(MONITOR_S):
+        raise ExecutionError(f"{what}; lower its resources or replicas, or add nodes")
+    warnings.warn(f"{what}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=3)
 
 
 def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
@@ -242,20 +238,23 @@ def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
 
     Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
     """
-    counts, unfit = _placed(stages)
+    counts, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.max) for stage in stages])
     if unfit is not None:
-        raise ExecutionError(unfit)
+        raise ExecutionError(_does_not_fit(stages[unfit], nodes))
     return counts
 
 
-def _placed(stages: Sequence[StageSpec]) -> tuple[list[int], str | None]:
-    """Place stages on the live nodes. Returns their replicas, and what does not fit if a minimum does not."""
-    nodes = _nodes()
-    counts = [0] * len(stages)
-    asked = {name for stage in stages for name, amount in stage.resources.amounts.items() if amount} - {"CPU"}
+def _placed(wanted: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], int | None, list[_Node]]:
+    """Place actors on the live nodes: the least number of each, then more in turn up to the most.
+
+    wanted: what each occupies, and how many at least and at most.   Returns how many of each are placed, the number of
+    the first whose least do not fit (then no others are tried), and the nodes as that leaves them.
+    """
+    nodes, counts = _nodes(), [0] * len(wanted)
+    asked = {name for needs, _, _ in wanted for name, amount in needs.amounts.items() if amount} - {"CPU"}
 
     def place(index: int) -> bool:
-        needs = stages[index].resources
+        needs = wanted[index][0]
         fitting = [node for node in nodes if node.takes(needs)]
         if not fitting:
             return False
@@ -265,24 +264,24 @@ def _placed(stages: Sequence[StageSpec]) -> tuple[list[int], str | None]:
         counts[index] += 1
         return True
 
-    for index in hardest_first(stages):
-        for _ in range(stages[index].replicas.min):
+    for index in hardest_first([needs for needs, _, _ in wanted]):
+        while counts[index] < wanted[index][1]:
             if not place(index):
-                return counts, _does_not_fit(stages[index], nodes)
-    growing = list(range(len(stages)))
+                return counts, index, nodes
+    growing = list(range(len(wanted)))
     while growing:
-        growing = [p for p in growing if counts[p] < stages[p].replicas.max and place(p)]
-    return counts, None
+        growing = [index for index in growing if counts[index] < wanted[index][2] and place(index)]
+    return counts, None, nodes
 
 
-def hardest_first(stages: Sequence[StageSpec]) -> list[int]:
-    """Return the stages' numbers in the order in which to place them: those that fewest nodes take come first.
+def hardest_first(wanted: Sequence[Resources]) -> list[int]:
+    """Return the numbers of what is to be placed in the order in which to do so: what fewest nodes take comes first.
 
-    Others would fill the only nodes that these have; Ray, too, places actors in the order in which they are asked for.
+    Others would fill the only nodes that it has; Ray, too, places actors in the order in which they are asked for.
     """
     nodes = _nodes()
-    n_nodes = [sum(node.takes(stage.resources) for node in nodes) for stage in stages]
-    return sorted(range(len(stages)), key=lambda p: (n_nodes[p], -stages[p].resources.num_cpus))
+    n_nodes = [sum(node.takes(needs) for node in nodes) for needs in wanted]
+    return sorted(range(len(wanted)), key=lambda index: (n_nodes[index], -wanted[index].num_cpus))
 
 
 def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import ray
@@ -65,9 +64,9 @@ def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
     begun again after a pause, up to four times in all; an error of its own, such as bad input, is not tried again.
     Where no task can begin for ten minutes, those that are left are given up.
     """
-    runner = _Runner(deque((task, 1) for task in tasks), deadline_s)
+    runner = _Runner(deque(_Attempt(task, 1) for task in tasks), deadline_s)
     try:
-        while runner.busy:
+        while runner.ready or runner.running:
             yield from runner.step()
     finally:
         runner.cancel()
@@ -75,46 +74,43 @@ def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
 
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that Ray has.   begun_at: by the monotonic clock; None while it waits for a CPU."""
+    """An attempt at a task.   begun_at: by the monotonic clock; None while it waits for a CPU."""
 
     task: Task
     number: int
     begun_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What came of an attempt.   may_pass: whether another may not fail."""
+
+    value: Any = None
+    error: str | None = None
+    may_pass: bool = False
+    warnings: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class _Runner:
-    """Which tasks Ray has, which are still to be given to it, and which pause before their next attempt."""
+    """Which attempts Ray has, and which are still to be given to it."""
 
-    ready: deque[tuple[Task, int]]
+    ready: deque[_Attempt]
     deadline_s: float
     running: dict[Any, _Attempt] = field(default_factory=dict)
-    paused: list[tuple[float, int, Task, int]] = field(default_factory=list)
     heard_at: float = field(default_factory=time.monotonic)
-    _order: Iterator[int] = field(default_factory=count)
-    _remote: Any = None
-
-    def __post_init__(self) -> None:
-        # Attempts are counted here: Ray's own retries would not start their deadline anew.
-        self._remote = ray.remote(num_cpus=N_CPUS, max_retries=0, num_returns="streaming")(_measure)
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.ready or self.running or self.paused)
 
     def step(self) -> Iterator[Outcome]:
         """Give Ray what is due, wait for the next news, and yield what has ended."""
-        now = time.monotonic()
-        while self.paused and self.paused[0][0] <= now:
-            _, _, task, number = heapq.heappop(self.paused)
-            self.ready.append((task, number))
+        # Attempts are counted here: Ray's own retries would not start their deadline anew.
+        remote = ray.remote(num_cpus=N_CPUS, max_retries=0, num_returns="streaming")(_measure)
         while self.ready and len(self.running) < MOST_PENDING:
-            task, number = self.ready.popleft()
-            self.running[self._remote.remote(task)] = _Attempt(task, number)
-        if not self.running:
-            time.sleep(max(0.0, self.paused[0][0] - now))
-            return
-        news, _ = ray.wait(list(self.running), num_returns=1, timeout=max(0.0, self._next_look() - now))
+            attempt = self.ready.popleft()
+            self.running[remote.remote(attempt.task, PAUSE_S * (attempt.number - 1))] = attempt
+        begun = [each.begun_at + self.deadline_s for each in self.running.values() if each.begun_at is not None]
+        next_look = min(*begun, self.heard_at + START_DEADLINE_S, math.inf)
+        news, _ = ray.wait(list(self.running), num_returns=1, timeout=max(0.0, next_look - time.monotonic()))
         for stream in news:
             self.heard_at = time.monotonic()
             yield from self._hear(stream)
@@ -124,32 +120,22 @@ class _Runner:
         """End what Ray still has."""
         for stream in self.running:
             ray.cancel(stream, force=True)
-        self.running.clear()
-
-    def _next_look(self) -> float:
-        """Return when something is due if nothing is heard: a deadline, the end of a pause, giving up."""
-        begun = [each.begun_at + self.deadline_s for each in self.running.values() if each.begun_at is not None]
-        return min(*begun, *(pause[0] for pause in self.paused[:1]), self.heard_at + START_DEADLINE_S, float("inf"))
 
     def _hear(self, stream: Any) -> Iterator[Outcome]:
-        """Take the next thing that an attempt says: that it has begun, what came of it, or that it is dead."""
-        attempt = self.running[stream]
+        """Take the next thing that an attempt reports: that it has begun, or what came of it."""
         try:
-            said: _Done | _Trouble | None = ray.get(next(stream))
+            report: _Report | None = ray.get(next(stream))
         except RayError as error:
-            said = _Trouble(str(told(error, "the task")), may_pass=not isinstance(error, RayTaskError))
-        if said is None:
-            attempt.begun_at = time.monotonic()
+            report = _Report(error=str(told(error, "the task")), may_pass=not isinstance(error, RayTaskError))
+        if report is None:
+            self.running[stream].begun_at = time.monotonic()
             return
-        del self.running[stream]
-        if isinstance(said, _Done):
-            yield Outcome(attempt.task, said.value, None, said.warnings, said.seconds, attempt.number)
-        elif said.may_pass and attempt.number < ATTEMPTS:
-            due = time.monotonic() + PAUSE_S * attempt.number
-            heapq.heappush(self.paused, (due, next(self._order), attempt.task, attempt.number + 1))
-        else:
-            tried = f" ({attempt.number} attempts)" if said.may_pass else ""
-            yield Outcome(attempt.task, error=f"{said.error}{tried}", attempts=attempt.number)
+        attempt = self.running.pop(stream)
+        if report.may_pass and attempt.number < ATTEMPTS:
+            self.ready.append(_Attempt(attempt.task, attempt.number + 1))
+            return
+        error_text = f"{report.error} ({attempt.number} attempts)" if report.may_pass else report.error
+        yield Outcome(attempt.task, report.value, error_text, report.warnings, report.seconds, attempt.number)
 
     def _late(self) -> Iterator[Outcome]:
         now = time.monotonic()
@@ -167,38 +153,23 @@ class _Runner:
             yield Outcome(attempt.task, error=why, attempts=attempt.number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What an attempt brought."""
-
-    value: Any
-    warnings: tuple[str, ...]
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    """Why an attempt failed, and whether another may not."""
-
-    error: str
-    may_pass: bool
-
-
-def _measure(task: Task) -> Iterator[_Done | _Trouble | None]:
+def _measure(task: Task, pause_s: float) -> Iterator[_Report | None]:
+    time.sleep(pause_s)
     yield None  # it has begun
     started = time.perf_counter()
     warned: list[str] = []
     with own_warnings(warned.append):
         try:
             value = task.measure()
-        except CaucError as error:
-            yield _Trouble(str(error), _may_pass(error))
-            return
         except Exception as error:
-            said = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
-            yield _Trouble(f"the task failed: {said}", _may_pass(error))
+            text = str(error) if isinstance(error, CaucError) else f"the task failed: {_in_one_line(error)}"
+            yield _Report(error=text, may_pass=_may_pass(error))
             return
-    yield _Done(value, tuple(dict.fromkeys(warned)), time.perf_counter() - started)
+    yield _Report(value, warnings=tuple(dict.fromkeys(warned)), seconds=time.perf_counter() - started)
+
+
+def _in_one_line(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _may_pass(error: BaseException | None) -> bool:
