@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.front import online, show
@@ -24,13 +22,12 @@ from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 class LiveEvaluation(JobConfig):
     """A live run of a policy's cascade, as `cauc run` has it; its tables are in run/ of the output.
 
-    input: Parquet with example_id, or images, a file or folder.   controllers: how many share it.
+    input: Parquet with example_id, or images, a file or folder.
     """
 
     pool: FilePath
     policy: FilePath
     input: FilePath
-    controllers: int = Field(default=1, ge=1)
 
     def inputs(self) -> set[Path]:
         """Return the files, and what the pool's models come from."""
@@ -81,7 +78,6 @@ def _live(config: LiveEvaluation, run: JobRun) -> JobResult:
         out,
         resume=(out / "run.json").is_file(),
         address=run.address,
-        controllers=config.controllers,
         on_progress=on_progress,
     )
     n_failed = summary["n_failed"]

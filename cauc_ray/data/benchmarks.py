@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cauc_ray.data.columns import Published
@@ -16,6 +15,7 @@ from cauc_ray.data.folders import Openers, find_partitions, wilds_partitions
 from cauc_ray.data.rows import HubRows
 from cauc_ray.data.splits import Rule
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
+from cauc_ray.files.paths import AnyPath, RemotePath, absolute, path_of
 
 # The hub's own conversion to Parquet, of datasets whose repository holds a loading script.
 _CONVERTED = "refs/convert/parquet"
@@ -38,7 +38,7 @@ class Benchmark:
     files: Mapping[str, str] | None = None
     published: Published = field(default_factory=Published)
     tests: tuple[str, ...] = ("test",)
-    find: Callable[[Path], Openers] = find_partitions
+    find: Callable[[AnyPath], Openers] = find_partitions
     rule: Rule | None = "halve-validation"
     unsplit: bool = False
 
@@ -114,6 +114,7 @@ class FoundDataset:
 def find_dataset(text: str) -> FoundDataset:
     """Find NAME (in the folder $CAUC_DATA, else on the hub), NAME=PATH, PATH, hub:ORG/NAME or hub:ORG/NAME:CONFIG.
 
+    A path may be a URI.
     Raises ConfigError where it is none of these, DataError where nothing is there or nothing that can be read.
     """
     if text.startswith("hub:"):
@@ -125,23 +126,26 @@ def find_dataset(text: str) -> FoundDataset:
     if name in BENCHMARKS:
         if not is_named:
             folder = os.environ.get("CAUC_DATA")
-            path = os.path.join(folder, name) if folder else ""
-            return _at_path(Path(path), BENCHMARKS[name]) if os.path.exists(path) else _on_hub(name, BENCHMARKS[name])
+            if folder and (path_of(folder) / name).exists():
+                return _at_path(path_of(folder) / name, BENCHMARKS[name])
+            return _on_hub(name, BENCHMARKS[name])
         if not path:
             raise ConfigError(f"{text!r} has no path: give {name}=PATH")
-        return _at_path(Path(path).expanduser(), BENCHMARKS[name])
-    if text and os.path.exists(text):
-        return _at_path(Path(text), Benchmark(rule=None))
+        return _at_path(path_of(os.path.expanduser(path)), BENCHMARKS[name])
+    location = path_of(text)
+    if isinstance(location, RemotePath) or (text and os.path.exists(location)):
+        return _at_path(location, Benchmark(rule=None))
     raise ConfigError(
         f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of a file or folder that is there, "
         "NAME=PATH, or hub:ORG/NAME"
     )
 
 
-def _at_path(path: Path, benchmark: Benchmark) -> FoundDataset:
-    if not os.path.exists(path):  # Path.exists raises where a name is too long
+def _at_path(path: AnyPath, benchmark: Benchmark) -> FoundDataset:
+    # Path.exists raises where a name is too long.
+    if not (path.exists() if isinstance(path, RemotePath) else os.path.exists(path)):
         raise DataError(f"there is no file or folder {path}")
-    path = path.absolute()
+    path = absolute(path)
     name, dataset = benchmark.name or path.name or str(path), str(path)
     if benchmark.name:
         dataset = f"{name}={path}"

@@ -61,8 +61,8 @@ class BlockSource(Protocol):
     def n_groups(self) -> int:
         """How many groups there are, those included whose blocks are all done."""
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
-        """Yield a group's blocks with their numbers, which rise and are the same every time.
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+        """Yield a group's blocks with their numbers, which rise and are the same every time; None for one that is done.
 
         Numbers count all the input's blocks from 0. What cannot be read comes as unreadable blocks.
         Raises DataError for content that no run can take (a null id, a negative label, a column that no model can

@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 from cauc_ray.data.rows import ImageRows, ParquetRows, Rows, TextRows, is_image
 from cauc_ray.data.text_files import read_csv
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below, visible
-from cauc_ray.files.paths import readable
+from cauc_ray.files.paths import AnyPath, RemotePath, readable
 
 # Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
 Openers: TypeAlias = dict[str, Callable[[], Rows]]
@@ -23,7 +22,7 @@ _PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibratio
 _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<total>\d{5})(-[0-9a-f]+)?")
 
 
-def find_partitions(path: Path) -> Openers:
+def find_partitions(path: AnyPath) -> Openers:
     """Find the partitions at a path: one file; a folder of tables; a folder of images, a subfolder for each class.
 
     In a folder of tables each file's stem or subfolder names a partition; above class folders, a folder does.
@@ -37,7 +36,7 @@ def find_partitions(path: Path) -> Openers:
         return {_stem(path): partial(_open_tables, [path])}
 
 
-def wilds_partitions(path: Path) -> Openers:
+def wilds_partitions(path: AnyPath) -> Openers:
     """Find the partitions of a WILDS folder of images: metadata.csv (split, filename, y) and train/ with all images.
 
     Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. A folder without such a file is read
@@ -67,10 +66,10 @@ def wilds_partitions(path: Path) -> Openers:
     return found
 
 
-def _in_folder(folder: Path) -> Openers:
+def _in_folder(folder: AnyPath) -> Openers:
     files = [entry for entry in visible(folder) if entry.is_file()]
     tables = _tables(files)
-    here = os.path.realpath(folder)
+    here = _real(folder)
     kinds = {sub: _kind(sub, {here}) for sub in _visible_folders(folder)}
     table_folders = [sub for sub, kind in kinds.items() if kind == "tables"]
     classes = [sub for sub, kind in kinds.items() if kind == "images"]
@@ -87,7 +86,7 @@ def _in_folder(folder: Path) -> Openers:
             f"{folder} is mixed: {sorts[0].name} and {sorts[1].name} hold different kinds of data; give one of them"
         )
     if classes:
-        name = folder.resolve().name
+        name = (folder if isinstance(folder, RemotePath) else folder.resolve()).name
         return _of_images({_canonical(name) if name.lower() in _PARTITIONS else "all": folder})
     subfolders = table_folders + above_classes
     if not tables and len(subfolders) == 1 and subfolders[0].name.lower() not in _PARTITIONS:
@@ -97,11 +96,11 @@ def _in_folder(folder: Path) -> Openers:
     return _of_tables(tables, table_folders)
 
 
-def _tables(files: Iterable[Path]) -> list[Path]:
+def _tables(files: Iterable[AnyPath]) -> list[AnyPath]:
     return [file for file in files if file.suffix.lower() in _FORMATS]
 
 
-def _of_tables(tables: Sequence[Path], folders: Sequence[Path]) -> Openers:
+def _of_tables(tables: Sequence[AnyPath], folders: Sequence[AnyPath]) -> Openers:
     inside = {path: [path] for path in tables}
     inside |= {folder: _tables(files_below(folder, follow_links=True)) for folder in folders}
     formats = {_FORMATS[file.suffix.lower()]: file for files in inside.values() for file in files}
@@ -114,9 +113,9 @@ def _of_tables(tables: Sequence[Path], folders: Sequence[Path]) -> Openers:
     }
 
 
-def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
+def _by_name(paths: Iterable[AnyPath]) -> dict[str, list[AnyPath]]:
     """Group files and folders by the partition that they are of: one of each name, or all of a file's shards."""
-    named: dict[str, list[Path]] = {}
+    named: dict[str, list[AnyPath]] = {}
     for path in paths:
         named.setdefault(_stem(path), []).append(path)
     for name, group in named.items():
@@ -128,28 +127,28 @@ def _by_name(paths: Iterable[Path]) -> dict[str, list[Path]]:
     return named
 
 
-def _of_images(folders: dict[str, Path]) -> Openers:
+def _of_images(folders: dict[str, AnyPath]) -> Openers:
     # A class keeps its number in partitions where it has no images.
     classes = sorted({sub.name for folder in folders.values() for sub in _visible_folders(folder)})
     numbers = {name: number for number, name in enumerate(classes)}
     return {name: partial(_open_images, folder, numbers) for name, folder in folders.items()}
 
 
-def _open_tables(files: Sequence[Path]) -> Rows:
+def _open_tables(files: Sequence[AnyPath]) -> Rows:
     return ParquetRows(files) if files[0].suffix.lower() == ".parquet" else TextRows(files)
 
 
-def _open_images(folder: Path, numbers: dict[str, int]) -> Rows:
+def _open_images(folder: AnyPath, numbers: dict[str, int]) -> Rows:
     found = [(sub.name, file.name) for sub in _visible_folders(folder) for file in visible(sub) if is_image(file)]
     return ImageRows(folder, [f"{name}/{image}" for name, image in found], [numbers[name] for name, _ in found])
 
 
-def _kind(folder: Path, seen: set[str]) -> str | None:
+def _kind(folder: AnyPath, seen: set[str]) -> str | None:
     """Return what a folder holds first: "images", "tables", or "deeper images" below its subfolders.
 
     seen: real paths of the folders that were looked into, which grow; what a link leads to again holds nothing new.
     """
-    if (real := os.path.realpath(folder)) in seen:
+    if (real := _real(folder)) in seen:
         return None
     seen.add(real)
     entries = list(visible(folder))
@@ -161,11 +160,16 @@ def _kind(folder: Path, seen: set[str]) -> str | None:
     return "deeper images" if kind == "images" else kind
 
 
-def _visible_folders(folder: Path) -> list[Path]:
+def _real(folder: AnyPath) -> str:
+    """Return where a folder really is, whatever links lead there."""
+    return str(folder) if isinstance(folder, RemotePath) else os.path.realpath(folder)
+
+
+def _visible_folders(folder: AnyPath) -> list[AnyPath]:
     return [entry for entry in visible(folder) if entry.is_dir()]
 
 
-def _stem(path: Path) -> str:
+def _stem(path: AnyPath) -> str:
     """Return the partition that a file or folder is named after: `val-00000-of-00002.parquet` is of validation."""
     stem = path.name if path.is_dir() else path.stem
     shard = _SHARD.fullmatch(stem)

@@ -15,7 +15,7 @@ from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
-from cauc_ray.files.paths import AnyPath, RemotePath, path_inside, path_of, readable
+from cauc_ray.files.paths import AnyPath, absolute, path_inside, path_of, readable
 from cauc_ray.numbers.types import Ints
 
 
@@ -64,7 +64,7 @@ def open_input(path: str | AnyPath) -> RunInput:
 
 
 def _tables(path: AnyPath, files: Sequence[AnyPath]) -> FileInput:
-    rows = ParquetRows(list(map(_absolute, files)), "example_id")
+    rows = ParquetRows(list(map(absolute, files)), "example_id")
     rows.schema(rows.columns)  # whose columns must fit together
     if rows.n_rows == 0:
         raise DataError(f"{path} holds no rows")
@@ -75,17 +75,13 @@ def _tables(path: AnyPath, files: Sequence[AnyPath]) -> FileInput:
 
 
 def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInput:
-    rows = ImageRows(_absolute(folder), sorted(path_inside(file, folder) for file in files))
+    rows = ImageRows(absolute(folder), sorted(path_inside(file, folder) for file in files))
     if rows.n_rows == 0:
         raise DataError(f"there are no .parquet files and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}")
     n, digest = rows.identity
     row_bytes = sum(size for size in rows.sizes if size > 0) / n
     # Files cost alike wherever they are, so groups are small: several processes share even a small input.
     return FileInput(path, n, row_bytes, {f"{n} images, {digest[:16]}": n}, rows, np.arange(1, n + 1), 4)
-
-
-def _absolute(path: AnyPath) -> AnyPath:
-    return path if isinstance(path, RemotePath) else path.absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +129,8 @@ class FileBlocks:
         """How many groups there are."""
         return len(self.starts) - 1
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
-        """Yield a group's blocks, read as a stream; of done ones before and after the others, only the ids."""
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+        """Yield a group's blocks, read as a stream; of done ones before and after the others, only the ids are read."""
         numbers = range(self.firsts[group], self.firsts[group + 1])
         wanted = [number for number in numbers if number not in self.done]
 
@@ -145,7 +141,9 @@ class FileBlocks:
         for names, run in groupby(numbers, columns):
             yield from self._read(group, list(run), names)
 
-    def _read(self, group: int, numbers: list[int], columns: tuple[str, ...]) -> Iterator[tuple[int, InputBlock]]:
+    def _read(
+        self, group: int, numbers: list[int], columns: tuple[str, ...]
+    ) -> Iterator[tuple[int, InputBlock | None]]:
         """Read neighbouring blocks. Raises DataError naming file and row where a done one has other ids."""
 
         def span(number: int) -> tuple[int, int]:
@@ -161,16 +159,18 @@ class FileBlocks:
                 table = next(tables)
             except UnreadableError as error:
                 tables = None
-                if number not in self.done:  # nothing is known of rows that are done and cannot be read now
-                    yield number, self._unreadable(start, end, error)
+                # Nothing is known of rows that are done and cannot be read now.
+                yield number, None if number in self.done else self._unreadable(start, end, error)
                 continue
             if number not in self.done:
                 yield number, table_block(table, self.rows.name_of, start)
-            elif not is_committed(table, self.done[number]):
+                continue
+            if not is_committed(table, self.done[number]):
                 raise DataError(
                     f"{self.rows.name_of(start)} and on: these are not the rows of block {number} that the run has "
                     "committed; resume it with the input as it was, or start a new run elsewhere"
                 )
+            yield number, None
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
         """Name the rows of a block that cannot be read: by ids where their row group can be, else by file and row."""

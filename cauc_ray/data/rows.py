@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -180,7 +179,7 @@ def _read_footer(file: AnyPath, ids: str | None) -> tuple[pa.Schema, list[int], 
 class TextRows(_Files):
     """JSONL or CSV files, read whole."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[AnyPath]) -> None:
         """Read the files. Raises DataError naming file and line when one is malformed."""
         tables = [(read_csv if file.suffix.lower() == ".csv" else read_jsonl)(file) for file in files]
         super().__init__(files, [len(table) for table in tables])

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 
 from cauc_ray.errors import DataError, first_line
+from cauc_ray.files.paths import AnyPath
 
 
-def read_csv(file: Path) -> pa.Table:
+def read_csv(file: AnyPath) -> pa.Table:
     """Read a CSV file with a header: every cell as text, null where it is empty. Raises DataError."""
     try:
+        content = file.read_bytes()
         # One block: a row may not straddle two of them. Types are not guessed: "007" is not a number.
-        options = pyarrow.csv.ReadOptions(block_size=min(max(file.stat().st_size, 1) + 1, 2**31 - 1))
+        options = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 1) + 1, 2**31 - 1))
         parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        with pyarrow.csv.open_csv(file, read_options=options, parse_options=parsing) as opened:
+        with pyarrow.csv.open_csv(pa.BufferReader(content), read_options=options, parse_options=parsing) as opened:
             names = opened.schema.names
         texts = pyarrow.csv.ConvertOptions(
             column_types={name: pa.string() for name in names},
@@ -26,7 +28,9 @@ def read_csv(file: Path) -> pa.Table:
             strings_can_be_null=True,
             quoted_strings_can_be_null=True,
         )
-        table = pyarrow.csv.read_csv(file, read_options=options, parse_options=parsing, convert_options=texts)
+        table = pyarrow.csv.read_csv(
+            pa.BufferReader(content), read_options=options, parse_options=parsing, convert_options=texts
+        )
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{file} is not a readable CSV file: {first_line(error)}") from error
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -35,11 +39,11 @@ def read_csv(file: Path) -> pa.Table:
     return table
 
 
-def read_jsonl(file: Path) -> pa.Table:
+def read_jsonl(file: AnyPath) -> pa.Table:
     """Read a file of one JSON object a line. Raises DataError naming a line that is not."""
     rows: list[dict[str, Any]] = []
     try:
-        with file.open(encoding="utf-8-sig") as lines:
+        with io.TextIOWrapper(io.BytesIO(file.read_bytes()), encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue

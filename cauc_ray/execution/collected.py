@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,23 +15,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.worker import Collected
+from cauc_ray.data.blocks import ids_digest
 from cauc_ray.data.logits import FAILED
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
-from cauc_ray.execution.ledger import FAILED_SCHEMA
+from cauc_ray.execution import manifest
+from cauc_ray.execution.manifest import Committed, Parts, PartWriter, failed_rows
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
-from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files, write_parquet
+from cauc_ray.files.listing import hive_values
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.costs import model_cost
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats, Ints
 
-# The unit of commits: so many rows are done again at most when a collection is ended.
+# Rows that are read and done together.
 BLOCK_ROWS = 256
+FORMAT: Literal["cauc-collect/2"] = "cauc-collect/2"
 # Other readers of hive-partitioned Parquet pass over names that begin so.
-RECORD = "_collect.json"
-_COUNTS = b"cauc.counts"
+RECORD, MANIFEST = "_collect.json", "_manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class CollectRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-collect/1"] = "cauc-collect/1"
+    format: Literal["cauc-collect/2"] = FORMAT
     dataset: str
     rule: str
     fingerprint: str
@@ -109,65 +109,53 @@ class Target:
     kind: "model" or "embedding".   name: the model's, or the encoder's.
     """
 
-    table: Path
+    table: AnyPath
     kind: Literal["model", "embedding"]
     name: str
 
-    def folder(self, split: str) -> Path:
-        """Return where the rows of a split stand."""
-        return self.table / f"{self.kind}={self.name}" / f"split={split}"
+    @property
+    def _folder(self) -> AnyPath:
+        return self.table / f"{self.kind}={self.name}"
 
-    def failed_folder(self, split: str) -> Path:
-        """Return where the failed rows of a split stand."""
-        return self.table / FAILED / f"{self.kind}={self.name}" / f"split={split}"
+    def parts(self, split: str) -> Parts:
+        """Return where the rows of a split are."""
+        folder = self._folder / f"split={split}"
+        return Parts(folder, self.table / FAILED / folder.parent.name / folder.name, folder / MANIFEST)
 
-    def done(self, wanted: CollectRecord) -> dict[int, int]:
-        """Return the blocks of a split that are there, and how many rows each had.
+    def committed(self, wanted: CollectRecord) -> Committed:
+        """Return what there is of a split.
 
-        Raises ConfigError when what stands there is of other rows or another model, or nobody says of which.
+        Raises ConfigError when it is of other rows or another model, or there is no record of what it is of.
         """
-        folder = self.folder(wanted.split)
-        if not folder.exists():
-            return {}
-        found = self.record(wanted.split)
-        if found is None or not found.same_work(wanted):
-            other = "dataset, seed or layout" if found and found.model == wanted.model else "model of that name"
-            whose = "no collection" if found is None else f"another {other}"
-            raise ConfigError(f"{folder} is of {whose}; remove it or choose another -o")
-        done: dict[int, int] = {}
-        n_blocks = -(-wanted.n_rows // wanted.block_rows)
-        for path in parquet_files(folder) if any(folder.glob("*.parquet")) else ():
-            block = re.fullmatch(r"part-(\d{6})\.parquet", path.name)
-            if block is None or int(block[1]) >= n_blocks:
-                raise DataError(f"{path} is none of the parts that were collected there; remove it")
-            done[int(block[1])] = count_rows(path) + count_rows(self.failed_folder(wanted.split) / path.name)
-        return done
+        parts = self.parts(wanted.split)
+        if parts.rows.exists():
+            found = self.record(wanted.split)
+            if found is None or not found.same_work(wanted):
+                other = "dataset, seed or layout" if found and found.model == wanted.model else "model of that name"
+                whose = "no collection" if found is None else f"another {other}"
+                raise ConfigError(f"{parts.rows} is of {whose}; remove it or choose another -o")
+        return parts.committed()
 
     def record(self, split: str) -> CollectRecord | None:
         """Return what a collected split says of itself, None where nothing was collected."""
-        path = self.folder(split) / RECORD
+        path = self.parts(split).rows / RECORD
         if not path.is_file():
             return None
+        content = read_json(path)
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+            raise ConfigError(
+                f"{path.parent} was collected in the format {content['format']}, this version goes on with {FORMAT}; "
+                "remove it or choose another -o"
+            )
         try:
-            return CollectRecord.model_validate(read_json(path))
+            return CollectRecord.model_validate(content)
         except ValidationError as error:
             raise DataError(f"{path}: {explain(error)}") from error
 
     def records(self) -> list[CollectRecord]:
         """Return what all collected splits say of themselves."""
-        folders = sorted((self.table / f"{self.kind}={self.name}").glob("split=*"))
-        records = [self.record(folder.name.removeprefix("split=")) for folder in folders]
-        return [record for record in records if record is not None]
-
-    def counts(self, split: str) -> dict[str, int]:
-        """Return how often what the model counts has happened, by its name."""
-        totals: dict[str, int] = {}
-        for path in parquet_files(self.folder(split)):
-            with open_parquet(path) as file:
-                own = json.loads((file.schema_arrow.metadata or {}).get(_COUNTS, b"{}"))
-            for name, n in own.items():
-                totals[name] = totals.get(name, 0) + n
-        return totals
+        splits = hive_values(self._folder, "split") if self._folder.is_dir() else []
+        return [record for record in map(self.record, splits) if record is not None]
 
 
 @dataclass(slots=True)
@@ -180,15 +168,32 @@ class _OpenRows:
 
 
 class CollectedTables:
-    """Writes a model's answers in blocks, each whole or not at all: first its failed rows, then its logits."""
+    """Writes a model's answers: each split's logits and failed rows in parts, once a row of the split is answered."""
 
-    def __init__(self, target: Target, stage: StageSpec, layout: Layout, records: Mapping[str, CollectRecord]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        stage: StageSpec,
+        layout: Layout,
+        records: Mapping[str, CollectRecord],
+        answered: frozenset[str],
+    ) -> None:
+        """Take what each split's record says.   answered: the splits of which an earlier attempt has answers."""
+        self.commit_s = manifest.COMMIT_S
         self._target = target
         self._stage = stage
         self._layout = layout
         self._records = dict(records)
         self._open: dict[int, _OpenRows] = {}
         self._measured = False
+        self._answered = set(answered)
+        self._writers = {split: PartWriter(target.parts(split)) for split in records}
+        self._reasons: dict[str, str] = {}
+
+    @property
+    def n_bytes(self) -> int:
+        """Return what is not written yet."""
+        return sum(writer.n_bytes for split, writer in self._writers.items() if split in self._answered)
 
     def start(self, facts: ModelFacts) -> None:
         """Note what the model says of itself. Raises ConfigError where other rows were answered in another precision.
@@ -238,37 +243,53 @@ class CollectedTables:
             first.counts[name] = first.counts.get(name, 0) + n
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
-        """Commit a finished block. A row whose label names none of its options is a failed row too."""
+        """Take a block that is done. A row whose label names none of its options is a failed row too."""
         at = self._open.pop(block.block, None) or _OpenRows()
-        names = example_ids.to_pylist()
+        names, is_model = example_ids.to_pylist(), self._target.kind == "model"
         reasons = {row: reason for row, (_, reason) in block.failures.items()}
         for row, logits in at.rows.items():
-            if labels is not None and self._target.kind == "model" and labels[row] >= len(logits):
+            if labels is not None and is_model and labels[row] >= len(logits):
                 reasons[row] = f"its label {labels[row]} is outside its {len(logits)} options"
-        split, number = self._layout.place(block.block)
-        name = f"part-{number:06d}.parquet"
-        folder, failed = self._target.folder(split), self._target.failed_folder(split)
-        make_folder(folder)
-        if not (folder / RECORD).exists():
-            write_json(folder / RECORD, self._records[split].model_dump())
-        (failed / name).unlink(missing_ok=True)  # of an attempt that ended before this block was committed
-        if reasons:
-            make_folder(failed)
-            stage = self._target.name
-            told = [{"example_id": names[r], "stage": stage, "reason": why} for r, why in sorted(reasons.items())]
-            write_parquet(failed / name, pa.Table.from_pylist(told, schema=FAILED_SCHEMA))
+        failed, by_stage = failed_rows(names, [(row, self._target.name, why) for row, why in reasons.items()])
         kept = [row for row in range(len(names)) if row not in reasons]
-        ids = [names[row] for row in kept]
-        vectors = [at.rows[row] for row in kept]
-        if self._target.kind == "embedding":
-            table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": _lists(vectors)})
-        else:
+        ids, vectors = [names[row] for row in kept], [at.rows[row] for row in kept]
+        sums: dict[str, float] = {"answered": len(kept)}
+        if is_model:
+            known = None if labels is None else labels[kept]
             costs = np.array([at.costs[row] for row in kept]) if at.costs and self._stage.cost is None else None
-            table = logit_columns(ids, None if labels is None else labels[kept], vectors, costs)
-        write_parquet(folder / name, table.replace_schema_metadata({_COUNTS: json.dumps(at.counts)}))
+            table = logit_columns(ids, known, vectors, costs)
+            if known is not None:
+                right = sum(label == np.argmax(own) for label, own in zip(known, vectors, strict=True))
+                sums |= {"labelled": int((known >= 0).sum()), "right": int(right)}
+            if costs is not None:
+                sums |= {"paid": len(costs), "cost": float(costs.sum())}
+        else:
+            table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": _lists(vectors)})
+        split, number = self._layout.place(block.block)
+        if kept:
+            self._answered.add(split)
+        elif reasons:
+            self._reasons.setdefault(split, next(iter(reasons.values())))
+        totals: dict[str, Mapping[str, float]] = {"rows": sums, "failed": by_stage, "counts": at.counts}
+        self._writers[split].add(number, table, failed, ids_digest(names), totals)
+
+    def commit(self) -> None:
+        """Write what has been taken of splits that have answers: others leave nothing, and are asked for again."""
+        for split in self._answered:
+            folder = self._target.parts(split).rows
+            if self._writers[split].n_bytes and not (folder / RECORD).exists():
+                make_folder(folder)
+                write_json(folder / RECORD, self._records[split].model_dump())
+            self._writers[split].commit()
 
     def close(self) -> None:
-        """Have nothing left to write."""
+        """Write what is left. Raises DataError where a split has no answer at all."""
+        self.commit()
+        for split, reason in self._reasons.items():
+            if split not in self._answered:
+                raise DataError(
+                    f"{self._target.name!r} answered no row of split {split!r}; the first failed with: {reason}"
+                )
 
     def _take_measure(self, collected: Collected) -> None:
         self._measured = True

@@ -62,20 +62,22 @@ class Collection:
 
 
 def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
-    """Return the run that a collection still needs, None where all is there. Raises ConfigError as Target.done."""
+    """Return the run that a collection still needs, None where all is there. Raises as Target.committed."""
     layout = Layout({split: record.n_rows for split, record in work.records.items()})
-    done: dict[int, int] = {}
-    for split, record in work.records.items():
-        done |= {layout.number(split, block): n for block, n in work.target.done(record).items()}
+    there = {split: work.target.committed(record) for split, record in work.records.items()}
+    done = {layout.number(split, block): n for split, own in there.items() for block, n in own.rows.items()}
     n_rows = sum(layout.sizes.values())
     if sum(done.values()) == n_rows:
         return None
+    for split in there:
+        work.target.parts(split).clean()
+    answered = frozenset(split for split, own in there.items() if own.totals)
     return RunPlan(
         run_id=work.target.name,
         stages=(work.stage,),
         policy=None,
         source=_DatasetBlocks(dataset, next(iter(work.records.values())).ids, layout, frozenset(done)),
-        sink=CollectedTables(work.target, work.stage, layout, work.records),
+        sink=CollectedTables(work.target, work.stage, layout, work.records, answered),
         n_rows=n_rows,
         n_done=sum(done.values()),
         block_rows=BLOCK_ROWS,

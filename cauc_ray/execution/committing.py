@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -12,6 +14,7 @@ import ray
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
+from cauc_ray.execution.manifest import COMMIT_BYTES
 from cauc_ray.execution.reader import BlockNames
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
@@ -22,7 +25,17 @@ GET_DEADLINE_S = 120.0
 
 
 class Sink(Protocol):
-    """Where a run's results go; plain, used in the controller's process."""
+    """Where a run's results go; plain, used in the controller's process.
+
+    commit_s: for how many seconds what it has taken may wait to be written.
+    """
+
+    commit_s: float
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that wait to be written."""
+        ...
 
     def start(self, facts: ModelFacts) -> None:
         """Take what the first stage's model says of itself, from each replica that has loaded it."""
@@ -33,7 +46,11 @@ class Sink(Protocol):
         ...
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
-        """Commit a finished block."""
+        """Take a block that is done."""
+        ...
+
+    def commit(self) -> None:
+        """Write what has been taken."""
         ...
 
     def close(self) -> None:
@@ -42,7 +59,10 @@ class Sink(Protocol):
 
 
 class Committer:
-    """Gives a sink what happened, in its order, on a thread of its own, so that a slow disk holds up no replica."""
+    """Gives a sink what happened, in its order, on a thread of its own, so that a slow disk holds up no replica.
+
+    n_rows: rows of the blocks that are done.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -61,14 +81,14 @@ class Committer:
         self._put(lambda: self._sink.add_call(call, result, extra))
 
     def add_block(self, block: Owner) -> None:
-        """Have the sink commit a block, whose names are a reference to its BlockNames."""
+        """Give the sink a block that is done, whose names are a reference to its BlockNames."""
 
-        def commit() -> None:
+        def add() -> None:
             known: BlockNames = ray.get(block.names, timeout=GET_DEADLINE_S)
             self._sink.add_block(block, known.example_ids, known.labels)
             self.n_rows += block.n
 
-        self._put(commit)
+        self._put(add)
 
     def close(self) -> None:
         """Wait until all is written. Raises what the sink has raised."""
@@ -93,9 +113,17 @@ class Committer:
 
     def _work(self) -> None:
         pa.array([""])  # Arrow's first array imports pandas, where that is installed: now, while replicas load
-        while (what := self._todo.get()) is not None:
-            try:
-                what()
-            except BaseException as error:
-                self._error = error
-                return
+        try:
+            due: float | None = None
+            while True:
+                with suppress(queue.Empty):
+                    what = self._todo.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+                    if what is None:
+                        return
+                    what()
+                    due = due or time.monotonic() + self._sink.commit_s
+                if due is not None and (time.monotonic() >= due or self._sink.n_bytes >= COMMIT_BYTES):
+                    self._sink.commit()
+                    due = None
+        except BaseException as error:
+            self._error = error

@@ -1,28 +1,29 @@
-"""The tables that a run leaves: predictions, the ledger of model calls, the failed rows."""
+"""The folder that a run leaves: its record, predictions and failed rows in parts, the ledger of model calls."""
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.data.blocks import ids_digest
-from cauc_ray.errors import ConfigError, DataError, explain
+from cauc_ray.errors import ConfigError, explain
+from cauc_ray.execution import manifest
+from cauc_ray.execution.manifest import FailedBlock, Parts, PartWriter, failed_rows
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
-from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
+from cauc_ray.files.listing import visible
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.predictions import predictions_table
@@ -44,51 +45,20 @@ LEDGER_SCHEMA = pa.schema(
         ("attempt", pa.int32()),
     ]
 )
-# In the metadata of a part of predictions: the digest of all its block's ids, of rows that failed too.
-_IDS = b"cauc.ids"
-FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
-
-
-def require_new(path: Path) -> None:
-    """Raise ConfigError when a folder to be made exists and is not an empty folder."""
-    try:
-        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-    except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
-    if taken:
-        raise ConfigError(f"output {path} exists and is not an empty folder; choose another or remove it")
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[None]:
-    """Make a folder, and the ones above it, for the length of the block; take back all that stay empty if it fails.
-
-    Raises ConfigError when the folder exists and is not empty, or cannot be made.
-    """
-    require_new(path)
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    make_folder(path)
-    try:
-        yield
-    except BaseException:
-        # Deepest first; one that is not empty stays, and with it all above.
-        below = sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True)
-        with suppress(OSError):
-            for folder in (*below, *made):
-                folder.rmdir()
-        raise
+FORMAT: Literal["cauc-run/3"] = "cauc-run/3"
+# The replicas of a run's next attempt are numbered on from here.
+ATTEMPT_REPLICAS = 100_000
 
 
 class RunRecord(BaseModel):
     """What a run's folder says of it (run.json), so that a resumption is of the same run.
 
-    block_rows: most rows in a block of input, the unit of commits.   input: what it is of, such as the rows of each
-    file by its name.   costs: of the policy's calls, which its id leaves out; null where calls tell
-    their own, and in records from before.
+    block_rows: most rows in a block of input.   input: what it is of, such as the rows of each file by its name.
+    costs: of the policy's calls, which its id leaves out; null where calls tell their own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-run/2"] = "cauc-run/2"
+    format: Literal["cauc-run/3"] = FORMAT
     run_id: str
     policy_id: str
     block_rows: int
@@ -104,162 +74,82 @@ def new_record(
     return RunRecord(run_id=run_id, policy_id=policy_id, block_rows=block_rows, input=input_rows, costs=costs)
 
 
-def resumed_record(out: Path, now: RunRecord) -> RunRecord:
+def read_record(out: AnyPath) -> RunRecord:
+    """Return the record of the run in a folder. Raises ConfigError where it is of another version or malformed."""
+    path = out / "run.json"
+    content = read_json(path)
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"{path} is of the format {found}, this version's runs are of {FORMAT}")
+    try:
+        return RunRecord.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
+
+
+def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
     """Return the record of the run in a folder, which must be of the policy and input of now.
 
     Its blocks are as they were. Raises ConfigError when there is no run, or one of something else.
     """
-    path = out / "run.json"
-    if not path.is_file():
+    if not (out / "run.json").is_file():
         raise ConfigError(f"{out} holds no run that could be resumed; leave --resume out to start one")
-    try:
-        record = RunRecord.model_validate(read_json(path))
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
+    record = read_record(out)
     for what, of in (("policy_id", "policy"), ("input", "input"), ("costs", "policy with other costs")):
         if getattr(record, what) != getattr(now, what):
             raise ConfigError(f"the run in {out} is of another {of}; start a new one elsewhere")
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What a run has committed.
-
-    rows: of each block, failed ones too.   ids: the digest of each block's ids.   to_retry: of blocks that are to be
-    done again for their failed rows, these rows' ids; None for all rows, where some could not be read and may have had
-    no names.   n_failed: rows that models failed on, those to be tried again left out.
-    """
-
-    rows: Mapping[int, int]
-    ids: Mapping[int, str]
-    to_retry: Mapping[int, frozenset[str] | None]
-    n_failed: int
-
-    @property
-    def done(self) -> dict[int, str]:
-        """Return the blocks of which nothing is left to do, with the digests of their ids."""
-        return {block: ids for block, ids in self.ids.items() if block not in self.to_retry}
-
-    @property
-    def n_done(self) -> int:
-        """Return the rows that are done with."""
-        again = (self.rows[block] if ids is None else len(ids) for block, ids in self.to_retry.items())
-        return sum(self.rows.values()) - sum(again)
+def parts_of(out: AnyPath) -> Parts:
+    """Return where a run's folder has its rows."""
+    return Parts(out / "predictions", out / "failed", out / "manifest")
 
 
-def committed(out: Path, *, retry_failed: bool = False) -> Committed:
-    """Return what a run has committed.   retry_failed: its failed rows are to be tried again.
-
-    Raises DataError for a part that does not name its rows, and where an id that failed is more than once in its
-    block: nobody could tell which row it was.
-    """
-    rows, ids, n_failed = {}, {}, 0
-    to_retry: dict[int, frozenset[str] | None] = {}
-    for path in (out / "predictions").glob("part-*.parquet"):
-        block, failed = _block_of(path), out / "failed" / path.name
-        with open_parquet(path) as file:
-            rows[block], ids[block] = file.metadata.num_rows, _ids_of(path, file.schema_arrow)
-        if not failed.exists():
-            continue
-        table = read_parquet(failed)
-        rows[block] += table.num_rows
-        if retry_failed and table.column("stage").null_count:
-            to_retry[block] = None
-        elif retry_failed and table.num_rows:
-            to_retry[block] = names = frozenset(table.column("example_id").to_pylist())
-            if len(names) < table.num_rows:
-                raise DataError(f"{failed} names an example_id twice, so that its rows cannot be tried again")
-        else:
-            n_failed += table.num_rows - table.column("stage").null_count
-    return Committed(rows, ids, to_retry, n_failed)
-
-
-def _ids_of(path: Path, schema: pa.Schema) -> str:
-    ids = (schema.metadata or {}).get(_IDS)
-    if ids is None:
-        raise DataError(f"{path} is of an earlier version, whose runs cannot be resumed; start a new one elsewhere")
-    return str(ids.decode())
-
-
-def failures_by_stage(out: Path) -> tuple[dict[str, int], str]:
-    """Return how many rows each stage's model failed on, and the most common reason."""
-    stages, reasons = Counter[str](), Counter[str]()
-    for path in (out / "failed").glob("part-*.parquet"):
-        failed = read_parquet(path)
-        failed = failed.filter(pc.is_valid(failed.column("stage")))
-        stages.update(failed.column("stage").to_pylist())
-        reasons.update(failed.column("reason").to_pylist())
-    return dict(stages), reasons.most_common(1)[0][0] if reasons else ""
-
-
-def repair(out: Path) -> None:
-    """Take rows that have an answer out of failed/: a retry was ended between its two writes."""
-    for path in (out / "failed").glob("part-*.parquet"):
-        answered = out / "predictions" / path.name
-        if not answered.exists():
-            continue  # the block is done anew
-        failed = read_parquet(path)
-        kept = _without(failed, read_parquet(answered).column("example_id"))
-        if kept.num_rows < failed.num_rows:
-            _write_failed(path, kept)
-
-
-def _write_failed(path: Path, table: pa.Table) -> None:
-    """Write a block's failed rows; there is no file where there are none."""
-    if table.num_rows:
-        make_folder(path.parent)
-        write_parquet(path, table)
-    else:
-        path.unlink(missing_ok=True)
-        with suppress(OSError):  # the folder is there only if a row failed
-            path.parent.rmdir()
-
-
-def _without(table: pa.Table, example_ids: pa.Array | pa.ChunkedArray) -> pa.Table:
-    """Return a table's rows whose ids are not among others."""
-    return table.filter(pc.invert(pc.is_in(table.column("example_id"), value_set=example_ids)))
-
-
-def _block_of(path: Path) -> int:
-    return int(path.stem.removeprefix("part-"))
+def next_attempt(out: AnyPath) -> int:
+    """Return the number of a run's next attempt: above those that its ledger names."""
+    files = visible(out / "ledger") if (out / "ledger").is_dir() else []
+    numbers = [int(found[1]) for file in files if (found := re.match(r"attempt-(\d+)-", file.name))]
+    return 1 + max(numbers, default=-1)
 
 
 class RunTables:
-    """Writes a run's tables part by part, each part whole or not at all.
-
-    A block is committed by the renaming of its predictions: the ledger rows of the calls that led there, and its
-    failures, are written before.
-    """
+    """Writes a run's tables: predictions and failed rows in parts, and before each the calls that were made."""
 
     def __init__(
         self,
-        out: Path,
+        out: AnyPath,
         record: RunRecord,
         stages: Sequence[str],
         *,
         degrade: bool,
-        shard: int,
-        retried: frozenset[int] = frozenset(),
+        attempt: int = 0,
+        retried: Mapping[int, FailedBlock] | None = None,
     ) -> None:
         """Take the run's folder, its record and its stages' names.
 
-        degrade: whether rows tell if they were.   shard: of the run, whose controller this is for.
-        retried: blocks that are committed, of which only some rows are done again.
+        degrade: whether rows tell if they were.   attempt: its number.   retried: blocks that are committed, of which
+        only failed rows are done again.
         """
-        self._out = out
-        self._record = record
-        self._stages = tuple(stages)
-        self._degrade = degrade
-        self._shard = shard
-        self._retried = retried
+        self.commit_s = manifest.COMMIT_S
+        self._out, self._record, self._stages, self._degrade = out, record, tuple(stages), degrade
+        self._retried = retried or {}
+        self._new = PartWriter(parts_of(out))
+        self._again = PartWriter(parts_of(out), parts_of(out).next_retry()) if self._retried else self._new
         self._calls: list[tuple[object, ...]] = []
+        self._attempt, self._n_written, self._has_record = attempt, 0, False
+
+    @property
+    def n_bytes(self) -> int:
+        """Return what is not written yet of predictions and failed rows."""
+        return self._new.n_bytes + (self._again.n_bytes if self._retried else 0)
 
     def start(self, facts: ModelFacts) -> None:
         """Need nothing of what the models say of themselves."""
 
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
         """Note a call for the ledger. A failed call, or a probe, accepted and deferred nothing and cost nothing."""
+        self._write_record()
         n_accepted, n_deferred, cost = int(result.accepted.sum()), result.n_deferred, float(result.costs.sum())
         if call.probe:
             n_accepted, n_deferred, cost = 0, 0, 0.0
@@ -282,79 +172,65 @@ class RunTables:
         )
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
-        """Commit a finished block. One whose rows have all failed has a predictions table without rows."""
+        """Take a block that is done. One whose rows have all failed has a predictions table without rows."""
         self._write_record()
-        self._write_calls(f"part-{block.block:06d}")
         answered = block.stages >= 0
-        name = f"part-{block.block:06d}.parquet"
-        reasons = [
-            {"example_id": example_ids[row].as_py(), "stage": self._name(stage), "reason": reason}
-            for row, (stage, reason) in sorted(block.failures.items())
-        ]
-        failed = pa.Table.from_pylist(reasons, schema=FAILED_SCHEMA)
-        make_folder(self._out / "predictions")
+        known = None if labels is None else labels[answered]
         table = predictions_table(
             example_ids.filter(pa.array(answered)),
             block.predictions[answered],
             block.confidences[answered],
             block.stages[answered],
             block.costs[answered],
-            None if labels is None else labels[answered],
+            known,
         )
         if self._degrade:
             table = table.append_column("degraded", pa.array(block.degraded[answered]))
-        path, failed_path = self._out / "predictions" / name, self._out / "failed" / name
-        ids = ids_digest(example_ids.to_pylist())
-        if block.block in self._retried:
-            # The answers first: a row that is in both tables for a moment is taken out of failed by repair().
-            before = read_parquet(path)
-            kept = _without(before, example_ids)
-            if kept.num_rows:
-                ids = _ids_of(path, before.schema)
-            whole = pa.concat_tables([kept, table], promote_options="default")
-            write_parquet(path, whole.replace_schema_metadata({_IDS: ids}))
-            _write_failed(failed_path, failed)
-        else:
-            # A controller that died just before it committed the block may have left failures that are none now.
-            _write_failed(failed_path, failed)
-            write_parquet(path, table.replace_schema_metadata({_IDS: ids}))
+        names = example_ids.to_pylist()
+        reasons = [(row, self._stages[at] if at >= 0 else None, reason) for row, (at, reason) in block.failures.items()]
+        failed, by_stage = failed_rows(names, reasons)
+        before = self._retried.get(block.block)
+        if before is not None:
+            by_stage.subtract(before.by_stage)
+        costs = block.costs[answered]
+        totals: dict[str, Mapping[str, float]] = {
+            "answered": Counter({name: int((block.stages == at).sum()) for at, name in enumerate(self._stages)}),
+            "failed": by_stage,
+            "rows": {
+                "degraded": int(block.degraded[answered].sum()),
+                "labelled": 0 if known is None else int((known >= 0).sum()),
+                "right": 0 if known is None else int((block.predictions[answered] == known).sum()),
+            },
+            "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
+        }
+        digest = None if before is not None and before.ids is not None else ids_digest(names)
+        (self._new if before is None else self._again).add(block.block, table, failed, digest, totals)
+
+    def commit(self) -> None:
+        """Write what has been taken: first the calls that led there."""
+        if self._calls:
+            make_folder(self._out / "ledger")
+            # Column by column: from dates or rows, Arrow would import pandas, which takes a second.
+            columns = [
+                pa.array(values, pa.int64()).cast(column.type)
+                if column.name == "started_at"
+                else pa.array(values, column.type)
+                for values, column in zip(zip(*self._calls, strict=True), LEDGER_SCHEMA, strict=True)
+            ]
+            table = pa.Table.from_arrays(columns, schema=LEDGER_SCHEMA)
+            write_parquet(self._out / "ledger" / f"attempt-{self._attempt:03d}-{self._n_written:06d}.parquet", table)
+            self._calls, self._n_written = [], self._n_written + 1
+        self._new.commit()
+        if self._retried:
+            self._again.commit()
 
     def close(self) -> None:
-        """Write the calls noted since the last block."""
-        self._write_calls(f"part-end-{self._shard}")
+        """Write what is left after the last block."""
+        self.commit()
 
     def _write_record(self) -> None:
         """Write what the run is of, before anything else of it: without that nobody could resume it."""
-        if not (self._out / "run.json").exists():
+        if not self._has_record:
+            make_folder(self._out)
             write_json(self._out / "run.json", self._record.model_dump())
-
-    def _write_calls(self, name: str) -> None:
-        """Write the calls noted since the last time, under a free name: an earlier attempt may have written some."""
-        if not self._calls:
-            return
-        self._write_record()
-        folder = self._out / "ledger"
-        make_folder(folder)
-        names = (name if n == 0 else f"{name}-{n}" for n in count())
-        path = next(path for path in (folder / f"{name}.parquet" for name in names) if not path.exists())
-        # Column by column: from dates or rows, Arrow would import pandas, which takes a second.
-        columns = [
-            pa.array(values, pa.int64()).cast(column.type)
-            if column.name == "started_at"
-            else pa.array(values, column.type)
-            for values, column in zip(zip(*self._calls, strict=True), LEDGER_SCHEMA, strict=True)
-        ]
-        write_parquet(path, pa.Table.from_arrays(columns, schema=LEDGER_SCHEMA))
-        self._calls = []
-
-    def _name(self, stage: int) -> str | None:
-        """Return a stage's name, None for rows that could not be read."""
-        return self._stages[stage] if stage >= 0 else None
-
-
-def next_replica(out: Path) -> int:
-    """Return the number above those of all replicas in a run's ledger."""
-    if not (out / "ledger").is_dir():
-        return 0
-    numbers = [pc.max(read_parquet(path).column("replica")).as_py() for path in (out / "ledger").glob("*.parquet")]
-    return 1 + max((number for number in numbers if number is not None), default=-1)
+            self._has_record = True

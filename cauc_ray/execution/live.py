@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import ray
@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, result_of, told
 from cauc_ray.execution.plan import RunPlan
-from cauc_ray.execution.progress import RunProgress, StageProgress, together
+from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
 
 POLL_S = 0.5
@@ -86,21 +86,13 @@ class LiveRun:
         return None
 
 
-def follow(runs: Sequence[LiveRun], on_progress: Callable[[RunProgress], None]) -> float:
-    """Wait for the end of a run's controllers, reporting progress about twice a second; end all if one cannot go on.
-
-    Returns the seconds of the longest.
-    """
+def follow(run: LiveRun, on_progress: Callable[[RunProgress], None]) -> float:
+    """Wait for a run's end, reporting progress about twice a second; end it if it cannot go on. Returns its seconds."""
     try:
-        seconds: dict[int, float] = {}
-        while len(seconds) < len(runs):
-            for number, run in enumerate(runs):
-                if number not in seconds:
-                    taken = run.wait(POLL_S / (len(runs) - len(seconds)))
-                    if taken is not None:
-                        seconds[number] = taken
-            on_progress(together([run.progress() for run in runs]))
-        return max(seconds.values())
+        while True:
+            seconds = run.wait(POLL_S)
+            on_progress(run.progress())
+            if seconds is not None:
+                return seconds
     finally:
-        for run in runs:
-            run.close()
+        run.close()

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource
-from cauc_ray.errors import ConfigError
 from cauc_ray.execution.committing import Sink
 from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 
 # What may wait before the first stage: so many blocks, at least.
@@ -22,14 +20,6 @@ STORE_SHARE = 0.2
 QUEUE_BYTES = 512 * 1024 * 1024
 # A block comes in so many objects at most.
 MOST_CHUNKS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A controller's share of a run: every count-th group of the input from its number on."""
-
-    number: int = 0
-    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +42,7 @@ class RunPlan:
     block_rows: int
     import_paths: ImportPaths
     degrade: bool = False
-    shard: Shard = Shard()
     first_replica: int = 0
-
-    @property
-    def groups(self) -> range:
-        """Return the groups of the input that are this controller's."""
-        return range(self.shard.number, self.source.n_groups, self.shard.count)
 
     @property
     def chunk_rows(self) -> int:
@@ -73,8 +57,7 @@ class RunPlan:
 
     def limits(self, store_bytes: float) -> tuple[tuple[StageLimits, ...], int]:
         """Return the stages' limits, and the open rows, for an object store of so many bytes."""
-        # The controllers' queues are in one store, and so are those of their stages.
-        n_bytes = min(QUEUE_BYTES, STORE_SHARE * store_bytes) / (len(self.stages) * self.shard.count)
+        n_bytes = min(QUEUE_BYTES, STORE_SHARE * store_bytes) / len(self.stages)
         limits = []
         for place, stage in enumerate(self.stages):
             # A stage's batches come from those of the stage before, the first one's from blocks.
@@ -82,22 +65,3 @@ class RunPlan:
             rows = queue_rows(stage.batch_size, stage.replicas.max, fed_by)
             limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes))
         return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))
-
-
-def sharded(stages: tuple[StageSpec, ...], count: int) -> list[tuple[StageSpec, ...]]:
-    """Return the stages with each controller's share of their replicas.
-
-    Raises ConfigError when a stage may not have one replica for every controller.
-    """
-    for stage in stages:
-        if stage.replicas.max < count:
-            raise ConfigError(
-                f"{count} controllers need a replica of every stage each; stage {stage.name!r} may have "
-                f"{stage.replicas.max}: raise its replicas' max, or lower the number of controllers"
-            )
-    return [tuple(_share(stage, number, count) for stage in stages) for number in range(count)]
-
-
-def _share(stage: StageSpec, number: int, count: int) -> StageSpec:
-    least, most = ((n + count - 1 - number) // count for n in (stage.replicas.min, stage.replicas.max))
-    return stage.model_copy(update={"replicas": Replicas(min=max(1, least), max=most)})

@@ -1,9 +1,7 @@
-"""How far a run is: counted by its controllers, shown to people, told to Ray's metrics."""
+"""How far a run is: counted by its controller, shown to people, told to Ray's metrics."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,30 +37,10 @@ class RunProgress:
 
     at: seconds since the epoch, when the controller last said so.   n_rows: of the whole input, None where it is
     not known before its end.
-    n_finished: rows committed, by earlier attempts too.
+    n_finished: rows of blocks that are done, by earlier attempts too.
     """
 
     at: float
     n_rows: int | None
     n_finished: int
     stages: tuple[StageProgress, ...]
-
-
-def together(shards: Sequence[RunProgress]) -> RunProgress:
-    """Add up what several controllers of one run have done; n_rows is the same for all of them."""
-    stages = []
-    for parts in zip(*(shard.stages for shard in shards), strict=True):
-        counts = {key: sum(getattr(part, key) for part in parts) for key in _COUNTS}
-        reasons = Counter[str]()
-        for part in parts:
-            reasons[part.reason] += part.failed
-        stages.append(StageProgress(parts[0].name, **counts, reason=reasons.most_common(1)[0][0]))
-    return RunProgress(
-        at=max(shard.at for shard in shards),
-        n_rows=shards[0].n_rows,
-        n_finished=sum(shard.n_finished for shard in shards),
-        stages=tuple(stages),
-    )
-
-
-_COUNTS = tuple(key for key in StageProgress.__dataclass_fields__ if key not in ("name", "reason"))

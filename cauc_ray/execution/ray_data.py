@@ -70,7 +70,7 @@ class DatasetSource:
         """One."""
         return 1
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
         """Execute the dataset and yield its blocks; of done ones, which are computed too, the ids are compared.
 
         Raises DataError for content that no run can take and where done blocks hold other rows or are missing,
@@ -83,8 +83,10 @@ class DatasetSource:
                 _require_ids(table.column_names)
                 if number not in self.done:
                     yield number, table_block(table, lambda row: _SOURCE)
-                elif not is_committed(table, self.done[number]):
+                    continue
+                if not is_committed(table, self.done[number]):
                     raise _other_dataset(f"its block {number} holds other rows than the run has committed")
+                yield number, None
         missing = [number for number in self.done if number >= n_blocks]
         if missing:
             raise _other_dataset(f"it ends before block {min(missing)}, which the run has committed")

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from cauc_ray.cascade.parcels import Parcel, packed
 from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
+from cauc_ray.execution.actors import in_group
 from cauc_ray.numbers.types import Ints
 
 # The pauses before each further try at a block that cannot be read: damage does not heal, but a file that cannot be
@@ -61,7 +62,13 @@ class BlockReader:
         self._n_away = 0
         self._last = -1
         self._ids: dict[int, str] = {}
-        self._blocks: Iterator[tuple[int, InputBlock]] = iter(())
+        self._blocks: Iterator[tuple[int, InputBlock | None]] = iter(())
+        self._n_seen = 0
+
+    @in_group("watch")
+    def n_seen(self) -> int:
+        """Return over how many blocks it has gone: one that goes over what is done or lost before does not hang."""
+        return self._n_seen
 
     def read(self, group: int, place: int) -> list[Any]:
         """Return a group's block at a place among those that are to be done: header, names, then every chunk.
@@ -105,39 +112,38 @@ class BlockReader:
         return self._next()
 
     def _next(self) -> tuple[int, InputBlock] | None:
-        """Return the group's next block, and note which rows it holds."""
-        found = next(self._blocks, None)
-        if found is not None:
-            self._last, block = found
-            if block.unreadable is None:
-                self._ids[self._last] = ids_digest(block.example_ids)
-        return found
+        """Return the group's next block that is to be done, and note which rows it holds."""
+        for number, block in self._blocks:
+            self._last, self._n_seen = number, self._n_seen + 1
+            if block is not None:
+                if block.unreadable is None:
+                    self._ids[number] = ids_digest(block.example_ids)
+                return number, block
+        return None
 
 
 class ReadPlan:
-    """Which block each reader reads next: it goes through its group, then takes the next that nobody has.
+    """Which block each reader reads next: it goes through its group, then takes the next that nobody has."""
 
-    groups: the input's, or one controller's share of them.
-    """
-
-    def __init__(self, groups: range) -> None:
-        self._untouched = list(reversed(groups))
+    def __init__(self, n_groups: int) -> None:
+        self._n_begun, self._n_groups = 0, n_groups
         self._begun: dict[int, tuple[int, int]] = {}
         self._again: list[tuple[int, int]] = []
 
     @property
     def exhausted(self) -> bool:
         """Say whether there is nothing more to ask for."""
-        return not (self._untouched or self._begun or self._again)
+        return not (self._n_begun < self._n_groups or self._begun or self._again)
 
     def next_place(self, reader: int) -> tuple[int, int] | None:
         """Return the group and the place in it that a reader shall read now, None if others read all that is left."""
         if self._again:
             return self._again.pop(0)
         if reader not in self._begun:
-            if not self._untouched:
+            if self._n_begun == self._n_groups:
                 return None
-            self._begun[reader] = (self._untouched.pop(), 0)
+            self._begun[reader] = (self._n_begun, 0)
+            self._n_begun += 1
         group, place = self._begun[reader]
         self._begun[reader] = (group, place + 1)
         return group, place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +51,15 @@ class Reading:
         """Start one reader.   here: the label of the node."""
         self._plan = plan
         self._here = here
-        self._next = ReadPlan(plan.groups)
+        self._next = ReadPlan(plan.source.n_groups)
         self._readers: dict[int, Any] = {}
         self._reads: dict[Any, _Read] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._ids: dict[int, dict[int, str]] = {}  # digests by group and block, as first read
         self._lost_blocks: list[int] = []  # to be read again
         self._have_read: set[int] = set()
+        self._looks: dict[int, Any] = {}  # by reader, the answer to how many blocks it has gone over
+        self._n_seen: dict[int, int] = {}
         self._deaths = 0
         self._starved_since: float | None = None
         self._start_reader(0)
@@ -159,16 +162,35 @@ class Reading:
             since = [read.since for read in self._reads.values() if read.reader == reader]
             if since and now - min(since) > READ_DEADLINE_S:
                 n_lost += self._lost(reader, ExecutionError(f"a reader has not answered for {READ_DEADLINE_S:.0f} s"))
+            elif since and now - min(since) > READ_DEADLINE_S / 3:
+                self._look_at(reader, now)
         all_work = len(self._have_read) == len(self._readers)  # one that is still being started cannot help yet
         self._starved_since = (self._starved_since or now) if starved and self._reads and all_work else None
-        more = len(self._readers) < min(MOST_READERS, len(self._plan.groups))
+        more = len(self._readers) < min(MOST_READERS, self._plan.source.n_groups)
         if more and self._starved_since is not None and now - self._starved_since > STARVED_S:
             self._start_reader(len(self._readers))
             self._starved_since = None
         return n_lost
 
+    def _look_at(self, reader: int, now: float) -> None:
+        """Give a reader more time that has gone on since the last look: before a block it may go over many."""
+        look = self._looks.get(reader)
+        if look is None:
+            look = self._looks[reader] = self._readers[reader].n_seen.remote()
+        if not ray.wait([look], timeout=0)[0]:
+            return
+        del self._looks[reader]
+        with suppress(RayError):  # what it reads fails, too
+            n_seen = ray.get(look)
+            if n_seen != self._n_seen.get(reader):
+                self._n_seen[reader] = n_seen
+                for read in self._reads.values():
+                    read.since = now if read.reader == reader else read.since
+
     def _start_reader(self, number: int) -> None:
-        reader = make_actor(BlockReader, num_cpus=0, label_selector=self._here)
+        self._looks.pop(number, None)
+        self._n_seen.pop(number, None)
+        reader = make_actor(BlockReader, num_cpus=0, label_selector=self._here, concurrency_groups={"watch": 1})
         self._readers[number] = reader.remote(self._plan.source, self._plan.chunk_rows, self._plan.n_chunks)
 
     def _ask(self, reader: int, place: tuple[int, int], again: int | None, now: float) -> None:

@@ -76,7 +76,7 @@ class Replicas:
         self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
         self._classes = [worker_class(stage) for stage in plan.stages]
         self._longest_load_s = self._no_move_before = 0.0
-        self._next = plan.first_replica + plan.shard.number
+        self._next = plan.first_replica
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
         for stage in hardest_first([stage.resources for stage in plan.stages]):
@@ -214,7 +214,7 @@ class Replicas:
         else:
             answer = handle.decide.options(num_returns=2)
         replica = Replica(self._next, stage, handle, answer, "placing", None, now)
-        self._next += plan.shard.count
+        self._next += 1
         self.by_number[replica.number] = replica
         self._await(replica, handle.place.remote())
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -16,7 +15,7 @@ from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageQueue
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
-from cauc_ray.execution.actors import kind_of, told
+from cauc_ray.execution.actors import in_group, kind_of, told
 from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
@@ -25,8 +24,6 @@ from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas, no_replica
 from cauc_ray.execution.session import draining_nodes, live_nodes, store_bytes
 from cauc_ray.models.pool import StageSpec
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 # The pause after the object store was found full, and for how long it may be.
 FULL_PAUSE_S = 2.0
@@ -39,13 +36,8 @@ REPORT_S = 1.0
 FAILING_S = 60.0
 
 
-def _in_group(name: str) -> Callable[[Method], Method]:
-    """Have an actor's method run beside the others; Ray's own decorator has no types."""
-    return cast("Callable[[Method], Method]", ray.method(concurrency_group=name))
-
-
 class RunController:
-    """Runs one controller's share of a run to its end."""
+    """Runs a run to its end."""
 
     def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
         """Take the plan, and the label of the node that the controller is on, whose files the readers read."""
@@ -64,7 +56,7 @@ class RunController:
         self._first_call: float | None = None
         self._watched, self._reported = time.time(), 0.0
 
-    @_in_group("watch")
+    @in_group("watch")
     def progress(self) -> RunProgress:
         """Return how far the run is, and when the controller last looked after everything."""
         stages = tuple(map(_stage_progress, self._names, self._scheduler.stages, self._counts))

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucError, DataError, ExecutionError
-from cauc_ray.execution.ledger import (
-    Committed,
-    RunRecord,
-    RunTables,
-    committed,
-    failures_by_stage,
-    next_replica,
-    repair,
-)
+from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, next_attempt, parts_of
 from cauc_ray.execution.live import LiveRun, follow
-from cauc_ray.execution.plan import RunPlan, Shard
+from cauc_ray.execution.manifest import Committed, FailedBlock, common_reason
+from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import require_fit
 from cauc_ray.execution.user_code import import_paths
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
@@ -76,11 +68,39 @@ def too_many_failed(n_failed: int, n_done: int, n_rows: int | None, by_stage: Ma
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What earlier attempts at a run have left.   again: blocks whose failed rows are tried again."""
+
+    committed: Committed
+    again: Mapping[int, FailedBlock]
+
+    @property
+    def done(self) -> dict[int, str]:
+        """Return the blocks of which nothing is left to do, with the digests of their ids."""
+        return {block: ids for block, ids in self.committed.ids.items() if block not in self.again}
+
+    @property
+    def n_done(self) -> int:
+        """Return the rows that are done with."""
+        rows = self.committed.rows
+        again = (rows[block] if failed.ids is None else len(failed.ids) for block, failed in self.again.items())
+        return sum(rows.values()) - sum(again)
+
+    @property
+    def failed(self) -> dict[str, int]:
+        """Return how many rows each stage's model failed on, without those that are tried again."""
+        left = self.committed.totals.get("failed", Counter()).copy()
+        for failed in self.again.values():
+            left.subtract(failed.by_stage)
+        return {stage: n for stage, n in left.items() if stage}
+
+
 def run_cascade(
-    chains: Sequence[tuple[StageSpec, ...]],
+    stages: tuple[StageSpec, ...],
     policy: Policy,
     inputs: RunInput,
-    out: Path,
+    out: AnyPath,
     record: RunRecord,
     on_progress: Callable[[RunProgress], None],
     *,
@@ -90,61 +110,62 @@ def run_cascade(
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
-    chains: the stages as each controller has them, as sharded() returns them.   degrade: answer without a stage
-    that is down.   max_failed: the share of rows that models may fail on.   retry_failed: do rows again that failed.
+    degrade: answer without a stage that is down.   max_failed: the share of rows that models may fail on.
+    retry_failed: do rows again that failed.
     Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages do not fit on
     the cluster, do not start or cannot go on, or models fail on too many rows; what was finished before stays in
     the output.
     """
-    require_fit([stage for chain in chains for stage in chain])
-    repair(out)
-    limit, names = Limit(max_failed, inputs.n_rows), [stage.name for stage in chains[0]]
-    starts = Counter[int]()
+    require_fit(stages)
+    parts, limit = parts_of(out), Limit(max_failed, inputs.n_rows)
 
-    def plan(number: int) -> RunPlan | None:
-        starts[number] += 1
-        there = committed(out, retry_failed=retry_failed)
+    def look(*, retry: bool) -> _Before:
+        return _Before(parts.committed(), parts.failed_blocks() if retry else {})
+
+    def check(failed: Mapping[str, int], n_done: int, why: Callable[[], str], *, at_end: bool = False) -> None:
+        n_failed = sum(failed.values())
+        if (limit.exceeded_at_end if at_end else limit.exceeded)(n_failed, n_done):
+            raise too_many_failed(n_failed, n_done, inputs.n_rows, failed, why())
+
+    def plan() -> RunPlan | None:
+        parts.clean()
+        there = look(retry=retry_failed)
         if there.n_done == inputs.n_rows:
             return None
-        retried = frozenset(there.to_retry)
-        source: BlockSource = inputs.source(record.block_rows, there.done)
+        attempt = next_attempt(out)
+        source = inputs.source(record.block_rows, there.done)
         return RunPlan(
             run_id=record.run_id,
-            stages=chains[number],
+            stages=stages,
             policy=policy,
-            source=FailedRows(source, there.to_retry, there.ids) if retried else source,
-            sink=RunTables(out, record, names, degrade=degrade, shard=number, retried=retried),
+            source=FailedRows(source, there.again, there.committed.ids) if there.again else source,
+            sink=RunTables(out, record, policy.models, degrade=degrade, attempt=attempt, retried=there.again),
             n_rows=inputs.n_rows,
-            n_done=there.n_done if number == 0 else 0,
+            n_done=there.n_done,
             block_rows=record.block_rows,
-            import_paths=import_paths(chains[number]),
+            import_paths=import_paths(stages),
             degrade=degrade,
-            shard=Shard(number, len(chains)),
-            # Above those of the ledger, and those that other controllers or attempts have and that is to hear of.
-            first_replica=next_replica(out) + 10_000 * (starts[number] - 1),
+            first_replica=attempt * ATTEMPT_REPLICAS,
         )
 
-    before = committed(out, retry_failed=retry_failed)
+    parts.clean()
+    before = look(retry=retry_failed)
+    failed_before = before.failed
 
     def watch(progress: RunProgress) -> None:
         on_progress(progress)
-        by_stage = {stage.name: stage.failed for stage in progress.stages}
-        n_failed = before.n_failed + sum(by_stage.values())
+        failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
         n_done = before.n_done + sum(at.accepted + at.degraded + at.failed for at in progress.stages)
-        if limit.exceeded(n_failed, n_done):
-            worst = max(progress.stages, key=lambda stage: stage.failed)
-            raise too_many_failed(n_failed, n_done, inputs.n_rows, by_stage, worst.reason)
+        worst = max(progress.stages, key=lambda stage: stage.failed)
+        check(failed, n_done, lambda: worst.reason)
 
-    def check(there: Committed, *, at_end: bool) -> None:
-        if (limit.exceeded_at_end if at_end else limit.exceeded)(there.n_failed, there.n_done):
-            by_stage, why = failures_by_stage(out)
-            raise too_many_failed(there.n_failed, there.n_done, inputs.n_rows, by_stage, why)
-
-    check(before, at_end=False)
+    check(failed_before, before.n_done, lambda: common_reason(parts))
     seconds = 0.0
     if before.n_done != inputs.n_rows:
-        seconds = follow([LiveRun(partial(plan, number)) for number in range(len(chains))], watch)
-    check(committed(out), at_end=True)
+        seconds = follow(LiveRun(plan), watch)
+        parts.clean()
+    after = look(retry=False)
+    check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
     return seconds
 
 
@@ -152,11 +173,11 @@ def run_cascade(
 class FailedRows:
     """The blocks of a source, and of some of them only the rows that failed; plain.
 
-    ids: of these rows, by block; None for all of its rows.   digests: of all ids of these blocks, as committed.
+    again: of blocks, which rows.   digests: of all ids of these blocks, as committed.
     """
 
     source: BlockSource
-    ids: Mapping[int, frozenset[str] | None]
+    again: Mapping[int, FailedBlock]
     digests: Mapping[int, str]
 
     @property
@@ -164,11 +185,11 @@ class FailedRows:
         """How many groups there are."""
         return self.source.n_groups
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
         """Yield a group's blocks. Raises DataError where a block that is done again has other rows, or one twice."""
         for number, block in self.source.blocks(group):
-            ids = self.ids.get(number)
-            if ids is None:
+            ids = self.again[number].ids if number in self.again else None
+            if block is None or ids is None:
                 yield number, block
                 continue
             wanted = np.array([example in ids for example in block.example_ids])

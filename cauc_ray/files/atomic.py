@@ -21,13 +21,66 @@ def require_writable(path: AnyPath) -> None:
         target = path if isinstance(path, RemotePath) else path.resolve()
         if isinstance(target, Path) and not target.parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-        # An object store has no folders that must be there, but a bucket.
-        if isinstance(target, RemotePath) and target.root.startswith("s3://") and not path_of(target.root).is_dir():
-            raise ConfigError(f"cannot write {path}: there is no bucket {target.root}")
+        _require_bucket(target)
         if target.exists() and not target.is_file():
             raise ConfigError(f"cannot write {path}: it is a folder or not a regular file")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _require_bucket(path: AnyPath) -> None:
+    """Raise ConfigError where a path's bucket is absent; an object store has no other folders that must be there."""
+    if isinstance(path, RemotePath) and path.root.startswith("s3://") and not path_of(path.root).is_dir():
+        raise ConfigError(f"cannot write {path}: there is no bucket {path.root}")
+
+
+def require_new(path: AnyPath) -> None:
+    """Raise ConfigError when a folder to be made exists and is not an empty folder, or has no bucket to be in."""
+    try:
+        _require_bucket(path)
+        taken = path.exists() and (not path.is_dir() or any(True for _ in path.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    if taken:
+        raise ConfigError(f"output {path} exists and is not an empty folder; choose another or remove it")
+
+
+def require_folder(path: AnyPath) -> None:
+    """Raise ConfigError where no folder is or can be made."""
+    try:
+        _require_bucket(path)
+        if isinstance(path, RemotePath):
+            return
+        there = next(folder for folder in (path, *path.parents) if folder.exists())
+    except OSError as error:
+        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+    if not there.is_dir():
+        raise ConfigError(f"output {path} cannot be made: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
+        raise ConfigError(f"output {path} cannot be made: {there} cannot be written to")
+
+
+@contextmanager
+def new_folder(path: AnyPath) -> Iterator[None]:
+    """Make a folder, and the ones above it, for the length of the block; take back all that stay empty if it fails.
+
+    Raises ConfigError when the folder exists and is not empty, or cannot be made.
+    """
+    require_new(path)
+    if isinstance(path, RemotePath):
+        yield
+        return
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    make_folder(path)
+    try:
+        yield
+    except BaseException:
+        # Deepest first; one that is not empty stays, and with it all above.
+        below = sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True)
+        with suppress(OSError):
+            for folder in (*below, *made):
+                folder.rmdir()
+        raise
 
 
 @contextmanager

@@ -50,6 +50,16 @@ class RemotePath:
         return self.key.name
 
     @property
+    def stem(self) -> str:
+        """Return the last component without its suffix."""
+        return self.key.stem
+
+    @property
+    def suffix(self) -> str:
+        """Return the end of the last component from its last dot on."""
+        return self.key.suffix
+
+    @property
     def parent(self) -> RemotePath:
         """Return the folder above."""
         return replace(self, key=self.key.parent)
@@ -157,6 +167,12 @@ def path_of(location: str | AnyPath) -> AnyPath:
         return location if isinstance(location, RemotePath) else Path(location)
     scheme, authority, key = uri.groups()
     return Path("/", key) if scheme == "file" else RemotePath(f"{scheme}://{authority}", PurePosixPath(key))
+
+
+def absolute(location: str | AnyPath) -> AnyPath:
+    """Return the path that a text or a URI names, whatever the working folder becomes."""
+    path = path_of(location)
+    return path if isinstance(path, RemotePath) else path.absolute()
 
 
 def path_inside(path: AnyPath, folder: AnyPath) -> str:

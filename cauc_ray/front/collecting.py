@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import ValidationError
 
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
-from cauc_ray.errors import CaucWarning, ConfigError, DataError, explain, unknown_name
+from cauc_ray.errors import CaucWarning, ConfigError, explain, unknown_name
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
 from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
+from cauc_ray.execution.manifest import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session
-from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet
+from cauc_ray.files.atomic import require_folder
+from cauc_ray.files.listing import hive_values
+from cauc_ray.files.paths import AnyPath, absolute
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.logits import joint_kind
 
@@ -47,10 +47,10 @@ def collect(
     """Let the models of a pool answer a labelled dataset on Ray and add their logits to a logit table.
 
     pool: a pool, or its file.   dataset: one of the paper's nine by name, NAME=PATH for its files, or the path of
-    a file or folder (see data.datasets).   out: the table, new or one to go on with: what it holds already of
-    the same rows and models is not collected again.   split: one of the dataset's splits (default: calibration,
-    validation and test; "all" for every row of a dataset in one piece).   models: some of the pool's (default:
-    all).   columns: the dataset's own names of columns, by what they are called here.   embedding: collect
+    a file or folder (see data.datasets), or its URI.   out: the table, by path or URI, new or one to go on with: what
+    it holds already of the same rows and models is not collected again.   split: one of the dataset's splits (default:
+    calibration, validation and test; "all" for every row of a dataset in one piece).   models: some of the pool's
+    (default: all).   columns: the dataset's own names of columns, by what they are called here.   embedding: collect
     these instead of logits: a stage of the pool for what enters its last layer, else a hub id or folder of a
     sentence or vision encoder.   seed: of the splits.   address: as for run.
     Returns a summary. Raises CaucError; rows that a model cannot answer do not, they land in out/failed.
@@ -65,27 +65,27 @@ def collect(
         raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
     splits = (split,) if split is not None else tuple(rows.split_sizes)
     sizes = {name: _size(rows, name) for name in splits}
-    out = _writable(out)
-    works = _works(pool, models, embedding, out, rows, sizes)
+    table = absolute(out)
+    require_folder(table)
+    works = _works(pool, models, embedding, table, rows, sizes)
     if embedding is None:
-        _require_one_unit([work.stage for work in works.values()], out)
+        _require_one_unit([work.stage for work in works.values()], table)
     plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows.source)) is not None}
     seconds: dict[str, float] = {}
 
     def on_end(name: str, took_s: float) -> None:
         seconds[name] = took_s
-        _refuse_unanswered(works[name])
         if embedding is None:
-            _note(works[name], list(works), out, rows)
+            _note(works[name], list(works), table, rows)
 
     if plans:
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
             run_side_by_side({name: works[name] for name in plans}, rows.source, on_progress, on_end)
     for name, work in works.items():
         if embedding is None and name not in plans:
-            _note(work, list(works), out, rows)
+            _note(work, list(works), table, rows)
     return {
-        "logits": str(out),
+        "logits": str(table),
         "dataset": rows.name,
         "rule": rows.rule,
         "splits": sizes,
@@ -98,22 +98,6 @@ def collect(
     }
 
 
-def _writable(out: str | Path) -> Path:
-    """Return an output folder's path. Raises ConfigError where no folder is or can be made."""
-    if not str(out):
-        raise ConfigError("output '' is no folder")
-    path = Path(out).absolute()
-    try:
-        there = next(folder for folder in (path, *path.parents) if folder.exists())
-    except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
-    if not there.is_dir():
-        raise ConfigError(f"output {path} cannot be made: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
-        raise ConfigError(f"output {path} cannot be made: {there} cannot be written to")
-    return path
-
-
 def _size(rows: Dataset, split: str) -> int:
     rows.blocks(split, BLOCK_ROWS)  # an unknown split is refused here
     return rows.split_sizes.get(split, sum(rows.split_sizes.values()))  # "all" of a dataset in one piece
@@ -123,7 +107,7 @@ def _works(
     pool: Pool,
     models: Sequence[str] | None,
     embedding: str | None,
-    out: Path,
+    out: AnyPath,
     rows: Dataset,
     sizes: Mapping[str, int],
 ) -> dict[str, Collection]:
@@ -175,7 +159,7 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     return stage.model_copy(update={"model": encoder})
 
 
-def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
+def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
     """Refuse costs in several units, and ones in another unit than the table's."""
     for stage in stages:
         own = stage.model.cost_unit
@@ -194,33 +178,12 @@ def _require_one_unit(stages: Sequence[StageSpec], out: Path) -> None:
         raise ConfigError(f"{out} holds costs in {info.cost_unit}, this pool gives {unit}; choose another -o")
 
 
-def _info(out: Path) -> TableInfo | None:
-    return LogitTable(out).info if (out / "pool.json").is_file() and any(out.glob("model=*")) else None
+def _info(out: AnyPath) -> TableInfo | None:
+    """Return what a table declares of its models, None where it has none."""
+    return LogitTable(out).info if (out / "pool.json").is_file() and hive_values(out, "model") else None
 
 
-def _refuse_unanswered(work: Collection) -> None:
-    """Take back the splits of which a model has answered no row, so that the next attempt asks again.
-
-    Raises DataError with the reason of the first of those rows.
-    """
-    target, told = work.target, None
-    for split in work.records:
-        if any(count_rows(file) for file in parquet_files(target.folder(split))):
-            continue
-        reason = read_parquet(parquet_files(target.failed_folder(split))[0]).column("reason")[0].as_py()
-        told = told or f"{target.name!r} answered no row of split {split!r}; the first failed with: {reason}"
-        for folder in (target.folder(split), target.failed_folder(split)):
-            shutil.rmtree(folder)
-            with suppress(OSError):  # and those above it up to the table that hold nothing else
-                for above in folder.parents:
-                    if not above.is_relative_to(target.table):
-                        break
-                    above.rmdir()
-    if told is not None:
-        raise DataError(told)
-
-
-def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> None:
+def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -> None:
     """Write into the table's pool.json what a collected model is and costs.
 
     order: the pool's models, which come in their order, after those that the table had from elsewhere.
@@ -229,7 +192,7 @@ def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> N
     splits = [split for split in work.records if work.target.record(split) is not None]
     record = work.target.record(splits[0])
     assert record is not None
-    per_call = None if work.stage.cost is not None else _mean_cost(work, splits)
+    per_call = _mean_cost(work, _totals(work.target, splits))
     cost = record_cost(work.stage, record, per_call)
     assert cost is not None  # the first call has been asked
     if cost_unit(work.stage) == MEASURED_UNIT:
@@ -251,59 +214,46 @@ def _note(work: Collection, order: Sequence[str], out: Path, rows: Dataset) -> N
     write_info(out, info)
 
 
-def _mean_cost(work: Collection, splits: Sequence[str]) -> float | None:
-    """Return the mean of what the calls themselves cost, None where they did not say."""
-    costs = []
+def _totals(target: Target, splits: Iterable[str]) -> Totals:
+    """Return what the rows of some splits add up to."""
+    totals: Totals = {what: Counter() for what in ("rows", "failed", "counts")}
     for split in splits:
-        for file in parquet_files(work.target.folder(split)):
-            table = read_parquet(file)
-            if "cost" in table.column_names:
-                costs.append(table.column("cost").to_numpy())
-    return float(np.concatenate(costs).mean(dtype=np.float64)) if costs and sum(map(len, costs)) else None
+        add_totals(totals, target.parts(split).committed().totals)
+    return totals
+
+
+def _mean_cost(work: Collection, totals: Totals) -> float | None:
+    """Return the mean of what the calls themselves cost, None where the pool has the cost or they did not say."""
+    rows = totals["rows"]
+    return rows["cost"] / rows["paid"] if work.stage.cost is None and rows["paid"] else None
 
 
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:
-    splits: dict[str, Any] = {}
-    counts: dict[str, int] = {}
+    target, splits = work.target, {}
     for split in work.records:
-        splits[split] = _split_summary(work.target, split)
-        for what, n in work.target.counts(split).items():
-            counts[what] = counts.get(what, 0) + n
-    record = work.target.record(next(iter(work.records)))
+        own = _totals(target, [split])
+        rows = own["rows"]
+        counted = {key: rows[key] for key in ("labelled", "right")}
+        splits[split] = {"rows": rows["answered"], "failed": own["failed"].total(), **counted}
+    totals = _totals(target, work.records)
+    record = target.record(next(iter(work.records)))
     assert record is not None
-    labelled = [s["labelled"] for s in splits.values() if s.get("labelled")]
-    right = sum(s["right"] for s in splits.values() if s.get("labelled"))
     summary: dict[str, Any] = {
         "name": name,
         "source": record.source,
-        "n_failed": sum(s["failed"] for s in splits.values()),
+        "n_failed": totals["failed"].total(),
         "splits": splits,
-        "counts": counts,
+        "counts": dict(totals["counts"]),
         "rows_per_s": n_new / seconds if seconds else None,
     }
-    if work.target.kind == "embedding":
+    if target.kind == "embedding":
         return summary
-    accuracy = share(right, sum(labelled)) if labelled else None
-    per_call = None if work.stage.cost is not None else _mean_cost(work, list(work.records))
+    labelled = totals["rows"]["labelled"]
+    accuracy = share(totals["rows"]["right"], labelled) if labelled else None
     return summary | {
         "accuracy": accuracy.value if accuracy else None,
         "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
-        "cost": record_cost(work.stage, record, per_call),
+        "cost": record_cost(work.stage, record, _mean_cost(work, totals)),
         "measured_gflops": record.gflops_measured,
         "logit_kind": record.logit_kind,
     }
-
-
-def _split_summary(target: Target, split: str) -> dict[str, Any]:
-    failed = target.failed_folder(split)
-    n_failed = sum(count_rows(file) for file in parquet_files(failed)) if failed.is_dir() else 0
-    n = labelled = right = 0
-    for file in parquet_files(target.folder(split)):
-        table = read_parquet(file)
-        n += table.num_rows
-        if target.kind == "model":
-            labels = table.column("label").fill_null(UNKNOWN_LABEL).to_numpy()
-            best = np.array([np.argmax(row) for row in table.column("logits").to_numpy()], dtype=np.int64)
-            labelled += int((labels != UNKNOWN_LABEL).sum())
-            right += int((labels == best).sum())
-    return {"rows": n, "failed": n_failed, "labelled": labelled, "right": right}

@@ -169,11 +169,10 @@ def _parser() -> _Parser:
     run.add_argument(
         "--input", metavar="DATA", required=True, help="Parquet with example_id, or images: a file or folder"
     )
-    run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder")
+    run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder, by path or URI")
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
     run.add_argument("--retry-failed", action="store_true", help="with --resume: try the rows in DIR/failed again")
     run.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this run)")
-    run.add_argument("--controllers", type=int, default=1, metavar="N", help="share input and replicas among so many")
 
     serve = _verb(verbs, "serve", "serve a policy's cascade over HTTP, on Ray Serve, until interrupted")
     serve.add_argument("pool", metavar="POOL")

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.data.queries import Texts
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.execution.ledger import new_folder
+from cauc_ray.files.atomic import new_folder
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS

@@ -11,7 +11,7 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.front.tables import number
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import StageGuarantees
-from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.intervals import Mean, Share, share
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.checks import as_expected
 from cauc_ray.policies.evidence import Guard, Measures
@@ -42,7 +42,7 @@ class Evaluation(Shown):
     def of(cls, policy: Policy, chain: Chain, order: Ints | None = None) -> Evaluation:
         """Evaluate a policy on a chain."""
         answers, measures = measure_replay(policy, chain)
-        on_cost = as_expected(policy.expected, answers.costs, chain.source, policy.budget, policy.cost_unit)
+        on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
         guards = () if on_cost is None else (on_cost,)
         return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order)
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, ConfigError
-from cauc_ray.execution.ledger import new_folder, new_record, require_new, resumed_record
-from cauc_ray.execution.plan import sharded
+from cauc_ray.execution.ledger import new_record, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
+from cauc_ray.files.atomic import new_folder, require_new
 from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.paths import absolute
 from cauc_ray.front.offline import policy_of
 from cauc_ray.front.summary import summarise
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -38,7 +39,6 @@ def run(
     resume: bool = False,
     retry_failed: bool = False,
     address: str | None = None,
-    controllers: int = 1,
     on_progress: Callable[[RunProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Run a policy's chain on every row of an input, on Ray.
@@ -46,11 +46,11 @@ def run(
     pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
     input: Parquet file or folder, by path or URI, with example_id and the columns that models read; images; or a
     ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
-    out: a new folder for predictions/, ledger/, failed/ (only if a row failed) and summary.json.
+    out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
+    summary.json.
     resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
     retry_failed: with resume, of a finished run too, try the rows in out/failed again.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
-    controllers: how many share the input and the replicas, where one is the limit.
     Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows cost other than the
     policy expects. Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
     """
@@ -61,30 +61,27 @@ def run(
     _warn_of_other_costs(stages, policy)
     if retry_failed and not resume:
         raise ConfigError("only a run that is resumed has failed rows to try again; give resume (--resume) as well")
-    if controllers < 1:
-        raise ConfigError(f"a run needs at least 1 controller, not {controllers}")
     rows = _opened(input)
-    out = Path(out).absolute()
+    folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
     if resume:
-        record = resumed_record(out, record)
-        if (out / "summary.json").is_file():
-            summary: dict[str, Any] = read_json(out / "summary.json")
+        record = resumed_record(folder, record)
+        if (folder / "summary.json").is_file():
+            summary: dict[str, Any] = read_json(folder / "summary.json")
             if not retry_failed or not summary["n_failed"]:
                 warn_of(map(Guard.model_validate, summary["guards"]))
                 return summary
     else:
-        require_new(out)
-    chains = sharded(stages, _useful(controllers, rows.source(record.block_rows).n_groups))
+        require_new(folder)
     started = time.perf_counter()
-    with ray_session(address, sum(map(cpus_needed, chains))), nullcontext() if resume else new_folder(out):
-        (out / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
+    with ray_session(address, cpus_needed(stages)), nullcontext() if resume else new_folder(folder):
+        (folder / "summary.json").unlink(missing_ok=True)  # where failed rows are tried again, the run is unfinished
         run_s = run_cascade(
-            chains,
+            stages,
             policy,
             rows,
-            out,
+            folder,
             record,
             on_progress,
             degrade=pool.on_failure == "degrade",
@@ -94,11 +91,11 @@ def run(
     summary = {
         "run_id": record.run_id,
         "pool": pool.name,
-        **summarise(out, policy, {stage.name: stage.batch_size for stage in stages}),
+        **summarise(folder, policy, {stage.name: stage.batch_size for stage in stages}),
         "run_s": run_s,
         "elapsed_s": time.perf_counter() - started,
     }
-    write_json(out / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     warn_of(map(Guard.model_validate, summary["guards"]))
     return summary
 
@@ -109,18 +106,6 @@ def _opened(input: str | Path | Dataset) -> RunInput:
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
     return DatasetInput(input)
-
-
-def _useful(controllers: int, n_parts: int) -> int:
-    """Return as many controllers as have something to read."""
-    if controllers > max(1, n_parts):
-        warnings.warn(
-            f"{controllers} controllers need as many parts of the input to read, and it has {n_parts} (row groups of "
-            "Parquet make them; a Ray dataset is one): fewer controllers are used",
-            CaucWarning,
-            stacklevel=3,
-        )
-    return min(controllers, max(1, n_parts))
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

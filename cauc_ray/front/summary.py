@@ -1,23 +1,25 @@
-"""What a run's own tables say of it."""
+"""What a run's own totals and ledger say of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.files.parquet import parquet_files, read_parquet
-from cauc_ray.numbers.intervals import share
+from cauc_ray.execution.ledger import parts_of
+from cauc_ray.execution.manifest import Totals
+from cauc_ray.files.parquet import parquet_below, read_parquet
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.intervals import Mean, share
 from cauc_ray.policies.checks import as_expected
 from cauc_ray.policies.policy import Policy
 
 
-def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict[str, Any]:
+def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return the totals of a finished run, by stage and over all.
 
     batch_sizes: rows in a full batch, by stage. Costs are the ledger's: what was spent, in a resumed run also on
@@ -28,17 +30,16 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
     for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
     what the policy foretold, None where it foretold nothing; guards say whether rows cost what it foretold.
     """
-    predictions, failed, ledger = (_read(out / name) for name in ("predictions", "failed", "ledger"))
-    called = {} if ledger is None else _by_stage(ledger)  # no row may have been readable
-    answered_by, failed_at = _counts(predictions, "stage"), _counts(failed, "stage")
-    n_answered, n_failed = len(predictions or ()), len(failed or ())
+    totals, called = parts_of(out).committed().totals, _by_stage(out / "ledger")
+    answered_by, failed_at = totals.get("answered", Counter()), totals.get("failed", Counter())
+    n_answered, n_failed = answered_by.total(), failed_at.total()
     n = n_answered + n_failed
-    reached = n - failed_at.get(None, 0)
+    reached = n - failed_at[""]
     total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
     stages = []
-    for place, name in enumerate(policy.models):
+    for name in policy.models:
         of = called.get(name, _NO_CALLS)
-        answered, n_failed_here = answered_by.get(place, 0), failed_at.get(name, 0)
+        answered, n_failed_here = answered_by[name], failed_at[name]
         stages.append(
             {
                 "name": name,
@@ -70,8 +71,8 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         "method": policy.method,
         "n": n,
         "n_failed": n_failed,
-        "degraded": _n_true(predictions, "degraded"),
-        "accuracy": _accuracy(predictions),
+        "degraded": totals.get("rows", Counter())["degraded"],
+        "accuracy": _accuracy(totals),
         "cost_unit": policy.cost_unit,
         "total_cost": total,
         "cost": cost,
@@ -82,15 +83,15 @@ def summarise(out: Path, policy: Policy, batch_sizes: Mapping[str, int]) -> dict
         "last_stage_avoided": 1 - stages[-1]["reached"] / n,
         "expected_last_stage_avoided": _rest(expected_reach),
         "stages": stages,
-        "guards": _guards(predictions, policy),
+        "guards": _guards(totals, n_answered, policy),
     }
 
 
-def _guards(predictions: pa.Table | None, policy: Policy) -> list[dict[str, Any]]:
-    costs = np.empty(0) if predictions is None else predictions.column("cost").drop_null().to_numpy()
-    if not len(costs):
+def _guards(totals: Totals, n: int, policy: Policy) -> list[dict[str, Any]]:
+    if not n:
         return []
-    guard = as_expected(policy.expected, costs.astype(np.float64), "this input", policy.budget, policy.cost_unit)
+    own = Mean.of_sums(n, totals["cost"]["sum"], totals["cost"]["squares"])
+    guard = as_expected(policy.expected, own, "this input", policy.budget, policy.cost_unit)
     return [] if guard is None else [guard.model_dump()]
 
 
@@ -101,8 +102,27 @@ _NO_CALLS: dict[str, Any] = {
 }
 
 
-def _by_stage(ledger: pa.Table) -> dict[str, dict[str, Any]]:
-    """Return what the calls of each stage add up to.
+_SUMMED = ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s", "row_queue_s", "rows_waited", "calls")
+
+
+def _by_stage(ledger: AnyPath) -> dict[str, dict[str, Any]]:
+    """Return what the calls of each stage add up to, from one file after the other."""
+    # A replica has a number of its own in every attempt at a run, so that no time between two attempts counts.
+    by_replica = [_by_replica(read_parquet(file)) for file in (parquet_below(ledger) if ledger.is_dir() else ())]
+    if not by_replica:  # no row may have been readable
+        return {}
+    replicas = _grouped(pa.concat_tables(by_replica))
+    at_work = pc.subtract(replicas.column("ended_s"), replicas.column("started_s"))
+    stages = (
+        replicas.append_column("replica_s", at_work)
+        .group_by("stage")
+        .aggregate([(key, "sum") for key in (*_SUMMED, "replica_s")])
+    )
+    return {row["stage"]: _of_stage(row) for row in stages.to_pylist()}
+
+
+def _by_replica(ledger: pa.Table) -> pa.Table:
+    """Return what the calls of each replica add up to, and from when to when they were.
 
     A call that never came back has no compute_s: of its replica's time it counts no more than its start.
     """
@@ -117,27 +137,27 @@ def _by_stage(ledger: pa.Table) -> dict[str, dict[str, Any]]:
         "started_s": pc.divide(pc.cast(started_us, pa.float64(), safe=False), 1e6),
         "row_queue_s": pc.multiply(ledger.column("queue_s"), ledger.column("batch")),
         "rows_waited": pc.if_else(waited, ledger.column("batch"), 0),
+        "calls": pa.repeat(1, len(ledger)),
         **{key: ledger.column(key) for key in ("stage", "replica", "batch", "cost", "device_s")},
     }
     columns["ended_s"] = pc.add(columns["started_s"], compute_s)
-    calls = pa.table(columns)
-    # A replica has an id of its own in every attempt at a run, so that no time between two attempts counts.
-    replicas = calls.group_by(["stage", "replica"]).aggregate([("started_s", "min"), ("ended_s", "max")])
-    at_work = pc.subtract(replicas.column("ended_s_max"), replicas.column("started_s_min"))
-    replica_s = replicas.append_column("replica_s", at_work).group_by("stage").aggregate([("replica_s", "sum")])
-    summed = ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s", "row_queue_s", "rows_waited")
-    totals = calls.group_by("stage").aggregate([*((key, "sum") for key in summed), ([], "count_all")])
-    by_stage = {row["stage"]: row["replica_s_sum"] or 0.0 for row in replica_s.to_pylist()}
-    return {row["stage"]: _of_stage(row, by_stage[row["stage"]]) for row in totals.to_pylist()}
+    return _grouped(pa.table(columns))
 
 
-def _of_stage(sums: Mapping[str, Any], replica_s: float) -> dict[str, Any]:
+def _grouped(calls: pa.Table) -> pa.Table:
+    """Return sums and ends of each replica's calls under the columns' own names."""
+    keys = ["stage", "replica"]
+    how = [*((key, "sum") for key in _SUMMED), ("started_s", "min"), ("ended_s", "max")]
+    found = calls.group_by(keys).aggregate(how).select([*keys, *map("_".join, how)])
+    return found.rename_columns([*keys, *(key for key, _ in how)])
+
+
+def _of_stage(sums: Mapping[str, Any]) -> dict[str, Any]:
     rows_waited = sums["rows_waited_sum"]
     return {
-        **{key: sums[f"{key}_sum"] for key in ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s")},
-        "calls": sums["count_all"],
+        **{key: sums[f"{key}_sum"] for key in _SUMMED},
         # The clocks that say when and how long differ by microseconds.
-        "replica_s": max(replica_s, sums["compute_s_sum"]),
+        "replica_s": max(sums["replica_s_sum"], sums["compute_s_sum"]),
         "queue_s": sums["row_queue_s_sum"] / rows_waited if rows_waited else None,
     }
 
@@ -146,32 +166,7 @@ def _rest(share: float | None) -> float | None:
     return None if share is None else 1 - share
 
 
-def _read(folder: Path) -> pa.Table | None:
-    """Return a table of a run's, or None where it has none."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return None
-    # Where only some parts have a column, the rows of the others have nothing there.
-    return pa.concat_tables([read_parquet(file) for file in parquet_files(folder)], promote_options="default")
-
-
-def _counts(table: pa.Table | None, column: str) -> dict[Any, int]:
-    if table is None:
-        return {}
-    return {row["values"]: row["counts"] for row in pc.value_counts(table.column(column)).to_pylist()}
-
-
-def _n_true(table: pa.Table | None, column: str) -> int:
-    """Return how many rows are true in a column, 0 where there is none."""
-    if table is None or column not in table.column_names:
-        return 0
-    return pc.sum(table.column(column)).as_py() or 0
-
-
-def _accuracy(predictions: pa.Table | None) -> dict[str, float] | None:
+def _accuracy(totals: Totals) -> dict[str, float] | None:
     """Return the accuracy over the answered rows that have a label, with its interval; None without any."""
-    if predictions is None or "label" not in predictions.column_names:
-        return None
-    labels = predictions.column("label")
-    n_hits = pc.sum(pc.equal(predictions.column("prediction"), labels)).as_py() or 0
-    n = len(labels) - labels.null_count
-    return asdict(share(n_hits, n)) if n else None
+    rows = totals.get("rows", Counter())
+    return asdict(share(rows["right"], rows["labelled"])) if rows["labelled"] else None

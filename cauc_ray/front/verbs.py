@@ -101,7 +101,7 @@ def sweep(options: Namespace) -> dict[str, Any]:
 
 def compare(options: Namespace) -> dict[str, Any]:
     """Fit all methods on one chain and measure them side by side."""
-    from cauc_ray.execution.ledger import require_new
+    from cauc_ray.files.atomic import require_new
     from cauc_ray.front import comparing
 
     if options.output is not None:
@@ -138,7 +138,6 @@ def run(options: Namespace) -> dict[str, Any]:
             resume=options.resume,
             retry_failed=options.retry_failed,
             address=options.address,
-            controllers=options.controllers,
             on_progress=on_progress,
         )
     if not options.json:

@@ -217,6 +217,17 @@ class Mean:
     deviation: float
     n: int
 
+    @classmethod
+    def of(cls, values: Floats) -> Mean:
+        """Return the mean of values, float (n,)."""
+        return cls(float(values.mean()), float(np.std(values)), len(values))
+
+    @classmethod
+    def of_sums(cls, n: int, total: float, squares: float) -> Mean:
+        """Return the mean of n values from their sum and that of their squares, as running totals have them."""
+        mean = total / n
+        return cls(mean, math.sqrt(max(0.0, squares / n - mean**2)), n)
+
 
 def mean_difference(one: Mean, other: Mean) -> NormalTest:
     """Compare two means by their own deviations (the two-sample z test, whose normal limit needs dozens of rows).

@@ -63,7 +63,7 @@ def _guards(
         yield _informative(stage.name, trace.confidences[rows, index], stepwise[:, index], split)
     if calibration is not chain and n_models > 1:
         costs = replay(policy, calibration).costs
-        yield as_expected(expected, costs, policy.calibration.split, policy.budget, policy.cost_unit)
+        yield as_expected(expected, Mean.of(costs), policy.calibration.split, policy.budget, policy.cost_unit)
 
 
 def _guard(name: GuardName, stage: str | None, fired: bool, says: str, **figures: float) -> Guard:
@@ -241,14 +241,13 @@ def _informative(name: str, confidences: Floats, correct: Bools, split: str) -> 
     return _guard("uninformative-confidence", name, fired, says, area=found.area, p_value=found.p_value)
 
 
-def as_expected(expected: Measures | None, costs: Floats, split: str, budget: float | None, unit: str) -> Guard | None:
+def as_expected(expected: Measures | None, own: Mean, split: str, budget: float | None, unit: str) -> Guard | None:
     """Look whether examples cost what was expected, by the two-sample z test at COST_LEVEL.
 
-    costs: float (N,), of each example of the split. None where no cost, or not its deviation, was expected.
+    own: what examples of the split cost. None where no cost, or not its deviation, was expected.
     """
     if expected is None or expected.cost_deviation is None:
         return None
-    own = Mean(float(costs.mean()), float(np.std(costs)), len(costs))
     p_value = mean_difference(own, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
     fired = p_value <= COST_LEVEL
     says = (

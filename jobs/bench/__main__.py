@@ -11,8 +11,8 @@ from typing import Any
 from cauc_ray.errors import unknown_name
 from jobs.bench.part import PARTS, load, measured, parser_of
 
-# Runs only where it is named: two hours.
-LONG = ("faults",)
+# Run only where they are named: two hours, and half an hour.
+LONG = ("faults", "sink")
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
        python -m jobs.bench --config FILE [--address ADDRESS]

@@ -1,8 +1,8 @@
 """Measure what a run's controller can carry: rows a second of stages that take no time, and replicas kept busy.
 
-The rate is of three stages that do next to nothing, in batches of 256, through one controller and through two. The
-replicas are 64 of sleeping stages, 16 and 48, with batches such that both stages have the same work when half of
-the rows are deferred. A rate is rows over the run's time without starting the stages.
+The rate is of three stages that do next to nothing, in batches of 256. The replicas are 64 of sleeping stages, 16 and
+48, with batches such that both stages have the same work when half of the rows are deferred. A rate is rows over the
+run's time without starting the stages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows through stages that take no time")
     parser.add_argument("--batch", type=int, default=256, help="rows in a batch of those stages")
-    parser.add_argument(
-        "--stage-replicas", type=int, default=1, help="replicas of each of those stages, for each controller"
-    )
-    parser.add_argument("--controllers", type=int, nargs="+", default=[1, 2], help="how many to measure it with")
+    parser.add_argument("--stage-replicas", type=int, default=1, help="replicas of each of those stages")
     parser.add_argument("--sleepers", type=int, nargs=2, default=[16, 48], help="sleeping replicas of each stage")
     parser.add_argument("--call-seconds", type=float, default=0.25, help="what a sleeping call takes")
     parser.add_argument("--calls", type=int, default=40, help="calls of each sleeping replica")
@@ -43,38 +40,30 @@ def missing(options: argparse.Namespace) -> str | None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the rates, then the sleeping replicas."""
+    """Measure the rate, then the sleeping replicas."""
     with tempfile.TemporaryDirectory() as folder:
-        rates = rows_per_second(Path(folder), options)
+        rate = rows_per_second(Path(folder), options)
     with tempfile.TemporaryDirectory() as folder:
-        return {**rates, "sleepers": sleepers(Path(folder), options)}
+        return {**rate, "sleepers": sleepers(Path(folder), options)}
 
 
 def rows_per_second(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a million rows through one controller, and through more."""
+    """Run a million rows."""
     policy = write_table(folder / "LOGITS", STAGES, DEFERRAL)
     columns = planted_rows(np.random.default_rng(0), options.rows, DEFERRAL).columns()
     inputs = write_input(folder / "input", columns, files=4)
-    rates: dict[int, float] = {}
+    stages = [stage(name, place, options.batch, options.stage_replicas) for place, name in enumerate(STAGES)]
+    pool = write_pool(folder / "pool.yaml", stages)
     with ray_session(None, 4):
-        for controllers in options.controllers:
-            out = folder / f"out-{controllers}"
-            n = options.stage_replicas * controllers  # each controller has its own
-            stages = [stage(name, place, options.batch, n) for place, name in enumerate(STAGES)]
-            pool = write_pool(folder / f"pool-{controllers}.yaml", stages)
-            summary = cauc_ray.run(pool, policy, inputs, out, controllers=controllers)
-            rates[controllers] = options.rows / summary["run_s"]
-            n_calls = sum(stage["calls"] for stage in summary["stages"])
-            print(
-                f"{controllers} controllers: {rates[controllers]:,.0f} rows/s, {n_calls / summary['run_s']:,.0f} "
-                f"calls/s; {summary['n']:,} rows in {summary['run_s']:.1f} s",
-                flush=True,
-            )
-    return {
-        "rows": options.rows,
-        "rows_per_s": rates,
-        "to_one_controller": {count: rate / rates[options.controllers[0]] for count, rate in rates.items()},
-    }
+        summary = cauc_ray.run(pool, policy, inputs, folder / "out")
+    n_calls = sum(stage["calls"] for stage in summary["stages"])
+    rate = options.rows / summary["run_s"]
+    print(
+        f"{rate:,.0f} rows/s, {n_calls / summary['run_s']:,.0f} calls/s; {summary['n']:,} rows in "
+        f"{summary['run_s']:.1f} s",
+        flush=True,
+    )
+    return {"rows": options.rows, "rows_per_s": rate}
 
 
 def sleepers(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

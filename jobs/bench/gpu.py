@@ -138,7 +138,7 @@ def images(path: Path, rng: np.random.Generator, n: int) -> Path:
 def collect(pool: Path, table: Path, inputs: Path) -> None:
     """Ask both networks about the calibration images, and label half of them as each network would."""
     source = open_input(inputs).source(256)
-    rows = [block for group in range(source.n_groups) for _, block in source.blocks(group)]
+    rows = [block for group in range(source.n_groups) for _, block in source.blocks(group) if block is not None]
     answers: dict[str, Floats] = {}
     for stage in load_pool(pool).stages:
         model = stage.model.load()

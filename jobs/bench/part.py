@@ -21,6 +21,7 @@ PARTS = (
     "saving",
     "controller",
     "memory",
+    "sink",
     "serving",
     "serving_faults",
     "gpu",

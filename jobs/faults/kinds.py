@@ -64,13 +64,6 @@ def all_replicas_killed(trial: Trial) -> Outcome:
     return trial.outcome(wall_s)
 
 
-def replica_killed_of_two_controllers(trial: Trial) -> Outcome:
-    """Kill replicas of any stage where two controllers share the run."""
-    with trial.striking(lambda: trial.kill("StageWorker"), times=2):
-        wall_s = trial.run(trial.pool(), controllers=2)
-    return trial.outcome(wall_s)
-
-
 def actor_killed(kind: str, times: int) -> Callable[[Trial], Outcome]:
     """Kill an actor of a kind that there is one of, or few."""
 
@@ -254,12 +247,6 @@ KINDS = (
     Kind("replica-killed", "stage 1", replica_killed(0)),
     Kind("replica-killed-last", "last stage", replica_killed(2)),
     Kind("replicas-killed", "last stage, all 6 at once", all_replicas_killed, pool=_MANY),
-    Kind(
-        "replica-killed-shared",
-        "any stage, 2 controllers",
-        replica_killed_of_two_controllers,
-        run={"controllers": 2},
-    ),
     Kind("replica-hangs", "stage 2", replica_hangs),
     Kind("replica-hangs-on", "stage 2", turns_bad(1, "hangs", 1, call_timeout_s=2.0)),
     Kind("replica-turns-bad", "stage 2", turns_bad(1, "raises", 1)),

@@ -16,6 +16,8 @@ from stored import DATA, damage, dataset, questions, real_data, rows_of, values_
 from cauc_ray.data.datasets import open_dataset
 from cauc_ray.data.splits import choose_rule, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.files.listing import files_below
+from cauc_ray.files.paths import path_inside, path_of
 
 # CSV knows no NUL, and reads \r\n as \n.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=8)
@@ -102,6 +104,26 @@ def test_shards_row_groups_and_done_blocks_change_nothing_of_the_rows(sizes, gro
             left = {n: block.example_ids for n, block in opened.blocks(split, block_rows, done)}
             assert left == {n: own for n, own in blocks.items() if n not in done}
             assert rows_of(opened, split, block_rows) == [rows[number] for number in numbers]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv", "images"])
+def test_a_dataset_by_uri_is_that_of_its_path(tmp_path, s3, kind):
+    if kind == "images":
+        write_images(tmp_path / "all", ["cat", "dog"])
+    else:
+        (tmp_path / "all").mkdir()
+        for name, n in (("validation", 6), ("test", 5)):
+            write(tmp_path / "all" / f"{name}.{kind}", questions(n))
+    there = path_of(f"{s3}/{tmp_path.name}/all")
+    for file in files_below(tmp_path / "all"):
+        (there / path_inside(file, tmp_path / "all")).write_bytes(file.read_bytes())
+    local, remote = dataset(tmp_path / "all"), dataset(str(there))
+    assert (remote.name, remote.fingerprint, remote.ids) == (local.name, local.fingerprint, local.ids)
+    for split in local.splits:
+        assert rows_of(remote, split, 2) == rows_of(local, split, 2)
+    assert rows_of(open_dataset(remote.source), "test", 2) == rows_of(local, "test", 2)
+    with pytest.raises(DataError, match=rf"there is no file or folder {there}/absent"):
+        dataset(f"{there}/absent")
 
 
 def test_a_missing_shard_is_named(tmp_path):

@@ -15,7 +15,7 @@ import cauc_ray
 from cauc_ray.errors import CaucError
 
 # In the slow dataset: blocks, each of which takes so long, and the most that a reader may be silent.
-BLOCKS, BLOCK_S, SILENCE_S = 8, 1.0, 3.0
+BLOCKS, BLOCK_S, SILENCE_S = 10, 2.0, 10.0
 ROWS = 64
 
 
@@ -24,8 +24,9 @@ def memory(folder: Path) -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     pool = python_pool(folder, [("by_x", {}), ("by_x", {"factor": 5.0})], batch_size=8192)
     for n in (50_000, 400_000):
-        inputs = numbered_input(folder / str(n), n)
-        pa.default_memory_pool().release_unused()
+        inputs = ray.get(
+            ray.remote(numbered_input).remote(folder / str(n), n), timeout=120
+        )  # what that takes is no run's
         cauc_ray.run(pool, two_model_policy(), inputs, folder / f"out-{n}")
         print(pa.default_memory_pool().max_memory())
 
@@ -38,8 +39,8 @@ def slow_dataset() -> ray.data.Dataset:
         time.sleep(BLOCK_S)
         return {"example_id": np.array([f"row-{n}" for n in batch["id"]]), "x": batch["id"] % 7 - 3.0}
 
-    each = ray.data.range(BLOCKS * ROWS, override_num_blocks=1)
-    return each.map_batches(rows, batch_size=ROWS)
+    each = ray.data.range(BLOCKS * ROWS, override_num_blocks=BLOCKS)
+    return each.map_batches(rows, batch_size=ROWS, compute=ray.data.TaskPoolStrategy(size=1))
 
 
 def first(folder: Path) -> None:

@@ -17,6 +17,7 @@ from runs import by_example, read_all, write_pool
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
+from cauc_ray.execution import manifest
 from cauc_ray.execution.collected import BLOCK_ROWS, Layout
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -106,7 +107,8 @@ def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
     assert not (tmp_path / "L2").exists()
 
 
-def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path):
+def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "COMMIT_S", 0.0)  # a part for each block
     rows = questions(tmp_path / "q.parquet", 2500)
     log = tmp_path / "calls"
     stage = python_stage("long", "longest")
@@ -118,8 +120,10 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path):
     files = {p: p.stat().st_mtime_ns for p in (tmp_path / "L").rglob("*.parquet")}
     gone = sorted(p for p in files if "noted" in str(p) and p.name == "part-000001.parquet")
     assert len(gone) == 3  # each split has more than one block
-    for path in gone[:1]:
-        path.unlink()
+    gone[0].unlink()
+    with pytest.raises(DataError, match=r"part-000001\.parquet is missing, which is committed"):
+        cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    (gone[0].parent / "_manifest" / "part-000001.json").unlink()
     log.unlink()
     cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
     assert collected(tmp_path / "L", "noted") == undisturbed
@@ -388,7 +392,7 @@ def test_faults_are_told_before_anything_starts(tmp_path):
     with pytest.raises(ExecutionError, match="stage 'huge' with at least 1 replica of"):
         cauc_ray.collect(huge, tmp_path / "q.parquet", tmp_path / "L")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         cauc_ray.collect(good, tmp_path / "q.parquet", tmp_path / "file")
     assert not (tmp_path / "L").exists()
 
@@ -407,7 +411,7 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     shutil.rmtree(tmp_path / "L" / "model=long" / "split=test")
     copy = tmp_path / "L" / "model=long" / "split=validation" / "part-000000 (1).parquet"
     shutil.copy(copy.with_name("part-000000.parquet"), copy)
-    with pytest.raises(DataError, match="is none of the parts that were collected there; remove it"):
+    with pytest.raises(DataError, match="is none of the parts that were written there; remove it"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     copy.unlink()
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")

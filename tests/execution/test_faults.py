@@ -34,7 +34,7 @@ def cascade(tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        "replica-killed-shared",
+        "replica-killed",
         "replica-turns-bad",
         "replica-hangs",
         "replica-hangs-on",

@@ -1,4 +1,4 @@
-"""Inputs that are larger or slower than a driver's memory or a reader's deadline: faults that are known and stand."""
+"""Inputs that are larger or slower than a driver's memory or a reader's deadline."""
 
 import os
 import subprocess
@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from cauc_ray.errors import ExecutionError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TESTS = Path(__file__).parents[1]
@@ -21,22 +19,15 @@ def part(name, folder):
         cwd=TESTS.parent, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     if done.returncode:
-        raise RuntimeError(done.stderr)  # the part itself is broken, which no expected failure shall hide
+        raise RuntimeError(done.stderr)
     return done.stdout.splitlines()
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the summary reads all predictions and the ledger at once"
-)
 def test_the_drivers_memory_does_not_grow_with_the_input(tmp_path):
     small, large = map(int, part("memory", tmp_path)[-2:])
     assert large < 3 * small
 
 
-@pytest.mark.xfail(strict=True, raises=ExecutionError, reason="a reader that goes over done blocks is taken for hung")
 def test_a_dataset_whose_done_blocks_take_longer_than_the_deadline_is_resumed(tmp_path):
     assert "is down" in part("first", tmp_path)[-1]
-    said = part("resumed", tmp_path)[-1]
-    if "a reader has not answered" in said:
-        raise ExecutionError(said)
-    assert said == "512"
+    assert part("resumed", tmp_path)[-1] == "640"

@@ -10,7 +10,7 @@ from synthetic import chain, seeds, splits
 
 from cauc_ray.errors import CaucWarning, GuardError
 from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.intervals import signs_of
+from cauc_ray.numbers.intervals import Mean, signs_of
 from cauc_ray.policies.checks import FEWEST_EXAMPLES, as_expected, require_quiet
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
@@ -147,14 +147,18 @@ def test_a_cost_is_a_shift_where_sampling_does_not_explain_it():
     strengths = (1.0, 2.0)
     policy = fit_rf(*splits(1, 2000, strengths=strengths), ThresholdRule(threshold=0.8))
     others = (chain(1, 2000, strengths=strengths, shift=shift) for shift in range(2, 12))
-    same = [as_expected(policy.expected, replay(policy, other).costs, "x", None, "u") for other in others]
+    same = [as_expected(policy.expected, Mean.of(replay(policy, other).costs), "x", None, "u") for other in others]
     assert sum(guard.fired for guard in same) <= 1
     costs = replay(policy, chain(1, 2000, strengths=strengths, shift=1)).costs
-    other = as_expected(policy.expected, np.random.default_rng(0).choice(costs, 2000) + 1.0, "test", 3.5, "GFLOPs")
+    other = as_expected(
+        policy.expected, Mean.of(np.random.default_rng(0).choice(costs, 2000) + 1.0), "test", 3.5, "GFLOPs"
+    )
     assert other.fired
     for said in ("GFLOPs", "test", "validation", "3.5", f"{policy.expected.cost:.4g}"):
         assert said in other.says
-    assert as_expected(policy.expected.model_copy(update={"cost_deviation": None}), costs, "x", None, "u") is None
+    assert (
+        as_expected(policy.expected.model_copy(update={"cost_deviation": None}), Mean.of(costs), "x", None, "u") is None
+    )
 
 
 def test_fits_without_labelled_validation_are_guarded_by_calibration():

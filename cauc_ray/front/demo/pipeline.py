@@ -14,8 +14,8 @@ import yaml
 
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.execution.ledger import new_folder, require_new
 from cauc_ray.execution.session import cpus_needed, ray_session
+from cauc_ray.files.atomic import new_folder, require_new
 from cauc_ray.files.documents import write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.front import offline, online

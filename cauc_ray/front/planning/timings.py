@@ -10,11 +10,9 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import ValidationError
 
-from cauc_ray.errors import ConfigError, DataError, explain
-from cauc_ray.execution.ledger import LEDGER_SCHEMA, RunRecord
-from cauc_ray.files.documents import read_json
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, read_record
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.front.planning.stages import BatchSeconds
 from cauc_ray.models.pool import StageSpec
@@ -81,10 +79,7 @@ def read_earlier_run(path: str | Path, stages: Sequence[str]) -> EarlierRun:
     folder = Path(path)
     if not (folder / "run.json").is_file() or not (folder / "ledger").is_dir():
         raise ConfigError(f"{folder} is not the folder of an earlier `cauc run`: it has no run.json or no ledger")
-    try:
-        record = RunRecord.model_validate(read_json(folder / "run.json"))
-    except ValidationError as error:
-        raise ConfigError(f"{folder / 'run.json'}: {explain(error)}") from error
+    record = read_record(folder)
     ledger = _read_ledger(folder / "ledger")
     timings, deferral = {}, {}
     for stage in stages:

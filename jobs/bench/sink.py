@@ -1,0 +1,135 @@
+"""Measure the memory that a run's sink, manifest and summary take over a billion rows, without models and input.
+
+Blocks of made answers go through a run's own committer, as the controller hands them over, with the calls that led
+there. What the parts hold is emptied once it is committed, so that a small disk is enough; the manifest and the ledger
+stay. Then the run is opened as one that is gone on with, and summarised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import ray
+
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner, Rows
+from cauc_ray.execution.committing import Committer
+from cauc_ray.execution.ledger import RunTables, new_record, parts_of
+from cauc_ray.execution.reader import BlockNames
+from cauc_ray.execution.runner import BLOCK_ROWS
+from cauc_ray.execution.session import ray_session
+from cauc_ray.front.summary import summarise
+from jobs.bench.cascades import write_table
+
+STAGES = {"small": 1.0, "large": 8.0}
+BATCH = 256
+# Of the rows, answered by the second stage.
+DEFERRED = 0.25
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes."""
+    parser.add_argument("--rows", type=int, default=1_000_000_000, help="rows of the run")
+
+
+def missing(options: argparse.Namespace) -> str | None:
+    """Need nothing."""
+    return None
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Commit all rows, then read the manifest and summarise the run."""
+    n_blocks = -(-options.rows // BLOCK_ROWS)
+    with tempfile.TemporaryDirectory() as folder, ray_session(None, 1):
+        out, policy = Path(folder) / "out", write_table(Path(folder) / "LOGITS", STAGES, (DEFERRED,))
+        parts, record = parts_of(out), new_record(policy.id, BLOCK_ROWS, {"made": options.rows})
+        committer = Committer(RunTables(out, record, tuple(STAGES), degrade=False))
+        held, started = [], time.perf_counter()
+        for number in range(n_blocks):
+            _hand_over(committer, number, min(BLOCK_ROWS, options.rows - number * BLOCK_ROWS))
+            if number % max(1, n_blocks // 20) == 0:
+                held.append(psutil.Process().memory_info().rss / 1e6)
+                _empty(out / "predictions")
+        committer.close()
+        commit_s, commit_mb = time.perf_counter() - started, _peak_mb()
+        started = time.perf_counter()
+        there = parts.committed()
+        parts.clean()
+        resume_s, resume_mb = time.perf_counter() - started, _peak_mb()
+        started = time.perf_counter()
+        summary = summarise(out, policy, dict.fromkeys(STAGES, BATCH))
+        summary_s, summary_mb = time.perf_counter() - started, _peak_mb()
+        n_parts = len(list(Path(folder).glob("out/manifest/*.json")))
+        manifest_mb = sum(file.stat().st_size for file in Path(folder).glob("out/manifest/*.json")) / 1e6
+    if not summary["n"] == sum(there.rows.values()) == options.rows:
+        raise AssertionError(f"{summary['n']} rows were counted, {sum(there.rows.values())} are in the manifest")
+    print(
+        f"{options.rows:,} rows in {n_blocks:,} blocks and {n_parts:,} parts, committed in {commit_s:,.0f} s "
+        f"({options.rows / commit_s:,.0f} rows/s) with at most {commit_mb:,.0f} MB"
+    )
+    print("held at every twentieth: " + ", ".join(f"{each:,.0f}" for each in held) + " MB")
+    print(f"manifest of {manifest_mb:,.1f} MB read in {resume_s:,.1f} s: at most {resume_mb:,.0f} MB by then")
+    print(f"summary in {summary_s:,.1f} s: at most {summary_mb:,.0f} MB by then")
+    return {
+        "rows": options.rows,
+        "blocks": n_blocks,
+        "parts": n_parts,
+        "commit_s": commit_s,
+        "rows_per_s": options.rows / commit_s,
+        "commit_peak_mb": commit_mb,
+        "held_mb": held,
+        "manifest_mb": manifest_mb,
+        "resume_s": resume_s,
+        "resume_peak_mb": resume_mb,
+        "summary_s": summary_s,
+        "summary_peak_mb": summary_mb,
+        "stages": summary["stages"],
+    }
+
+
+def _hand_over(committer: Committer, number: int, n: int) -> None:
+    """Give the committer a block of n answers, and the calls that they came of."""
+    rng = np.random.default_rng(number)
+    block = Owner(number, n, ray.put(BlockNames(_ids(number, n), rng.integers(0, 10, n).astype(np.int32))))
+    block.stages[:] = rng.random(n) < DEFERRED
+    block.predictions[:], block.confidences[:] = rng.integers(0, 10, n), rng.random(n)
+    block.costs[:] = np.cumsum(list(STAGES.values()))[block.stages]
+    n_deferred = int(block.stages.sum())
+    for stage, rows in enumerate((n, n_deferred)):
+        for start in range(0, rows, BATCH):
+            size = min(BATCH, rows - start)
+            accepted = np.arange(size) >= (n_deferred * size // n if stage == 0 else 0)
+            at = Rows(block, np.arange(size), None, np.arange(size), time.time(), 0.0)
+            cost = np.full(size, list(STAGES.values())[stage])
+            result = CallResult(block.predictions[:size], cost, accepted, cost, time.time(), 0.01, 0.0, None, "node")
+            committer.add_call(Call(stage, [at], 0.0, replica=stage), result, None)
+    committer.add_block(block)
+
+
+def _ids(number: int, n: int) -> pa.Array:
+    """Return the ids of a block's rows."""
+    letters = np.empty((n, 13), dtype=np.uint8)
+    letters[:, :9] = np.frombuffer(f"{number:08d}-".encode(), np.uint8)
+    letters[:, 9:] = np.arange(n)[:, None] // 10 ** np.arange(3, -1, -1) % 10 + ord("0")
+    offsets = pa.py_buffer(np.arange(0, 13 * n + 1, 13, dtype=np.int32))
+    return pa.StringArray.from_buffers(n, offsets, pa.py_buffer(letters.tobytes()))
+
+
+def _empty(folder: Path) -> None:
+    """Empty the files in a folder."""
+    for file in folder.glob("*.parquet"):
+        if file.stat().st_size:
+            file.write_bytes(b"")
+
+
+def _peak_mb() -> float:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3

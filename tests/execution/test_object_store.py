@@ -1,0 +1,143 @@
+"""Runs and collections whose inputs and outputs are on an object store: killed, gone on with, the same as on a disk."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import by_example, numbered_input, python_pool, read_all, two_model_policy, write_pool
+
+import cauc_ray
+from cauc_ray.files.listing import visible
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import path_of
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def bucket(s3, tmp_path):
+    return path_of(f"{s3}/{tmp_path.name}")
+
+
+def cauc(*arguments):
+    """Start `cauc` with small commits in a process and Ray session of its own."""
+    script = TESTS / "execution" / "small_commits.py"
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def done(process):
+    """Return the JSON object of a `cauc` that ends well."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def killed_after(process, manifest, n_entries):
+    """Kill a `cauc` by SIGKILL once a manifest has so many entries."""
+    ends = time.monotonic() + 120
+    while len(visible(manifest) if manifest.is_dir() else []) < n_entries:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
+    local = numbered_input(tmp_path, 1000)
+    write_parquet(bucket / "input" / "rows.parquet", pq.read_table(local))
+    policy = two_model_policy()
+    policy.save(str(bucket / "policy.json"))
+    sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    cauc_ray.run(sound, policy, local, tmp_path / "out")
+    whole = by_example(read_all(tmp_path / "out" / "predictions"))
+    ways = {"limit": -1.9, "path": str(tmp_path / "mended")}
+    slow = {"seconds": 0.1, "log": str(tmp_path / "log")}
+    words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
+    process = cauc("run", python_pool(tmp_path, [("fails_below", ways), ("slow_by_x", slow)]), *words)
+    killed_after(process, bucket / "out" / "manifest", 3)
+    n_before = len(visible(bucket / "out" / "manifest"))
+    assert not (bucket / "out" / "summary.json").exists()
+    # What the kill may have left of a part that was not committed.
+    orphan = bucket / "out" / "predictions" / "part-000015.parquet"
+    orphan.write_bytes((tmp_path / "out" / "predictions" / "part-000000.parquet").read_bytes())
+    pool = python_pool(tmp_path, [("fails_below", ways), ("by_x", {})])
+    summary = done(cauc("run", pool, *words, "--resume"))
+    assert (summary["n"], summary["n_failed"]) == (1000, 25)
+    assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
+    rows = by_example(read_all(bucket / "out" / "predictions"))
+    failed = by_example(read_all(bucket / "out" / "failed"))
+    assert rows == {example: row for example, row in whole.items() if example not in failed}
+    (tmp_path / "mended").touch()
+    summary = done(cauc("run", pool, *words, "--resume", "--retry-failed"))
+    assert (summary["n"], summary["n_failed"]) == (1000, 0)
+    assert by_example(read_all(bucket / "out" / "predictions")) == whole
+    calls = read_all(bucket / "out" / "ledger").to_pylist()
+    assert len({call["run_id"] for call in calls}) == 1
+    assert {call["replica"] // 100_000 for call in calls} == {0, 1, 2}
+    assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in calls))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("ray_session")
+def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
+    n = 3000
+    images = pa.array([bytes([row % 250 + 1]) for row in range(n)], pa.binary())
+    table = pa.table({"example_id": [f"i{row}" for row in range(n)], "image": images, "label": np.arange(n) % 2})
+    pq.write_table(table, tmp_path / "images.parquet")
+    write_parquet(bucket / "images.parquet", table)
+
+    kwargs = {"seconds": 0.05, "log": str(tmp_path / "log")}
+    model = {"kind": "python", "factory": "user_models:slow_brightness", "kwargs": kwargs}
+    pool = write_pool(tmp_path, [{"name": "m", "model": model, "batch_size": 64, "cost": {"seconds": 1}}])
+    pool.write_text(pool.read_text().replace("multiple-choice", "image-classification"))
+    cauc_ray.collect(pool, tmp_path / "images.parquet", tmp_path / "L")
+    words = [pool, "--dataset", bucket / "images.parquet", "-o", bucket / "L", "--json"]
+    parts = bucket / "L" / "model=m" / "split=calibration"
+    killed_after(cauc("collect", *words), parts / "_manifest", 1)
+    summary = done(cauc("collect", *words))
+    assert (summary["logits"], summary["models"][0]["n_failed"]) == (str(bucket / "L"), 0)
+    for split, rows in summary["splits"].items():
+        remote, local = (by_example(read_all(at / "L" / "model=m" / f"split={split}")) for at in (bucket, tmp_path))
+        assert remote == local
+        assert len(remote) == rows
+    assert (bucket / "L" / "pool.json").read_text() == (tmp_path / "L" / "pool.json").read_text()
+    assert done(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
+
+
+def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):
+    pool = python_pool(tmp_path, [("by_x", {})] * 2)
+    two_model_policy().save(tmp_path / "policy.json")
+    inputs = numbered_input(tmp_path)
+    words = ["--policy", tmp_path / "policy.json", "--input", inputs, "-o", "s3://no-such-bucket/out"]
+    for arguments in (
+        ["run", pool, *words],
+        [
+            "collect",
+            pool,
+            "--dataset",
+            inputs,
+            "--columns",
+            "question=example_id,choices=x",
+            "-o",
+            "s3://no-such-bucket/L",
+        ],
+    ):
+        code, out, err = command(*arguments)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert "there is no bucket s3://no-such-bucket" in err
