@@ -57,6 +57,17 @@ def loads_slowly(seconds, log=os.devnull):
     return by_x()
 
 
+def hangs_on(x):
+    """Answer as by_x does, but not for a minute on a batch that holds a value."""
+
+    def answer(batch):
+        if (batch["x"] == x).any():
+            time.sleep(60.0)
+        return by_x()(batch)
+
+    return answer
+
+
 def slow_by_x(seconds, log):
     """Answer as by_x does, after some seconds, and note each call as it begins."""
 

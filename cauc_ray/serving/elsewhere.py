@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from cauc_ray.serving.faults import RequestError
@@ -38,8 +39,9 @@ class Elsewhere:
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
-            self._process.kill()
+            self._process.kill()  # a call under way ends, too
         self._thread.shutdown()
+        self._end()
 
     def _called(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         process = self._running()
@@ -52,7 +54,7 @@ class Elsewhere:
             process.stdin.flush()
             result: T | RequestError = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            self._end(process)
+            self._end()
             raise RequestError("what reads long requests has ended; try again", 503, 1.0) from error
         finally:
             timer.cancel()
@@ -70,16 +72,11 @@ class Elsewhere:
             )
         return self._process
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = None
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:  # what was left in it goes nowhere
-                continue
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            with suppress(OSError), self._process:  # what is left in its pipes goes nowhere
+                self._process = None
 
 
 def main() -> None:

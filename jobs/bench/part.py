@@ -23,6 +23,7 @@ PARTS = (
     "memory",
     "sink",
     "serving",
+    "serving_bodies",
     "serving_faults",
     "gpu",
     "faults",

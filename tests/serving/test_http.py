@@ -13,6 +13,7 @@ from runs import MODELS
 import cauc_ray
 from cauc_ray.errors import ConfigError, PolicyError
 from cauc_ray.policies.trace import replay
+from cauc_ray.serving import inference
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of gevent, which it brings along
@@ -141,6 +142,18 @@ def test_what_is_malformed_gets_a_sentence_and_a_4xx(chain, service):
     assert refused(service, None, path="/v2/nowhere", method="GET")[0] == 404
     assert refused(service, None, method="DELETE")[0] == 405
     assert ask(service, chain.ids[:1])  # it is as well as before
+
+
+def test_what_is_read_and_written_in_another_process_is_the_same(chain, service, monkeypatch):
+    inputs = [{"name": "example_id", "shape": [len(chain.ids)], "datatype": "BYTES", "data": chain.ids.tolist()}]
+    wanted = {"inputs": inputs, "outputs": [{"name": name} for name in ("prediction", "label", "probabilities")]}
+    _, here, _ = http("POST", f"{service.url}/v2/models/six/infer", wanted)
+    monkeypatch.setattr(inference, "LONG_JSON", 100)
+    monkeypatch.setattr(inference, "LONG_OUTPUT", 100)
+    status, there, _ = http("POST", f"{service.url}/v2/models/six/infer", wanted)
+    assert status == 200
+    assert json.loads(there)["outputs"] == json.loads(here)["outputs"]
+    assert refused(service, {**wanted, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
 
 
 def test_the_request_id_is_echoed(chain, service):

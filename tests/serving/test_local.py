@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -61,8 +62,15 @@ class Command:
         self.url = json.loads(self.process.stdout.readline())["url"]
         return self
 
-    def ask(self):
-        row = {"name": "x", "shape": [1], "datatype": "FP64", "data": [9.0]}
+    def status(self, x):
+        try:
+            return self.ask(x)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code
+
+    def ask(self, x=9.0):
+        row = {"name": "x", "shape": [1], "datatype": "FP64", "data": [x]}
         body = json.dumps({"inputs": [row]}).encode()
         with urllib.request.urlopen(f"{self.url}/v2/models/test/infer", body, timeout=DEADLINE_S) as answer:
             return answer.status
@@ -123,3 +131,32 @@ def test_what_cannot_start_is_one_line(home):
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "cauc: error: the service does not start: stage large: OSError: weights.pt is not there\n"
+
+
+def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home):
+    """A thread cannot be ended: its model is loaded anew in another, and the process does not wait for it."""
+    python_pool(home, [("hangs_on", {"x": 99.0}), ("by_x", {})], serving={"timeout_s": 1.0}, call_timeout_s=1.0)
+    command = Command(home).started()
+    try:
+        assert command.status(99.0) in (422, 503)
+        until(lambda: command.status(9.0) == 200)
+        asked = time.monotonic()
+        command.process.send_signal(signal.SIGTERM)
+        command.process.communicate(timeout=DEADLINE_S)
+        assert time.monotonic() - asked < 10.0
+    finally:
+        command.end()
+    assert command.process.returncode == 0
+
+
+def test_metrics_are_prometheus_text(home):
+    command = Command(home).started()
+    try:
+        assert command.ask() == 200
+        with urllib.request.urlopen(f"{command.url}/metrics", timeout=DEADLINE_S) as answer:
+            text = answer.read().decode()
+    finally:
+        command.end()
+    assert 'cauc_serve_requests_total{model="test",status="200"} 1.0' in text
+    assert 'cauc_serve_rows_total{model="test",outcome="accepted",stage="small"} 1.0' in text
+    assert 'cauc_serve_call_seconds_count{model="test",stage="small"} 1.0' in text

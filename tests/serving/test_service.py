@@ -159,6 +159,18 @@ def test_a_writer_that_dies_leaves_one_complete_policy(chain, service):
         cauc_ray.set_policy(policy, url=service.url)
 
 
+def test_a_long_body_is_answered_as_short_ones_are(chain, service):
+    ids = np.resize(chain.ids, 4000)
+    inputs = [{"name": "example_id", "shape": [4000], "datatype": "BYTES", "data": ids.tolist()}]
+    body = json.dumps({"inputs": inputs, "id": "x" * 300_000}).encode()
+    status, text, _ = http("POST", f"{service.url}/v2/models/six/infer", body)
+    assert status == 200
+    answer = json.loads(text)
+    assert answer["id"] == "x" * 300_000
+    (predictions,) = (one["data"] for one in answer["outputs"] if one["name"] == "prediction")
+    assert np.array_equal(predictions, np.resize(chain.expected("rf").predictions, 4000))
+
+
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
     expected = chain.expected("rf")
     answers, stop = [], threading.Event()

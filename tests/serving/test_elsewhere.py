@@ -1,0 +1,67 @@
+"""What would hold up a service's event loop is done in another process."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.faults import RequestError
+
+
+@pytest.fixture
+def elsewhere():
+    one = Elsewhere()
+    yield one
+    one.close()
+
+
+def refuse(status):
+    raise RequestError("not so", status, 2.0)
+
+
+def test_functions_return_or_refuse_as_they_would_here(elsewhere):
+    async def main():
+        pid = await elsewhere.call(os.getpid)
+        doubled = await elsewhere.call(np.multiply, np.arange(1_000_000), 2)
+        with pytest.raises(RequestError) as refused:
+            await elsewhere.call(refuse, 413)
+        return pid, doubled, refused.value, await elsewhere.call(os.getpid)
+
+    pid, doubled, refused, later = asyncio.run(main())
+    assert pid == later != os.getpid()
+    assert np.array_equal(doubled, 2 * np.arange(1_000_000))
+    assert (refused.message, refused.status, refused.retry_after_s) == ("not so", 413, 2.0)
+
+
+def test_a_process_that_ends_costs_its_own_request_and_no_other(elsewhere):
+    async def main():
+        pid = await elsewhere.call(os.getpid)
+        with pytest.raises(RequestError) as ended:
+            await elsewhere.call(os._exit, 1)
+        return pid, ended.value.status, await elsewhere.call(os.getpid)
+
+    pid, status, later = asyncio.run(main())
+    assert status == 503
+    assert later != pid
+
+
+def test_a_signal_that_stops_the_service_lets_it_finish(elsewhere):
+    async def main():
+        pid = await elsewhere.call(os.getpid)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        return pid, await elsewhere.call(os.getpid)
+
+    pid, later = asyncio.run(main())
+    assert pid == later
+
+
+def test_what_prints_does_not_garble_results(elsewhere, capfd):
+    async def main():
+        await elsewhere.call(print, "something")
+        return await elsewhere.call(os.getpid)
+
+    assert asyncio.run(main())
