@@ -48,6 +48,16 @@ def test_a_search_says_what_the_chosen_chain_is_worth_on_test():
 
 
 @pytest.mark.slow
+def test_long_bodies_of_both_kinds_are_answered_next_to_others():
+    results, said = bench("serving_bodies", "--megabytes", 1, "--times", 2)
+    found = results["serving_bodies"]
+    for kind in ("json", "binary"):
+        assert found[kind]["bytes"] == pytest.approx(1e6, rel=0.05)
+        assert found[kind]["delay_ms"]["least"] <= found[kind]["delay_ms"]["median"] <= found[kind]["delay_ms"]["most"]
+        assert f"{kind}: 1.0 MB in {found[kind]['seconds']['median']:.2f} s" in said
+
+
+@pytest.mark.slow
 def test_numbers_and_runs_print_ratios_of_their_own_figures():
     results, said = bench(
         "numbers", "--rows", 300, "--options", 20, "--repeats", 1,

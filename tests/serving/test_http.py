@@ -1,6 +1,7 @@
 """What a service answers over HTTP, asked in this process; the shell on Ray Serve has the same face."""
 
 import json
+import re
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -241,6 +242,13 @@ def test_changes_of_a_known_version_are_made_once(chain, service):
             assert put_policy(service, {"threshold": 0.5}, **{"If-Match": tag})[0] == status
     finally:
         cauc_ray.set_policy(policy, url=service.url)
+
+
+def test_metrics_are_prometheus_text(chain, service):
+    ask(service, chain.ids[:3])
+    text = http("GET", f"{service.url}/metrics")[1].decode()
+    for name in ("requests_total", "rows_total", "call_seconds_count", "policy"):
+        assert re.search(rf'^cauc_serve_{name}{{.*model="six".*}} [1-9]', text, re.M), name
 
 
 def test_stages_are_named_in_order(chain, service):

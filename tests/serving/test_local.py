@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from runs import python_pool, two_model_policy
 
+import cauc_ray
+from cauc_ray.errors import ConfigError, ExecutionError
+
 CAUC = Path(sys.executable).with_name("cauc")
 DEADLINE_S = 60.0
 # Told by a process that served one request: what it has imported.
@@ -88,8 +91,7 @@ def until(condition):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_answers_what_is_open_and_ends_with_0(home, number):
+def test_a_signal_answers_what_is_open_and_ends_with_0(home):
     log = home / "calls"
     python_pool(home, [("slow_by_x", {"seconds": 1.0, "log": str(log)}), ("by_x", {})])
     command, answers = Command(home).started(), []
@@ -97,7 +99,7 @@ def test_a_signal_answers_what_is_open_and_ends_with_0(home, number):
         asker = threading.Thread(target=lambda: answers.append(command.ask()))
         asker.start()
         until(log.exists)
-        os.killpg(command.process.pid, number)
+        os.killpg(command.process.pid, signal.SIGTERM)
         out, err = command.process.communicate(timeout=DEADLINE_S)
         asker.join()
     finally:
@@ -120,17 +122,21 @@ def test_a_stop_while_models_load_is_orderly(home):
     assert (command.process.returncode, out, err) == (0, "", "")
 
 
-def test_what_cannot_start_is_one_line(home):
+def test_a_model_that_cannot_load_is_told_in_one_line(home):
     python_pool(home, [("by_x", {}), ("cannot_load", {})])
-    done = subprocess.run(
-        [CAUC, "serve", "pool.yaml", "--policy", "policy.json", "--port", "0", "--local"],
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "cauc: error: the service does not start: stage large: OSError: weights.pt is not there\n"
+    with (
+        pytest.raises(ExecutionError, match=r"does not start: stage large: OSError: weights\.pt is not there$"),
+        cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True),
+    ):
+        pass
+
+
+def test_one_process_has_no_cluster(home):
+    with (
+        pytest.raises(ConfigError, match="local"),
+        cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True, address="auto"),
+    ):
+        pass
 
 
 def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home):
@@ -141,22 +147,9 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home)
         assert command.status(99.0) in (422, 503)
         until(lambda: command.status(9.0) == 200)
         asked = time.monotonic()
-        command.process.send_signal(signal.SIGTERM)
+        command.process.send_signal(signal.SIGINT)
         command.process.communicate(timeout=DEADLINE_S)
         assert time.monotonic() - asked < 10.0
     finally:
         command.end()
     assert command.process.returncode == 0
-
-
-def test_metrics_are_prometheus_text(home):
-    command = Command(home).started()
-    try:
-        assert command.ask() == 200
-        with urllib.request.urlopen(f"{command.url}/metrics", timeout=DEADLINE_S) as answer:
-            text = answer.read().decode()
-    finally:
-        command.end()
-    assert 'cauc_serve_requests_total{model="test",status="200"} 1.0' in text
-    assert 'cauc_serve_rows_total{model="test",outcome="accepted",stage="small"} 1.0' in text
-    assert 'cauc_serve_call_seconds_count{model="test",stage="small"} 1.0' in text
