@@ -14,7 +14,8 @@ from cauc_ray.models.service import Datatype
 OPENAPI = Path(__file__).with_name("openapi.json")
 
 Output: TypeAlias = Literal["prediction", "label", "confidence", "probabilities", "stage", "cost", "degraded"]
-_Shape: TypeAlias = list[Annotated[int, Field(ge=0)]]
+# numpy has no arrays of more dimensions.
+_Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]
 _Parameters: TypeAlias = dict[str, bool | float | str | None]
 
 
@@ -71,41 +72,62 @@ class ModelMetadata(TypedDict):
     parameters: _Parameters
 
 
+class InputParameters(TypedDict, total=False):
+    """How the data of an input are sent."""
+
+    binary_data_size: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        Field(description="of its raw bytes, after the JSON part in the inputs' order"),
+    ]
+    shared_memory_region: Annotated[None, Field(description="not supported")]
+
+
 class InputTensor(TypedDict):
     """Rows of one of the model's inputs."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     shape: Annotated[_Shape, Field(description="rows first")]
     datatype: Datatype
-    parameters: NotRequired[_Parameters | None]
+    parameters: NotRequired[InputParameters | None]
     data: NotRequired[Annotated[list[Any] | None, Field(description="flat, or nested as the shape says")]]
+
+
+class OutputParameters(TypedDict, total=False):
+    """How an output is written."""
+
+    binary_data: Annotated[bool | None, Field(description="as raw bytes")]
+    shared_memory_region: Annotated[None, Field(description="not supported")]
+    classification: Annotated[None, Field(description="not supported")]
 
 
 class NamedOutput(TypedDict):
     """An output that a request names."""
 
     name: Output
-    parameters: NotRequired[_Parameters | None]
+    parameters: NotRequired[OutputParameters | None]
 
 
 class RequestParameters(TypedDict, total=False):
     """What a request may ask for."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    max_cost: Annotated[float | None, Field(description="what the calls for one row may cost at most")]
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
+    max_cost: Annotated[
+        Annotated[float, Field(ge=0)] | None, Field(description="what the calls for one row may cost at most")
+    ]
     max_stage: Annotated[
         int | str | None, Field(description="the deepest stage to call: its number from 0, or its name")
     ]
-    binary_data_output: Annotated[bool | None, Field(description="write the outputs as raw bytes")]
+    binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
 
 
 class InferenceRequest(TypedDict):
-    """Rows to be answered."""
+    """Rows to be answered. Null is as good as no key, and other keys are passed over."""
 
+    __pydantic_config__ = ConfigDict(cache_strings="keys")  # type: ignore[misc]
     id: NotRequired[str | None]
     parameters: NotRequired[RequestParameters | None]
-    inputs: Annotated[list[InputTensor], Field(min_length=1)]
-    outputs: NotRequired[list[NamedOutput] | None]
+    inputs: Annotated[list[InputTensor], Field(min_length=1, fail_fast=True)]
+    outputs: NotRequired[Annotated[list[NamedOutput], Field(fail_fast=True)] | None]
 
 
 class OutputTensor(TypedDict):

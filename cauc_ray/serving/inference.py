@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,14 @@ from cauc_ray.serving.documents import AnswerParameters, ModelMetadata, RequestP
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.flight import Flight
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.messages import Parameter, RequestedOutput, read_infer_request, write_infer_response
+from cauc_ray.serving.messages import InferRequest, read_infer_request, write_infer_response
 from cauc_ray.serving.tensors import Tensor
 from cauc_ray.serving.tracing import Spans
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
 
-# What a response holds unless the request names outputs, and what it may name beside these.
-DEFAULT_OUTPUTS = ("prediction", "label", "confidence")
+# What a response may hold.
 OUTPUTS: Mapping[str, Datatype] = {
     "prediction": "INT32",
     "label": "BYTES",
@@ -39,21 +38,9 @@ OUTPUTS: Mapping[str, Datatype] = {
     "cost": "FP32",
     "degraded": "BOOL",
 }
-PARAMETERS = tuple(RequestParameters.__annotations__)
 # Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
 # some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
 LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request as it was read: n rows of columns, each (n, ...), and what is wanted of them."""
-
-    id: str | None
-    outputs: tuple[RequestedOutput, ...]
-    parameters: Mapping[str, Parameter]
-    columns: Batch
-    n: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +52,10 @@ class Reply:
     told: Mapping[str, Any]
 
 
-def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> Asked:
-    """Read a request for inference. Raises RequestError."""
+def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
+    """Read a request: it without its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = read_infer_request(body, json_length)
-    outputs = request.outputs or tuple(RequestedOutput(name, request.binary_by_default) for name in DEFAULT_OUTPUTS)
-    for output in outputs:
-        if output.name not in OUTPUTS:
-            raise RequestError(f"there is no output {output.name!r:.80}; there are {', '.join(OUTPUTS)}")
-    unknown = next((name for name in request.parameters if name not in PARAMETERS), None)
-    if unknown is not None:
-        raise RequestError(f"unknown parameter {unknown!r:.80}; there are {', '.join(PARAMETERS)}")
-    return Asked(request.id, outputs, request.parameters, *inputs.columns(request.inputs))
+    return replace(request, inputs={}), *inputs.columns(request.inputs)
 
 
 class Inference:
@@ -90,36 +70,36 @@ class Inference:
         """Answer one request. Raises RequestError."""
         started_ns = time.time_ns()
         in_force = await self._service.policy_for_request()  # once: a request has one policy to the end
-        asked = await self._read(body, json_length)
+        request, columns, n = await self._read(body, json_length)
         flight = await self._service.cascade.answer(
             in_force.policy,
-            asked.columns,
-            asked.n,
-            last_stage=last_stage(asked.parameters, in_force.policy),
-            wants_scores=any(output.name == "probabilities" for output in asked.outputs),
+            columns,
+            n,
+            last_stage=last_stage(request.parameters, in_force.policy),
+            wants_scores="probabilities" in request.outputs,
         )
         self._service.watching.answered(flight, in_force.id)
         if flight.early:
             self._service.cascade.compare(flight, partial(self._service.watching.agreements, in_force.id))
         parameters = self._parameters(flight, in_force.id)
-        outputs = [Tensor(one.name, OUTPUTS[one.name], self._values(one.name, flight)) for one in asked.outputs]
-        binary = frozenset(one.name for one in asked.outputs if one.binary)
+        outputs = [Tensor(name, OUTPUTS[name], self._values(name, flight)) for name in request.outputs]
+        binary = frozenset(name for name, is_binary in request.outputs.items() if is_binary)
         write = partial(
             write_infer_response,
             model=self._service.model,
             version=version,
-            id=asked.id,
+            id=request.id,
             outputs=outputs,
             binary=binary,
             parameters=parameters,
         )
         n_values = sum(tensor.values.size for tensor in outputs if tensor.name not in binary)
         written, length = await self._service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
-        told = {"rows": asked.n, **parameters}
+        told = {"rows": n, **parameters}
         self._spans.tell(headers, started_ns, flight, told)
         return Reply(written, length, told)
 
-    async def _read(self, body: bytes, json_length: int | None) -> Asked:
+    async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
         """Read a request where it keeps nobody waiting."""
         n_json = len(body) if json_length is None else json_length
         if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
@@ -192,26 +172,19 @@ class Inference:
         return texts
 
 
-def last_stage(parameters: Mapping[str, Any], policy: Policy) -> int | None:
+def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
     """Return the deepest stage that a request allows, None for the last.
 
     max_stage: its number from 0, or its name.   max_cost: what the calls for one row may cost, in the policy's unit.
     Raises RequestError.
     """
-    deepest = len(policy.stages) - 1
-    allowed = deepest
-    if "max_stage" in parameters:
-        wanted = parameters["max_stage"]
-        if isinstance(wanted, str) and wanted in policy.models:
-            allowed = policy.models.index(wanted)
-        elif isinstance(wanted, int) and not isinstance(wanted, bool) and 0 <= wanted <= deepest:
-            allowed = wanted
-        else:
+    allowed = deepest = len(policy.stages) - 1
+    if (wanted := parameters.get("max_stage")) is not None:
+        position = policy.models.index(wanted) if wanted in policy.models else wanted
+        if not isinstance(position, int) or not 0 <= position <= deepest:
             raise RequestError(f"max_stage is 0 to {deepest}, or one of {', '.join(policy.models)}, not {wanted!r:.80}")
-    if "max_cost" in parameters:
-        cap = parameters["max_cost"]
-        if isinstance(cap, bool) or not isinstance(cap, int | float) or not cap >= 0:
-            raise RequestError(f"max_cost is a number of at least 0, in {policy.cost_unit}, not {cap!r:.80}")
+        allowed = position
+    if (cap := parameters.get("max_cost")) is not None:
         # A cap that equals a sum of costs shall not miss it by rounding.
         affordable = np.cumsum([stage.cost for stage in policy.stages]) <= cap * (1 + 1e-9)
         if not affordable[0]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -42,8 +42,7 @@ _JSON_NAMES: Mapping[type, str] = {
     type(None): "nulls",
 }
 
-# numpy's own limits: dimensions, and bytes of an array (which it counts even where another dimension is 0).
-_MOST_DIMS = 64
+# numpy's own limit of an array, which it counts even where another dimension is 0.
 _MOST_BYTES = 2**63 - 1
 
 # Before each element of a BYTES tensor.
@@ -71,39 +70,39 @@ class Tensor:
             raise ValueError(f"tensor {self.name!r} is {self.datatype}, but its values are {self.values.dtype}")
 
     @classmethod
-    def from_json(cls, name: str, datatype: object, shape: object, data: object) -> Tensor:
+    def from_json(cls, name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
         """Read an input from what JSON holds of it; data: a list, flat (row-major) or nested as the shape says.
 
-        Raises RequestError naming the input when datatype, shape and data are not that, or do not agree.
+        Raises RequestError naming the input when shape and data do not agree, or data are not of the datatype.
         """
-        kind, dims = _checked(name, datatype, shape)
+        _require_size(name, datatype, shape)
         if not isinstance(data, list):
             raise _fault(name, "has no 'data', a list of its values")
-        flat = _flattened(data, dims)
+        flat = _flattened(data, shape)
         if flat is None:
             raise _fault(name, f"has data that are not nested as its shape {shown(shape)} says")
-        if len(flat) != math.prod(dims):
-            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} holds {math.prod(dims)}")
-        return cls(name, kind, _read_list(name, kind, flat).reshape(dims))
+        if len(flat) != math.prod(shape):
+            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} holds {math.prod(shape)}")
+        return cls(name, datatype, _read_list(name, datatype, flat).reshape(shape))
 
     @classmethod
-    def from_raw(cls, name: str, datatype: object, shape: object, raw: memoryview) -> Tensor:
+    def from_raw(cls, name: str, datatype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
         """Read an input from raw bytes: little-endian, row-major; BYTES: elements, each after its uint32 length.
 
-        Raises RequestError naming the input when datatype and shape are wrong, or the bytes do not fit them.
+        Raises RequestError naming the input when the bytes do not fit datatype and shape.
         """
-        kind, dims = _checked(name, datatype, shape)
-        dtype, n = DATATYPES[kind], math.prod(dims)
-        if kind == "BYTES":
-            return cls(name, kind, _read_elements(name, n, raw).reshape(dims))
+        _require_size(name, datatype, shape)
+        dtype, n = DATATYPES[datatype], math.prod(shape)
+        if datatype == "BYTES":
+            return cls(name, datatype, _read_elements(name, n, raw).reshape(shape))
         if len(raw) != n * dtype.itemsize:
             raise _fault(
-                name, f"has {len(raw)} bytes, but its shape {shown(shape)} of {kind} takes {n * dtype.itemsize}"
+                name, f"has {len(raw)} bytes, but its shape {shown(shape)} of {datatype} takes {n * dtype.itemsize}"
             )
-        if kind == "BOOL" and (np.frombuffer(raw, dtype=np.uint8) > 1).any():
+        if datatype == "BOOL" and (np.frombuffer(raw, dtype=np.uint8) > 1).any():
             raise _fault(name, "is BOOL, but holds bytes other than 0 and 1")
         values = np.frombuffer(raw, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
-        return cls(name, kind, values.reshape(dims))
+        return cls(name, datatype, values.reshape(shape))
 
     def to_json(self) -> list[Any]:
         """Return an output's values for JSON, flat. Raises RequestError where JSON cannot hold them."""
@@ -130,20 +129,13 @@ class Tensor:
         )
 
 
-def _checked(name: str, datatype: object, shape: object) -> tuple[str, list[int]]:
-    """Return an input's datatype and shape. Raises RequestError where they are none."""
-    if not isinstance(datatype, str) or datatype not in DATATYPES:
-        raise _fault(name, f"has the datatype {shown(datatype)}; supported are {', '.join(DATATYPES)}")
-    if not isinstance(shape, list) or len(shape) > _MOST_DIMS or not all(type(dim) is int for dim in shape):
-        raise _fault(name, f"has the shape {shown(shape)}; it must be a list of at most {_MOST_DIMS} whole numbers")
-    if any(dim < 0 for dim in shape):
-        raise _fault(name, f"has the shape {shown(shape)}, with a negative dimension")
+def _require_size(name: str, datatype: str, shape: Sequence[int]) -> None:
+    """Raise RequestError for a shape that no array can have."""
     if math.prod(max(dim, 1) for dim in shape) > _MOST_BYTES // DATATYPES[datatype].itemsize:
         raise _fault(name, f"has the shape {shown(shape)}, which is too large")
-    return datatype, shape
 
 
-def _flattened(data: list[Any], dims: list[int]) -> list[Any] | None:
+def _flattened(data: list[Any], dims: Sequence[int]) -> list[Any] | None:
     """Return data row-major, as they are where they are flat; None where they are nested unlike the shape."""
     if not data or not isinstance(data[0], list):
         return data

@@ -176,31 +176,14 @@ def test_lengths_of_elements_that_lead_astray_are_refused(elements, length, data
         assert Tensor.from_raw("x", "BYTES", [len(elements)], memoryview(raw)).to_raw() == raw
 
 
-SHAPES_REFUSED = [
-    (None, "has the shape None; it must be a list"),
-    ("2", "must be a list"),
-    ({"0": 2}, "must be a list"),
-    ([2, "1"], "must be a list"),
-    ([2, 1.0], "must be a list"),
-    ([2, True], "must be a list"),
-    ([2, None], "must be a list"),
-    ([[2]], "must be a list"),
-    ([1] * 65, "at most 64"),
-    ([2, -1], r"has the shape [2, -1], with a negative dimension"),
-    ([-2, -1], "negative"),
-    ([2**62, 2], "too large"),
-    ([10**4000], "too large"),
-    ([2**40] * 64, "too large"),
-    ([0, 2**62, 2**62], "too large"),
-    ([0, 10**4000], "too large"),
-]
+SHAPES_TOO_LARGE = [[2**62, 2], [10**4000], [2**40] * 64, [0, 2**62, 2**62], [0, 10**4000]]
 
 
-@pytest.mark.parametrize(("shape", "said"), SHAPES_REFUSED, ids=range(len(SHAPES_REFUSED)))
-def test_shapes_that_are_none_are_refused(shape, said):
+@pytest.mark.parametrize("shape", SHAPES_TOO_LARGE, ids=range(len(SHAPES_TOO_LARGE)))
+def test_shapes_that_no_array_has_are_refused(shape):
     for datatype in ("INT64", "BYTES"):
-        assert said in json_fault(datatype, shape, [1, 2])
-        assert said in raw_fault(datatype, shape, b"\0" * 16)
+        assert "too large" in json_fault(datatype, shape, [1, 2])
+        assert "too large" in raw_fault(datatype, shape, b"\0" * 16)
 
 
 def test_shapes_at_the_limits_are_read():
@@ -222,14 +205,6 @@ def test_counts_and_missing_data_are_told():
     for shape in ([2, 2], [1, 4], [4], [4, 1], [2, 1, 2]):  # as many values, otherwise laid out
         assert re.search("not nested|lists deeper", json_fault("INT8", shape, [[1, 2, 3], [4]]))
     assert "lists deeper than its shape" in json_fault("INT8", [], [[1]])
-
-
-def test_datatypes_that_are_unknown_are_named_beside_the_known():
-    for datatype in ("BF16", "fp32", "STRING", "", "FP32\n", "X" * 10**6, None, 32, ["FP32"]):
-        message = json_fault(datatype, [1], [1])
-        assert re.search(r"has the datatype .*; supported are BOOL, UINT8.*, FP64, BYTES$", message)
-        assert raw_fault(datatype, [1], b"1") == message
-    assert "has the datatype 'BF16'" in json_fault("BF16", [1], [1])
 
 
 @given(tensors(json=True, shapes=hnp.array_shapes(min_dims=0), datatypes=[*FLOATS, "BYTES"]), st.data())
