@@ -30,6 +30,7 @@ _ERRORS = {
     401: "The service asks for a token, and this is none that is valid here.",
     403: "The service has no token for this.",
     404: "There is no such model or version.",
+    408: "The body does not come.",
     409: "The policy does not fit what runs, and the one before stays; or another change has replaced it at once.",
     412: "Another version than that of If-Match is in force.",
     413: "The body is too long, or has too many rows.",
@@ -67,7 +68,7 @@ def openapi() -> dict[str, Any]:
         _header("x-request-id", _TEXT, "for logs; echoed"),
     ]
     infer = _says(
-        "Answer rows", "InferenceResponse", 400, 413, 415, 422, 429, 503, takes="InferenceRequest", bears=True
+        "Answer rows", "InferenceResponse", 400, 408, 413, 415, 422, 429, 503, takes="InferenceRequest", bears=True
     )
     infer["requestBody"]["content"]["application/octet-stream"] = _RAW
     infer["responses"]["200"]["headers"] = {_LENGTH: {"schema": {"type": "integer"}}}
@@ -78,6 +79,7 @@ def openapi() -> dict[str, Any]:
         "PolicyChanged",
         400,
         403,
+        408,
         409,
         412,
         413,
@@ -96,7 +98,7 @@ def openapi() -> dict[str, Any]:
         f"{model}/watch": {"get": _says("Whether the policy still holds", "WatchReport", 503, bears=True)},
         f"{model}/feedback": {
             "post": _says(
-                "Tell which answers were right", "FeedbackTaken", 400, 413, takes="FeedbackMessage", bears=True
+                "Tell which answers were right", "FeedbackTaken", 400, 408, 413, takes="FeedbackMessage", bears=True
             )
         },
     }

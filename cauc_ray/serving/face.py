@@ -33,6 +33,8 @@ PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.
 MAX_POLICY_BYTES = 1_000_000
+# A client has so long to send its body: one that dribbles does not keep its place.
+BODY_S = 300.0
 # How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
 CLIENT_GONE = 499
 
@@ -185,18 +187,21 @@ class _Face:
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Read a request's body. Raises RequestError (413) where it is too long.
+    """Read a request's body. Raises RequestError: 413 where it is too long, 408 where it takes too long to come.
 
     Of what is too long as much again is read and dropped: most clients hear an answer only once they have sent all.
     """
     chunks, n_bytes = [], 0
     try:
-        async for chunk in request.stream():
-            n_bytes += len(chunk)
-            if n_bytes <= limit:
-                chunks.append(chunk)
-            elif n_bytes > 2 * limit:
-                break
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                n_bytes += len(chunk)
+                if n_bytes <= limit:
+                    chunks.append(chunk)
+                elif n_bytes > 2 * limit:
+                    break
+    except TimeoutError as error:
+        raise RequestError(f"the body has not come within {BODY_S:g} s", 408) from error
     except ClientDisconnect as error:
         raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE) from error
     if n_bytes > limit:

@@ -3,6 +3,7 @@ import asyncio
 import pytest
 from starlette.requests import Request
 
+from cauc_ray.serving import face
 from cauc_ray.serving.face import CLIENT_GONE, _body
 from cauc_ray.serving.faults import RequestError
 
@@ -39,3 +40,15 @@ def test_a_client_that_goes_away_before_it_has_sent_all_is_no_fault_of_the_servi
     with pytest.raises(RequestError, match="went away") as caught:
         asyncio.run(_body(sending(part(b"ab"), {"type": "http.disconnect"}), 3))
     assert caught.value.status == CLIENT_GONE
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
+    monkeypatch.setattr(face, "BODY_S", 0.05)
+
+    async def receive():
+        await asyncio.sleep(0.02)
+        return part(b"a")
+
+    with pytest.raises(RequestError, match="not come") as caught:
+        asyncio.run(_body(Request({"type": "http", "method": "POST", "headers": []}, receive), 1000))
+    assert caught.value.status == 408

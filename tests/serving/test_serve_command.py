@@ -56,9 +56,9 @@ def home(tmp_path_factory):
 class Running:
     """A service in a process and a session of its own."""
 
-    def __init__(self, home, ray_folder):
+    def __init__(self, home, ray_folder, *more):
         self.ray_folder = ray_folder
-        command = [CAUC, "serve", "pool.yaml", "--policy", "rf.json", "--port", "0", "--name", "six", "--json"]
+        command = [CAUC, "serve", "pool.yaml", "--policy", "rf.json", "--port", "0", "--name", "six", "--json", *more]
         tokens = {"CAUC_TOKEN": f"{TOKEN}\n", "CAUC_POLICY_TOKEN": POLICY_TOKEN}
         self.process = subprocess.Popen(
             command,
@@ -86,6 +86,13 @@ def running(home, ray_folder):
     one.kill()
 
 
+@pytest.fixture(scope="module")
+def local(home, ray_folder):
+    one = Running(home, ray_folder, "--local")
+    yield one
+    one.kill()
+
+
 def with_environment(name, value):
     """Return the live processes that have a variable in their environment."""
     found = []
@@ -98,15 +105,19 @@ def with_environment(name, value):
     return found
 
 
+def url_of(running):
+    return json.loads(running.said)["url"]
+
+
 def get(running, path):
-    return post(json.loads(running.said)["url"], path, Asked({}, b"", None), "GET")
+    return post(url_of(running), path, Asked({}, b"", None), "GET")
 
 
 def infer(running, **headers):
     """Ask for one row; return the status and the answer."""
     inputs = [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": ["test-2-00000"]}]
     asked = Asked({"inputs": inputs}, b"", None, headers).encode()
-    status, _, body, _ = post(json.loads(running.said)["url"], "/v2/models/six/infer", asked)
+    status, _, body, _ = post(url_of(running), "/v2/models/six/infer", asked)
     return status, json.loads(body)
 
 
@@ -129,11 +140,9 @@ def cauc(home, monkeypatch, capsys):
 
 
 @pytest.fixture
-def set_policy(cauc, running):
+def set_policy(cauc, local):
     """Return a function that runs `cauc policy set` on the service."""
-    return lambda *arguments, token=None: cauc(
-        "policy", "set", *arguments, "--url", json.loads(running.said)["url"], policy_token=token
-    )
+    return lambda *arguments, token=None: cauc("policy", "set", *arguments, "--url", url_of(local), policy_token=token)
 
 
 @pytest.mark.slow
@@ -148,19 +157,17 @@ def test_one_line_of_json_says_where_it_is(running):
     assert schema["paths"]["/v2/models/{name}/infer"]["post"]["security"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [None, "", "Bearer", "Bearer ", f"Basic {TOKEN}", TOKEN, f"Bearer {TOKEN}x", "Bearer \xe9", "Bearer " + "é" * 2000],
 )
-def test_without_a_valid_token_nothing_is_answered(running, given):
-    status, answer = infer(running, **({} if given is None else {"Authorization": given}))
+def test_without_a_valid_token_nothing_is_answered(local, given):
+    status, answer = infer(local, **({} if given is None else {"Authorization": given}))
     assert status == 401
     assert list(answer) == ["error"]
 
 
-@pytest.mark.slow
-def test_the_policy_changes_with_its_own_token_only(running, set_policy):
+def test_the_policy_changes_with_its_own_token_only(local, set_policy):
     for token in (None, TOKEN, "", f"{POLICY_TOKEN}x"):
         code, out, err = set_policy("base.json", token=token)
         assert (code, out) == (2, "")
@@ -168,8 +175,8 @@ def test_the_policy_changes_with_its_own_token_only(running, set_policy):
     code, out, _ = set_policy("base.json", "--json", token=f"{POLICY_TOKEN}\n")
     assert code == 0
     changed = json.loads(out)
-    assert changed["previous"] == json.loads(running.said)["policy_id"]
-    assert infer(running, Authorization=f"Bearer {TOKEN}")[1]["parameters"]["policy_id"] == changed["policy_id"]
+    assert changed["previous"] == json.loads(local.said)["policy_id"]
+    assert infer(local, Authorization=f"Bearer {TOKEN}")[1]["parameters"]["policy_id"] == changed["policy_id"]
     code, _, err = set_policy("two.json", token=POLICY_TOKEN)
     assert code == 2
     assert f"what runs is {', '.join(MODELS)}" in err
@@ -178,7 +185,6 @@ def test_the_policy_changes_with_its_own_token_only(running, set_policy):
     assert "cheapest operating point" in err
 
 
-@pytest.mark.slow
 def test_a_token_that_no_header_can_carry_is_not_shown(set_policy):
     code, out, err = set_policy("base.json", token=f"{POLICY_TOKEN}\nmore")
     assert code == 2
@@ -186,12 +192,22 @@ def test_a_token_that_no_header_can_carry_is_not_shown(set_policy):
     assert "93ab" not in out + err
 
 
-@pytest.mark.slow
-def test_a_port_is_taken_once(running, cauc):
-    port = json.loads(running.said)["url"].rpartition(":")[2]
+def test_a_port_is_taken_once(local, cauc):
+    port = url_of(local).rpartition(":")[2]
     code, out, err = cauc("serve", "pool.yaml", "--policy", "rf.json", "--port", port)
     assert (code, out) == (2, "")
     assert err == f"cauc: error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_the_log_of_a_local_service_has_no_token(local):
+    status, _ = infer(local, Authorization=f"Bearer {TOKEN}")
+    assert status == 200
+    local.process.send_signal(signal.SIGTERM)
+    out, err = local.process.communicate(timeout=DEADLINE_S)
+    assert (local.process.returncode, out) == (0, "")
+    assert {json.loads(line)["status"] for line in err.splitlines() if line.startswith("{")} == {200, 401}
+    assert TOKEN not in err
+    assert POLICY_TOKEN not in err
 
 
 @pytest.mark.slow
