@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from cauc_ray.data.logits import FAILED
 from cauc_ray.execution.sharded import DEADLINE_S
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front import tables
-from cauc_ray.front.config import FilePath
+from cauc_ray.front.config import Location
 from cauc_ray.front.options import FitOptions, Names
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.front.show_policy import show_policy
@@ -45,7 +45,7 @@ class ShardedJob(JobConfig):
         return {**own, "address": run.address, "on_pass": report}
 
 
-def chain_files(logits: Path, models: Sequence[str], splits: Sequence[str]) -> set[Path]:
+def chain_files(logits: AnyPath, models: Sequence[str], splits: Sequence[str]) -> set[AnyPath]:
     """Return what is read of a table for some models on some splits."""
     parts = {table / f"model={model}" for table in (logits, logits / FAILED) for model in models}
     return {logits / "pool.json"} | {part / f"split={split}" for part in parts for split in splits}
@@ -54,17 +54,17 @@ def chain_files(logits: Path, models: Sequence[str], splits: Sequence[str]) -> s
 class CalibrateJob(ShardedJob, FitOptions):
     """What `cauc fit` is told, but search and a validation share; the policy is policy.json of the output."""
 
-    logits: FilePath
+    logits: Location
     models: Names = Field(min_length=1, description="the chain, cheapest first")
 
-    def inputs(self) -> set[Path]:
+    def inputs(self) -> set[AnyPath]:
         """Return the chain's part of the table."""
         return chain_files(self.logits, self.models, self.splits)
 
 
 def work(config: CalibrateJob, run: JobRun) -> JobResult:
     """Fit the policy."""
-    found = calibrate(config.logits, **config.sharding(run), **FitOptions.chosen(dict(config)))
+    found = calibrate(str(config.logits), **config.sharding(run), **FitOptions.chosen(dict(config)))
     found.policy.save(run.folder / POLICY)
     results = {
         "policy": str(run.folder / POLICY),

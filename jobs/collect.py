@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
 from cauc_ray.data.benchmarks import BENCHMARKS
 from cauc_ray.execution.progress import RunProgress
+from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.front import show
 from cauc_ray.front.collecting import collect
-from cauc_ray.front.config import FilePath, folder_of
+from cauc_ray.front.config import FilePath, folder_of, located
 from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 
 
-def _located(name: str, info: ValidationInfo) -> str:
+def _dataset(name: str, info: ValidationInfo) -> str:
     """Take the path in a dataset's name from the config's folder."""
     benchmark, is_named, path = name.partition("=")
     if is_named and benchmark in BENCHMARKS:
-        return f"{benchmark}={(folder_of(info) / path).resolve()}" if path else name
+        return f"{benchmark}={located(path, info)}" if path else name
     if name in BENCHMARKS or name.startswith("hub:"):
         return name
-    return str((folder_of(info) / name).resolve())
+    return str(located(name, info))
 
 
 def _located_if_there(name: str, info: ValidationInfo) -> str:
@@ -42,20 +42,22 @@ class CollectJob(JobConfig):
     """
 
     pool: FilePath
-    dataset: Annotated[str, AfterValidator(_located)]
+    dataset: Annotated[str, AfterValidator(_dataset)]
     split: str | None = None
     models: tuple[str, ...] | None = Field(default=None, min_length=1)
     columns: dict[str, str] = Field(default_factory=dict)
     embedding: Annotated[str, AfterValidator(_located_if_there)] | None = None
     seed: int = Field(default=0, ge=0)
 
-    def inputs(self) -> set[Path]:
+    def inputs(self) -> set[AnyPath]:
         """Return the pool and what its models come from, and dataset and encoder where they are paths."""
-        files = Path(self.dataset.partition("=")[2] if self.dataset.partition("=")[0] in BENCHMARKS else self.dataset)
-        encoder = () if self.embedding is None else (Path(self.embedding),)
-        return {path for path in (files, *encoder) if path.is_absolute()} | pool_files(self.pool)
+        name, _, path = self.dataset.partition("=")
+        named = (path if name in BENCHMARKS else self.dataset, *([] if self.embedding is None else [self.embedding]))
+        return {at for at in map(path_of, named) if isinstance(at, RemotePath) or at.is_absolute()} | pool_files(
+            self.pool
+        )
 
-    def fixed(self) -> set[Path]:
+    def fixed(self) -> set[AnyPath]:
         """Return all but the pool's file: rows are kept by their model's settings, whatever else it says."""
         return self.inputs() - {self.pool}
 
@@ -73,7 +75,7 @@ def work(config: CollectJob, run: JobRun) -> JobResult:
         return collect(
             config.pool,
             config.dataset,
-            run.folder,
+            str(run.folder),
             split=config.split,
             columns=config.columns,
             seed=config.seed,

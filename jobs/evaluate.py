@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.progress import RunProgress
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front import online, show
-from cauc_ray.front.config import FilePath
+from cauc_ray.front.config import FilePath, Location
 from cauc_ray.front.evaluated import evaluation_summary
-from cauc_ray.front.offline import save_table
 from cauc_ray.front.options import EvaluateOptions
 from cauc_ray.front.sharding import evaluate_shards
 from cauc_ray.policies.policy import Policy
@@ -26,10 +26,10 @@ class LiveEvaluation(JobConfig):
     """
 
     pool: FilePath
-    policy: FilePath
-    input: FilePath
+    policy: Location
+    input: Location
 
-    def inputs(self) -> set[Path]:
+    def inputs(self) -> set[AnyPath]:
         """Return the files, and what the pool's models come from."""
         return {self.policy, self.input, *pool_files(self.pool)}
 
@@ -37,10 +37,10 @@ class LiveEvaluation(JobConfig):
 class SavedEvaluation(ShardedJob, EvaluateOptions):
     """A replay on a split of a logit table, as `cauc evaluate` has it; its answers are predictions.parquet."""
 
-    logits: FilePath
-    policy: FilePath
+    logits: Location
+    policy: Location
 
-    def inputs(self) -> set[Path]:
+    def inputs(self) -> set[AnyPath]:
         """Return the policy and its chain's part of the table."""
         try:
             models = Policy.load(self.policy).models
@@ -57,8 +57,8 @@ def work(config: LiveEvaluation | SavedEvaluation, run: JobRun) -> JobResult:
 def _replayed(config: SavedEvaluation, run: JobRun) -> JobResult:
     """Replay the policy by shards."""
     options = {**config.sharding(run), **EvaluateOptions.chosen(dict(config))}
-    evaluation, shards = evaluate_shards(config.logits, config.policy, **options)
-    save_table(evaluation.to_arrow(), run.folder / "predictions.parquet")
+    evaluation, shards = evaluate_shards(str(config.logits), Policy.load(config.policy), **options)
+    write_parquet(run.folder / "predictions.parquet", evaluation.to_arrow())
     summary = evaluation_summary(evaluation)
     results = {**summary, "n_shards": len(shards.nodes), "nodes": shards.nodes, "peak_bytes": shards.peak_bytes}
     return JobResult(results, lambda: show.evaluation(summary))
@@ -73,9 +73,9 @@ def _live(config: LiveEvaluation, run: JobRun) -> JobResult:
     out = run.folder / "run"
     summary = online.run(
         config.pool,
-        config.policy,
-        config.input,
-        out,
+        Policy.load(config.policy),
+        str(config.input),
+        str(out),
         resume=(out / "run.json").is_file(),
         address=run.address,
         on_progress=on_progress,

@@ -13,6 +13,7 @@ from typing import Any
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.paths import AnyPath, RemotePath
 
 RECORD, RESULT, LOCK = "job.json", "result.json", ".lock"
 FORMAT = "cauc-job/2"
@@ -38,7 +39,7 @@ class Origin:
 
 
 @contextmanager
-def job_folder(path: Path, job: str, config: Mapping[str, Any], origin: Origin) -> Iterator[None]:
+def job_folder(path: AnyPath, job: str, config: Mapping[str, Any], origin: Origin) -> Iterator[None]:
     """Hold an output folder for the length of the block: a new one, or one with work of the same job and config.
 
     config: as JSON has it, noted in job.json.   origin: what must be the same for work to go on. Where the block fails
@@ -47,13 +48,14 @@ def job_folder(path: Path, job: str, config: Mapping[str, Any], origin: Origin) 
     """
     record = {"format": FORMAT, "job": job, "config": json.loads(json.dumps(config)), "origin": asdict(origin)}
     _require_same(path, record)
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    made = [] if isinstance(path, RemotePath) else [at for at in (path, *path.parents) if not at.exists()]
     make_folder(path)
     try:
         with _alone(path):
             _require_same(path, record)  # another job may have begun meanwhile
-            for part in path.rglob(".cauc-*.part"):  # what an attempt that was killed had half written
-                part.unlink(missing_ok=True)
+            if isinstance(path, Path):
+                for part in path.rglob(".cauc-*.part"):  # what an attempt that was killed had half written
+                    part.unlink(missing_ok=True)
             if not (path / RECORD).exists():
                 write_json(path / RECORD, record)
             yield
@@ -62,22 +64,22 @@ def job_folder(path: Path, job: str, config: Mapping[str, Any], origin: Origin) 
         raise
 
 
-def read_result(path: Path) -> dict[str, Any] | None:
+def read_result(path: AnyPath) -> dict[str, Any] | None:
     """Return how the job in a folder ended, None where it has not."""
     return read_json(path / RESULT) if (path / RESULT).is_file() else None
 
 
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
+def write_result(path: AnyPath, result: Mapping[str, Any]) -> None:
     """Note how the job in a folder ended."""
     write_json(path / RESULT, dict(result))
 
 
-def remove_result(path: Path) -> None:
+def remove_result(path: AnyPath) -> None:
     """Forget how the job in a folder ended."""
     (path / RESULT).unlink()
 
 
-def _require_same(path: Path, record: Mapping[str, Any]) -> None:
+def _require_same(path: AnyPath, record: Mapping[str, Any]) -> None:
     """Raise ConfigError where a folder holds anything but work of the same record."""
     if not (path / RECORD).is_file():
         # A job that was killed as it began may have left these.
@@ -107,8 +109,11 @@ def _is_ours(name: str) -> bool:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other jobs out of a folder as long as this process lives, however it ends."""
+def _alone(path: AnyPath) -> Iterator[None]:
+    """Keep other jobs out of a folder as long as this process lives, however it ends; object stores have no locks."""
+    if isinstance(path, RemotePath):
+        yield
+        return
     with (path / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -119,8 +124,12 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _take_back(path: Path, made: list[Path]) -> None:
+def _take_back(path: AnyPath, made: list[Path]) -> None:
     """Remove the record of a folder that holds nothing else, and the folder and those above it if they were made."""
+    if isinstance(path, RemotePath):
+        if [file.name for file in path.files_below()] == [RECORD]:
+            (path / RECORD).unlink()
+        return
     files = {each.name for each in path.rglob("*") if not each.is_dir()}
     if not files <= {RECORD, LOCK}:
         return

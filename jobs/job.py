@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import cauc_ray
 from cauc_ray.errors import CaucError, CaucWarning, ConfigError
 from cauc_ray.files.listing import content_digest
-from cauc_ray.front.config import FilePath, read_config
+from cauc_ray.files.paths import AnyPath, RemotePath
+from cauc_ray.front.config import Location, read_config
 from cauc_ray.front.warned import warnings_on_stderr
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.service import Section
@@ -43,13 +44,13 @@ class JobConfig(Section):
     # anew: then inputs may change between attempts.
     BY_CONTENT: ClassVar[bool] = False
 
-    output: FilePath
+    output: Location
 
-    def inputs(self) -> set[Path]:
-        """Return the files and folders that work() reads: here all that keys of the type FilePath name."""
+    def inputs(self) -> set[AnyPath]:
+        """Return the files and folders that work() reads: here all that keys of paths name."""
         return set(_paths(self.model_dump(exclude={"output"})))
 
-    def fixed(self) -> set[Path]:
+    def fixed(self) -> set[AnyPath]:
         """Return those of the inputs that must not change between attempts."""
         return set() if self.BY_CONTENT else self.inputs()
 
@@ -61,7 +62,7 @@ Config = TypeVar("Config", bound=JobConfig)
 class JobRun:
     """Where a job works.   folder: its output.   address: of a Ray cluster, as ray_session() takes it."""
 
-    folder: Path
+    folder: AnyPath
     address: str | None
     progress: Progress
 
@@ -114,12 +115,12 @@ def run(job: Job[Any], path: str | Path, address: str | None) -> int:
     """Run a job with a config's file: do what is left of it, print what came of it, and say so by the exit code."""
     config: JobConfig = read_config(path, job.forms)
     folder, package = config.output, _package(Path(path))
-    if package is not None and folder.is_relative_to(package):
+    if package is not None and isinstance(folder, Path) and folder.is_relative_to(package):
         raise ConfigError(
             f"output {folder.relative_to(package)} lies in the copy of the working directory that Ray makes for a "
             "job, and removes after it; give it as an absolute path"
         )
-    digests = {path: content_digest(path) for path in sorted(config.inputs() | config.fixed())}
+    digests = {path: content_digest(path) for path in sorted(config.inputs() | config.fixed(), key=str)}
     whole = _origin(digests, package)
     begun = Origin("", {}) if config.BY_CONTENT else _origin({path: digests[path] for path in config.fixed()}, package)
     with job_folder(folder, job.name, _portable(config.model_dump(mode="json"), package), begun):
@@ -142,13 +143,13 @@ def run(job: Job[Any], path: str | Path, address: str | None) -> int:
     return 1 if ended["results"]["failed"] else 0
 
 
-def pool_files(path: Path) -> set[Path]:
+def pool_files(path: Path) -> set[AnyPath]:
     """Return a pool's file, and the files and folders that its models' settings name; it alone where it is no pool."""
     try:
         pool = load_pool(path)
     except CaucError:  # work() says so
         return {path}
-    return {path}.union(*(stage.model.files for stage in pool.stages))
+    return {path, *(file for stage in pool.stages for file in stage.model.files)}
 
 
 def _parser(job: Job[Any]) -> argparse.ArgumentParser:
@@ -183,15 +184,13 @@ def _printed(show: Callable[[], None]) -> str:
     return text.getvalue()
 
 
-def _origin(digests: Mapping[Path, str | None], package: Path | None) -> Origin:
-    return Origin(
-        cauc_ray.__version__, {_portable(str(path), package): digest for path, digest in sorted(digests.items())}
-    )
+def _origin(digests: Mapping[AnyPath, str | None], package: Path | None) -> Origin:
+    return Origin(cauc_ray.__version__, {_portable(str(path), package): digest for path, digest in digests.items()})
 
 
-def _paths(value: Any) -> Iterator[Path]:
+def _paths(value: Any) -> Iterator[AnyPath]:
     """Yield all paths in the content of a config."""
-    if isinstance(value, Path):
+    if isinstance(value, Path | RemotePath):
         yield value
     elif isinstance(value, Mapping):
         yield from _paths(list(value.values()))

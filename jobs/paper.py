@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from rich.console import Console
 
 from cauc_ray.execution.tasks import Outcome
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.front.config import FilePath
 from cauc_ray.front.paper import Paper, PaperConfig, run_paper
 from cauc_ray.front.tables import line
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
@@ -20,9 +21,11 @@ class PaperJob(JobConfig, PaperConfig):
 
     BY_CONTENT = True
 
-    def inputs(self) -> set[Path]:
+    output: FilePath
+
+    def inputs(self) -> set[AnyPath]:
         """Return the sets that are named, and what is read beside them."""
-        return self.reads()
+        return set(self.reads())
 
 
 def work(config: PaperJob, run: JobRun) -> JobResult:
@@ -33,8 +36,8 @@ def work(config: PaperJob, run: JobRun) -> JobResult:
         run.progress.say(f"[{place}/{of}] {outcome.task}: {how}")
         run.progress.report(place, of, "tasks")
 
-    paper = run_paper(config, run.folder, address=run.address, on_outcome=on_outcome)
-    return JobResult(paper.as_json(), lambda: show(paper, str(run.folder)), paper.failed)
+    paper = run_paper(config, config.output, address=run.address, on_outcome=on_outcome)
+    return JobResult(paper.as_json(), lambda: show(paper, str(config.output)), paper.failed)
 
 
 def show(paper: Paper, output: str) -> None:

@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 
 from cauc_ray.execution.tasks import Outcome
+from cauc_ray.front.config import FilePath
 from cauc_ray.front.sweeping import Sweep, SweepConfig, run_sweep
 from cauc_ray.front.sweeping.tables import grids
 from cauc_ray.front.tables import line
@@ -20,6 +21,8 @@ class SweepJob(JobConfig, SweepConfig):
 
     BY_CONTENT = True
 
+    output: FilePath
+
 
 def work(config: SweepJob, run: JobRun) -> JobResult:
     """Measure all that the config names, task by task, and write the tables."""
@@ -29,7 +32,7 @@ def work(config: SweepJob, run: JobRun) -> JobResult:
             run.progress.say(f"failed: {outcome.task}: {outcome.error}")
         run.progress.report(place, of, "tasks")
 
-    sweep = run_sweep(config, run.folder, address=run.address, on_outcome=on_outcome)
+    sweep = run_sweep(config, config.output, address=run.address, on_outcome=on_outcome)
     return JobResult(sweep.as_json(), lambda: show(sweep), sweep.missing)
 
 

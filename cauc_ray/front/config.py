@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from cauc_ray.errors import ConfigError, explain
 from cauc_ray.files.documents import read_yaml
+from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -20,10 +30,28 @@ def folder_of(info: ValidationInfo) -> Path:
 
 
 def _located(path: Path, info: ValidationInfo) -> Path:
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(path)):
+        raise ValueError(f"a path is needed here, not the URI {path}")
     return (folder_of(info) / path).resolve()
 
 
 FilePath: TypeAlias = Annotated[Path, AfterValidator(_located)]
+
+
+def located(value: object, info: ValidationInfo) -> AnyPath:
+    """Return the path that a config's text names: a URI as it is, else taken from the config's folder."""
+    if not isinstance(value, str | Path | RemotePath):
+        raise ValueError(f"a path or a URI was expected, got {value!r}")
+    path = path_of(value)
+    return path if isinstance(path, RemotePath) else _located(path, info)
+
+
+Location: TypeAlias = Annotated[
+    AnyPath,
+    PlainValidator(located),
+    PlainSerializer(str, when_used="json"),
+    WithJsonSchema({"type": "string", "format": "path"}),
+]
 
 
 def read_config(path: str | Path, forms: Sequence[type[Config]]) -> Config:

@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
+from job_cases import write_inputs
 from runs import by_example, numbered_input, python_pool, read_all, two_model_policy, write_pool
 
 import cauc_ray
@@ -118,6 +120,38 @@ def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
         assert len(remote) == rows
     assert (bucket / "L" / "pool.json").read_text() == (tmp_path / "L" / "pool.json").read_text()
     assert done(cauc("collect", *words))["models"][0]["rows_per_s"] is None  # nothing is left to do
+
+
+def job(name, folder, **content):
+    """Run a job with a config in a process and Ray session of its own. Returns its results."""
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    ended = subprocess.run(
+        [sys.executable, "-m", f"jobs.{name}", "--config", str(folder / f"{name}.yaml")],
+        cwd=TESTS.parent, text=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_jobs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
+    write_inputs(tmp_path)
+    write_parquet(bucket / "input.parquet", pq.read_table(tmp_path / "input.parquet"))
+    for name in ("policy.json", "questions.jsonl"):
+        (bucket / name).write_bytes((tmp_path / name).read_bytes())
+    live = {"pool": "pool.yaml", "policy": f"{bucket}/policy.json", "input": f"{bucket}/input.parquet"}
+    found = job("evaluate", tmp_path, **live, output=f"{bucket}/evaluation")
+    assert (found["n"], found["output"]) == (600, f"{bucket}/evaluation")
+    assert read_all(bucket / "evaluation" / "run" / "predictions").num_rows == 600
+    assert job("evaluate", tmp_path, **live, output=f"{bucket}/evaluation") == found
+    work = {"pool": "python.yaml", "dataset": f"{bucket}/questions.jsonl", "output": f"{bucket}/collected"}
+    found = job("collect", tmp_path, **work)
+    assert found["splits"] == {"calibration": 10, "validation": 10, "test": 20}
+    assert read_all(bucket / "collected" / "model=long" / "split=test").num_rows == 20
+    saved = {"logits": f"{bucket}/collected", "models": ["long"], "threshold": 0.5, "shards": 1}
+    assert job("calibrate", tmp_path, **saved, output=f"{bucket}/fit")["n_rows"] == [10, 10]
+    assert cauc_ray.Policy.load(f"{bucket}/fit/policy.json").models == ("long",)
 
 
 def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):
