@@ -206,7 +206,7 @@ class RequestQueue(StageQueue):
         """Note a call whose model answered rows."""
         self.health.succeeded(now)
         if not (call.isolated or call.probe):
-            self.pace.note(now - call.sent_at, result.compute_s or 0.0)
+            self.pace.note(now - call.sent_at, result.compute_s or 0.0, len(call))
 
     def take_back(self, call: Call, now: float) -> None:
         """Note that a call is at its replica no more."""

@@ -8,6 +8,7 @@ hung are suspected: each request's go alone from then on, and one that ends a re
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -21,6 +22,8 @@ from cauc_ray.cascade.scheduler import Scheduler
 
 # So many replicas are asked for rows that replicas could not answer.
 MOST_ATTEMPTS = 3
+# The rate at which rows come is of so many seconds.
+WINDOW_S = 10.0
 
 
 class RequestScheduler(Scheduler):
@@ -38,6 +41,7 @@ class RequestScheduler(Scheduler):
         self._expects_more = expects_more
         self._expiries: list[tuple[float, int, Owner, int]] = []
         self._number = count()
+        self._came: deque[tuple[int, int]] = deque()  # rows, by the second
         self._ended = False
 
     # Requests
@@ -48,7 +52,24 @@ class RequestScheduler(Scheduler):
         self._open_rows += owner.n_left
         rows = np.arange(owner.n)
         owner.at[:] = stage
+        if stage == 0:
+            second, before = self._came.pop() if self._came and self._came[-1][0] == int(now) else (int(now), 0)
+            self._came.append((second, before + owner.n))
         self._wait(stage, Rows(owner, rows, source, rows, now, row_bytes), now)
+
+    def needed_replicas(self, stage: int, now: float) -> float:
+        """Return how many replicas of a stage, busy all the time, the requests need.
+
+        That is the rate at which rows come, refused ones included, times the shares that the stages before defer, times
+        the seconds for a row; and what waits, in a window's time.
+        """
+        while self._came and self._came[0][0] < now - WINDOW_S:
+            self._came.popleft()
+        rate = sum(n for _, n in self._came) / WINDOW_S
+        for before in self.stages[:stage]:
+            rate *= before.deferred / max(1, before.accepted + before.deferred)
+        at = self.stages[stage]
+        return (rate + at.n_waiting / WINDOW_S) * at.pace.row_s
 
     def cancel(self, owner: Owner) -> None:
         """Forget an owner: nobody waits for it any more."""

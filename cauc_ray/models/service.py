@@ -45,15 +45,15 @@ class StageServing(Section):
 
     batch_size: most rows in a call, the stage's own without one.   batch_wait_s: how long a request's rows wait for
     others to share a call, less where no others are to be expected.   timeout_s: what takes longer to be answered,
-    waiting included, is given up; a replica whose call takes twice as long is replaced.   target_ongoing_requests:
-    calls at a replica, computed or waiting, beyond which another is started; upscale_delay_s and downscale_delay_s:
-    how long that, or its contrary, must last.
+    waiting included, is given up; a replica whose call takes twice as long is replaced.   target_busy: the
+    share of their time that replicas are to compute; where more would be needed, another is started. upscale_delay_s
+    and downscale_delay_s: how long that, or its contrary, must last.
     """
 
     batch_size: int | None = Field(default=None, ge=1)
     batch_wait_s: float = Field(default=0.005, ge=0)
     timeout_s: float = Field(default=10.0, gt=0)
-    target_ongoing_requests: float = Field(default=1.5, gt=0)
+    target_busy: float = Field(default=0.8, gt=0, le=1)
     upscale_delay_s: float = Field(default=5.0, ge=0)
     downscale_delay_s: float = Field(default=120.0, ge=0)
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
 
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.execution.actors import placement
@@ -20,6 +20,7 @@ from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.router import ROUTER, Router, stage_deployment
 from cauc_ray.serving.routing import NamedReplica
+from cauc_ray.serving.scaling import replicas_for
 from cauc_ray.serving.service import require_name
 from cauc_ray.serving.stages import StageServer
 
@@ -75,7 +76,7 @@ def _stage(spec: StageSpec) -> Any:
         graceful_shutdown_timeout_s=5.0,
         **_scale(
             spec.replicas,
-            target_ongoing_requests=serving.target_ongoing_requests,
+            policy=AutoscalingPolicy(policy_function=replicas_for),
             upscale_delay_s=serving.upscale_delay_s,
             downscale_delay_s=serving.downscale_delay_s,
         ),
@@ -96,7 +97,7 @@ def _router(pool: Pool) -> Any:
     )
 
 
-def _scale(replicas: Replicas, **autoscaling: float) -> dict[str, Any]:
+def _scale(replicas: Replicas, **autoscaling: Any) -> dict[str, Any]:
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
     window_s = min(10.0, max(2.0, autoscaling["upscale_delay_s"]))

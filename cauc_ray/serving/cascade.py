@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -65,6 +67,7 @@ class Cascade:
         self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
         self._observer, self._clients = observer, clients
+        self._id = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._crowd = Crowd(self._loop.time)
         self.scheduler = RequestScheduler(
@@ -243,7 +246,11 @@ class Cascade:
         client = self._clients[call.stage]
         fault: StageError | None = None
         try:
-            asked = packed(call, replica, client.share, self._shadows.keeps)
+            asked = replace(
+                packed(call, replica, client.share, self._shadows.keeps),
+                router=self._id,
+                needed_replicas=self.scheduler.needed_replicas(call.stage, self._loop.time()),
+            )
             if call.isolated:
                 answer = await client.answer(asked, partial(self._begin, call))
             else:

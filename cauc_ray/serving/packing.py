@@ -27,7 +27,7 @@ class StageCall:
 
     parcels: what the parts point into, each columns or a reference to some.   policies: that decide, by the parts'
     keys.   good_row: one that the stage has answered before, to tell a bad input from a broken replica; None where the
-    replica has one.   replica: which one is asked.
+    replica has one.   replica: which one is asked.   router: who asks.   needed_replicas: of this stage, by it.
     """
 
     parts: Sequence[Part]
@@ -35,6 +35,8 @@ class StageCall:
     policies: Mapping[str, Policy]
     good_row: Batch | None = None
     replica: str = ""
+    router: str = ""
+    needed_replicas: float = 0.0
 
 
 def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps) -> StageCall:

@@ -30,6 +30,7 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.serving.faults import StageError
 from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.scaling import NEEDED, Needs
 
 # Smaller columns travel with the call: to put them into the object store and fetch them takes longer.
 SHARED_BYTES = 100_000
@@ -58,6 +59,7 @@ class StageServer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._leaves = False
+        self._needs = Needs()
         self._worker = Worker(spec, stage, {}, replica=self._replica)
         self._facts = self._thread.submit(self._worker.load).result()
 
@@ -106,6 +108,11 @@ class StageServer:
     def _require_meant(self, call: StageCall) -> None:
         if call.replica not in ("", self._replica):
             raise GoneError(f"replica {call.replica} is there no more")
+        self._needs.note(call.router, call.needed_replicas)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Tell Serve how many replicas the routers need, each busy for the share of its time that the pool names."""
+        return {NEEDED: self._needs.total() / self._spec.serving.target_busy}
 
     def check_health(self) -> None:
         """End the process where a call hangs, so that Serve replaces the replica."""

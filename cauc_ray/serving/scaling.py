@@ -1,0 +1,43 @@
+"""How many replicas a stage gets: what the routers together need of it.
+
+A router knows what Serve does not: how many rows come, how many of them are deferred to a stage, how long it takes for
+one, and how many wait. It sends the need along with every call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+# What Serve reads of a replica, and how long it is true that a router needs it.
+NEEDED = "needed_replicas"
+FRESH_S = 5.0
+
+
+class Needs:
+    """What routers have lately said that they need of a stage."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, float]] = {}
+
+    def note(self, router: str, replicas: float) -> None:
+        """Take what a router needs, in replicas that are busy all the time."""
+        self._told[router] = replicas, time.monotonic()
+
+    def total(self) -> float:
+        """Return what all routers need that have called lately."""
+        now = time.monotonic()
+        self._told = {router: told for router, told in self._told.items() if now - told[1] < FRESH_S}
+        return sum(replicas for replicas, _ in self._told.values())
+
+
+def replicas_for(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return how many replicas a stage is to have, an autoscaling policy of Ray Serve.
+
+    A replica hears of the routers that call it; the most that one has heard is the nearest to the truth.
+    """
+    told = (context.aggregated_metrics or {}).get(NEEDED, {})
+    return max(1, math.ceil(max(told.values(), default=0.0))), {}
