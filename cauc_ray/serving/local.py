@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -60,9 +60,13 @@ class _Replica:
         self.name = name
         self.worker = Worker(spec, stage, {}, replica=name)
         self.open: set[Future[Any]] = set()
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
         self.facts: Future[ModelFacts] = self.submit(self.worker.load)
+
+    def loaded(self) -> ModelFacts | None:
+        """Return what the model says of itself, None where it has not been loaded, or could not be."""
+        return self.facts.result() if self.facts.done() and self.facts.exception() is None else None
 
     def submit(self, do: Callable[[], Any]) -> Future[Any]:
         """Have the thread do something when its turn comes."""
@@ -72,21 +76,24 @@ class _Replica:
         self._calls.put((future, do))
         return future
 
-    def give_up(self, reason: str) -> None:
-        """End all calls; what the thread computes goes nowhere."""
+    def end(self, reason: str) -> None:
+        """End all calls, and the thread once it computes nothing; what it computes goes nowhere."""
+        self._calls.put(None)
         for future in list(self.open):
             with suppress(InvalidStateError):  # it has just ended
                 future.set_exception(StageError("died", reason))
 
     def _run(self) -> None:
-        while True:
-            future, do = self._calls.get()
-            with suppress(InvalidStateError):  # it was given up
+        while (asked := self._calls.get()) is not None:
+            future, do = asked
+            with suppress(InvalidStateError):  # it was ended
                 if not future.done() and future.set_running_or_notify_cancel():
                     try:
                         future.set_result(do())
-                    except BaseException as error:  # a model may raise what it likes
+                    except Exception as error:
                         future.set_exception(error)
+                    except BaseException as error:  # it shall not end the event loop
+                        future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))
 
 
 class LocalClient:
@@ -107,19 +114,24 @@ class LocalClient:
             raise ExecutionError(f"the service does not start: stage {self._spec.name}: {reason_of(failed)}")
 
     async def replicas(self) -> dict[str, ModelFacts]:
-        """Return what the replicas that have loaded say of their models, by name; replace those whose call hangs."""
+        """Return what the replicas that have loaded say of their models, by name.
+
+        Those whose call hangs are replaced, and those that could not be loaded.
+        """
         longest = self._spec.call_timeout_s
         if not self._spec.model.GIVES_UP:
             longest = min(longest, 2 * self._spec.serving.timeout_s)
-        for one in self._replicas:
+        for one in list(self._replicas):
+            if one.facts.done() and (failed := one.facts.exception()) is not None:
+                logger.error(f"stage {self._spec.name!r} cannot be loaded, which is tried again: {reason_of(failed)}")
+                self.replace(one.name)
             busy_since = one.worker.busy_since
             if busy_since is not None and time.monotonic() - busy_since > longest:
                 logger.error(
                     f"a call of stage {self._spec.name!r} has not ended for {longest:g} s; its model is loaded anew"
                 )
                 self.replace(one.name)
-        loaded = [one for one in self._replicas if one.facts.done() and not one.facts.exception()]
-        return {one.name: one.facts.result() for one in loaded}
+        return {one.name: facts for one in self._replicas if (facts := one.loaded()) is not None}
 
     async def answer(
         self, call: StageCall, on_begin: Callable[[], None] | None = None
@@ -145,7 +157,12 @@ class LocalClient:
         for place, one in enumerate(self._replicas):
             if one.name == replica:
                 self._replicas[place] = self._started()
-                one.give_up("its model is loaded anew")
+                one.end("its model is loaded anew")
+
+    def close(self) -> None:
+        """End all replicas."""
+        for one in self._replicas:
+            one.end("the service ends")
 
     def share(self, columns: Batch) -> None:
         """Put columns nowhere: they are where every stage reads them."""
@@ -190,13 +207,11 @@ class _Metric:
 class LocalService(Service):
     """The only replica of a service."""
 
-    def __init__(self, model: str, pool: Pool, policy: Policy) -> None:
+    def __init__(self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient]) -> None:
         self._stored = MemoryStore()
         self._registry = CollectorRegistry()
-        self._stages = [LocalClient(spec, stage) for stage, spec in enumerate(pool.chain(policy.models))]
-        for stage in self._stages:
-            stage.load(LOAD_DEADLINE_S)
-        super().__init__(model, pool, policy, self._stages, key=uuid.uuid4().hex, name="local")
+        self._stages = stages
+        super().__init__(model, pool, policy, stages, key=uuid.uuid4().hex, name="local")
 
     def store(self, prefix: str) -> MemoryStore:
         """Return this process's memory."""
@@ -272,8 +287,8 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
     """
     stages = pool.chain(policy.models)
     sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
-    with _gpus_as_asked(stages), _listener(host, port) as listener:
-        service = LocalService(model, pool, policy)
+    with _gpus_as_asked(stages), _listener(host, port) as listener, _loaded(stages) as clients:
+        service = LocalService(model, pool, policy, clients)
         config = uvicorn.Config(
             service.app(),
             log_config=None,
@@ -301,6 +316,8 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
         try:
             while not server.started and not ended.done():
                 time.sleep(0.01)
+            if ended.done():
+                ended.result()
             yield
         finally:
             deadline = time.monotonic() + GRACE_S
@@ -308,7 +325,7 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
             while service.n_open and time.monotonic() < deadline:
                 time.sleep(0.01)
             server.should_exit = True
-            ended.result(GRACE_S)
+            wait([ended], GRACE_S)
             service.close()
 
 
@@ -317,6 +334,18 @@ def _listener(host: str, port: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
         yield listener
+
+
+@contextmanager
+def _loaded(stages: Sequence[StageSpec]) -> Iterator[list[LocalClient]]:
+    clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
+    try:
+        for client in clients:
+            client.load(LOAD_DEADLINE_S)
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
 
 
 @contextmanager

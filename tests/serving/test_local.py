@@ -1,5 +1,6 @@
 """The local shell in a process of its own: no Ray, a quick start, an orderly end."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ from runs import python_pool, two_model_policy
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.models.pool import load_pool
+from cauc_ray.serving.local import LocalClient
 
 CAUC = Path(sys.executable).with_name("cauc")
 DEADLINE_S = 60.0
@@ -153,3 +156,29 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home)
     finally:
         command.end()
     assert command.process.returncode == 0
+
+
+def threads_of_models():
+    return [one.name for one in threading.enumerate() if one.name.startswith(("small-", "large-"))]
+
+
+def test_no_thread_outlives_a_service(home):
+    with cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True):
+        assert sorted(threads_of_models()) == ["large-1", "small-1"]
+    until(lambda: not threads_of_models())
+
+
+def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
+    gone = home / "gone"
+    pool = load_pool(python_pool(home, [("loads_unless", {"path": str(gone)}), ("by_x", {})]))
+    client = LocalClient(pool.stages[0], 0)
+    client.load(DEADLINE_S)
+    assert list(asyncio.run(client.replicas())) == ["small-1"]
+    gone.touch()
+    client.replace("small-1")
+    for _ in range(3):
+        assert asyncio.run(client.replicas()) == {}
+    gone.unlink()
+    until(lambda: asyncio.run(client.replicas()))
+    client.close()
+    until(lambda: not threads_of_models())
