@@ -14,6 +14,7 @@ import ray
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
+from cauc_ray.errors import CaucError
 from cauc_ray.execution.manifest import COMMIT_BYTES
 from cauc_ray.execution.reader import BlockNames
 from cauc_ray.models.answers import ModelFacts
@@ -22,6 +23,8 @@ from cauc_ray.numbers.types import Ints
 # So many results may wait to be written before the controller waits, too.
 MOST_WAITING = 512
 GET_DEADLINE_S = 120.0
+# The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 
 class Sink(Protocol):
@@ -92,6 +95,7 @@ class Committer:
 
     def close(self) -> None:
         """Wait until all is written. Raises what the sink has raised."""
+        self._put(self._commit)
         self._put(self._sink.close)
         self._put(None)
         self._thread.join()
@@ -111,6 +115,16 @@ class Committer:
             except queue.Full:
                 continue  # unless what fills it is an error
 
+    def _commit(self) -> None:
+        for pause_s in PAUSES_S:
+            try:
+                self._sink.commit()
+            except CaucError:
+                time.sleep(pause_s)
+            else:
+                return
+        self._sink.commit()
+
     def _work(self) -> None:
         pa.array([""])  # Arrow's first array imports pandas, where that is installed: now, while replicas load
         try:
@@ -123,7 +137,7 @@ class Committer:
                     what()
                     due = due or time.monotonic() + self._sink.commit_s
                 if due is not None and (time.monotonic() >= due or self._sink.n_bytes >= COMMIT_BYTES):
-                    self._sink.commit()
+                    self._commit()
                     due = None
         except BaseException as error:
             self._error = error

@@ -16,7 +16,7 @@ import yaml
 import cauc_ray
 from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.data.writing import write_logits
-from cauc_ray.execution import runner
+from cauc_ray.execution import manifest, runner
 from cauc_ray.files.documents import write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.numbers.types import Floats
@@ -37,8 +37,8 @@ Row = dict[str, Any]
 
 
 def small_blocks() -> None:
-    """Have runs of this process commit blocks of few rows."""
-    runner.BLOCK_ROWS = BLOCK_ROWS
+    """Have runs of this process commit blocks of few rows, each at once."""
+    runner.BLOCK_ROWS, manifest.COMMIT_S = BLOCK_ROWS, 0.0
 
 
 @dataclass(frozen=True, slots=True)

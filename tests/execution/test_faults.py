@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cauc_ray.execution import runner
+from cauc_ray.execution import manifest, runner
 from jobs.faults.cascade import small_blocks, write_cascade
 from jobs.faults.kinds import KINDS
 from jobs.faults.trial import Trial
@@ -23,10 +23,10 @@ ROWS = 1280
 
 @pytest.fixture(scope="module")
 def cascade(tmp_path_factory):
-    before = runner.BLOCK_ROWS
+    before = runner.BLOCK_ROWS, manifest.COMMIT_S
     small_blocks()
     yield write_cascade(tmp_path_factory.mktemp("cascade"), ROWS)
-    runner.BLOCK_ROWS = before
+    runner.BLOCK_ROWS, manifest.COMMIT_S = before
 
 
 @pytest.mark.slow

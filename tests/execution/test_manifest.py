@@ -1,14 +1,17 @@
 """What a run commits, on disks and on object stores: parts, their manifest, and what a later attempt makes of it."""
 
 import os
+import threading
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from runs import by_example, two_model_policy
 
-from cauc_ray.cascade.rows import Owner
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import Call, Owner, Rows
 from cauc_ray.errors import DataError
+from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.parquet import parquet_below, read_parquet
@@ -145,3 +148,14 @@ def test_what_somebody_else_did_to_a_folder_is_named(tmp_path):
     os.unlink(file)
     with pytest.raises(DataError, match=r"part-000000\.parquet is missing, which is committed; put it back, or remove"):
         parts.committed()
+
+
+def test_a_store_that_is_away_for_a_moment_is_waited_for(tmp_path):
+    (tmp_path / "ledger").write_text("in the way of the folder")
+    threading.Timer(0.7, os.unlink, [tmp_path / "ledger"]).start()
+    committer, owner = Committer(tables(tmp_path)), block(0)
+    rows = Rows(owner, np.arange(4), None, np.arange(4), 0.0, 0.0)
+    committer.add_call(Call(0, [rows], 0.0, replica=0), CallResult.broken(1.0, "node", "lost"), None)
+    committer.close()
+    (file,) = parquet_below(tmp_path / "ledger")
+    assert read_parquet(file).num_rows == 1

@@ -106,6 +106,15 @@ def test_ray_data_gives_the_same_answers_and_is_compared_at_its_best():
 
 
 @pytest.mark.slow
+def test_a_sinks_parts_add_up_to_all_rows():
+    results, said = bench("sink", "--rows", 20_000)
+    sink = results["sink"]
+    assert (sink["rows"], sink["blocks"], sink["parts"]) == (20_000, 3, 1)
+    assert sum(stage["answered"] for stage in sink["stages"]) == 20_000
+    assert "20,000 rows in 3 blocks and 1 parts" in said
+
+
+@pytest.mark.slow
 def test_memory_looks_at_the_processes_of_its_own_session():
     results, said = bench("memory", "--rows", 3000, "--parquet", "--every", 0.1, "--store-mb", 100)
     memory = results["memory"]
