@@ -36,7 +36,7 @@ class Head:
 def local_head(*, n_cpus, grows_by=None, **environment):
     """Start a head with free ports and a folder of its own, and yield where it is.
 
-    grows_by: the resources of a node that Ray's autoscaler starts where something asks for it (its processes run on
+    grows_by: the resources of nodes that Ray's autoscaler starts where something asks for them (their processes run on
     this machine).   environment: of the head's processes.
     """
     folder = tempfile.mkdtemp(prefix="h", dir="/tmp")  # short: sockets lie below it
@@ -67,18 +67,21 @@ def local_head(*, n_cpus, grows_by=None, **environment):
 
 
 def autoscaling(gcs_address, n_cpus, grows_by):
-    """Return the config of an autoscaler whose one group of nodes is at zero and may have one."""
+    """Return the config of an autoscaler whose groups of nodes are at zero and may have one each."""
     nothing = ("initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands")
     nothing += ("head_start_ray_commands", "worker_start_ray_commands", "cluster_synced_files")
     return {
         "cluster_name": "growing",
-        "max_workers": 1,
+        "max_workers": len(grows_by),
         "idle_timeout_minutes": 60,
         "provider": {"type": "fake_multinode", "gcs_address": gcs_address, "disable_node_updaters": True},
         "head_node_type": "ray.head.default",
         "available_node_types": {
             "ray.head.default": {"resources": {"CPU": n_cpus}, "node_config": {}, "max_workers": 0},
-            "more": {"resources": grows_by, "node_config": {}, "min_workers": 0, "max_workers": 1},
+            **{
+                f"group{number}": {"resources": resources, "node_config": {}, "min_workers": 0, "max_workers": 1}
+                for number, resources in enumerate(grows_by)
+            },
         },
         **{name: [] for name in nothing},
         **{name: {} for name in ("auth", "docker", "file_mounts")},

@@ -222,15 +222,21 @@ def require_fit(stages: Sequence[StageSpec]) -> None:
     """Raise ExecutionError naming the first stage whose least replicas do not fit on the live nodes.
 
     An actor that cannot be placed waits in Ray without end or a word, so this asks beforehand. Where an autoscaler
-    starts nodes for what waits, a CaucWarning reports what is waited for.
+    starts nodes, they are waited for.
     """
     _, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.min) for stage in stages])
-    if unfit is None:
-        return
-    what = _does_not_fit(stages[unfit], nodes)
+    if unfit is not None:
+        wait_for_nodes(_does_not_fit(stages[unfit], nodes), "lower its resources or replicas, or add nodes")
+
+
+def wait_for_nodes(what: str, remedy: str) -> None:
+    """Warn that nodes are waited for, where an autoscaler starts them for what waits; raise ExecutionError elsewhere.
+
+    what: what does not fit on the live nodes.
+    """
     if not autoscales(MONITOR_S):
-        raise ExecutionError(f"{what}; lower its resources or replicas, or add nodes")
-    warnings.warn(f"{what}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=3)
+        raise ExecutionError(f"{what}; {remedy}")
+    warnings.warn(f"{what}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=4)
 
 
 def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:

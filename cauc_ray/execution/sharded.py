@@ -20,7 +20,7 @@ from cauc_ray.data.logits import ChainHeads, require_fit_rows
 from cauc_ray.data.spool import SpooledLogits, WantedRows
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, placement, told
-from cauc_ray.execution.session import room_for
+from cauc_ray.execution.session import autoscales, room_for, wait_for_nodes
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart
@@ -226,8 +226,11 @@ class Shards:
         started: list[Any] = []
         ends = time.monotonic() + deadline_s
         # Ray misses a dead node only after a while. An actor that was to be there would wait indefinitely.
-        while len(started) < room_for(needs, len(live) + n_new) - len(live) and time.monotonic() < ends:
+        grows = None in dead and autoscales()
+        while len(started) < (n_new if grows else room_for(needs, len(live) + n_new) - len(live)):
             started, _ = ray.wait(list(ready), num_returns=n_new, timeout=1.0)
+            if time.monotonic() >= ends:
+                break
         for ref, new in ready.items():
             if ref in started:
                 live.add(new)  # if it died, its first call fails
@@ -245,9 +248,8 @@ def _n_shards(chains: Sequence[ChainHeads], sharding: Sharding) -> int:
     n = max(1, min(sharding.n_shards or room_for(needs, most), most))
     room = room_for(needs, n)
     if room < n:
-        raise ExecutionError(
-            f"{n} shards of {needs} do not fit on the cluster, {room} do; ask for fewer or for less, or add nodes"
-        )
+        what = f"{n} shards of {needs} do not fit on the cluster, {room} do"
+        wait_for_nodes(what, "ask for fewer or for less, or add nodes")
     return n
 
 

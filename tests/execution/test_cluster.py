@@ -164,10 +164,10 @@ def test_a_session_that_a_run_starts_ends_with_it(tmp_path):
 
 @pytest.mark.slow
 def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
-    """Only a node of a group at zero has the GPU that the last stage asks for."""
+    """Only a node of a group at zero has the GPU that the last stage asks for, and one of another a shard's licence."""
     policy, pool = prepared(tmp_path)
     content = yaml.safe_load(pool.read_text())
-    with local_head(n_cpus=2, grows_by={"CPU": 2, "GPU": 1}) as head:
+    with local_head(n_cpus=2, grows_by=[{"CPU": 2, "GPU": 1}, {"CPU": 1, "licence": 1}]) as head:
 
         def run(out, **stage):
             content["stages"][-1] |= stage
@@ -180,8 +180,17 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
 
         done = run("never", resources={"num_cpus": 0.5, "num_gpus": 9}, down_after_s=6)
         assert done.returncode == 2
-        assert "stage 'm2' has had no live replica for 6 s; no node has room for 0.5 CPUs and 9 GPUs" in done.stderr
+        assert "error: stage 'm2' has had no live replica for" in done.stderr
+        assert "no node has room for 0.5 CPUs and 9 GPUs" in done.stderr
         done = run("out", resources={"num_cpus": 0.5, "num_gpus": 1}, down_after_s=240)
+        said = python(
+            "-c",
+            "import cauc_ray\n"
+            f"found = cauc_ray.calibrate({str(tmp_path / 'LOGITS')!r}, models={MODELS}, method='base', shards=1,\n"
+            f"    resources={{'num_cpus': 0.5, 'custom': {{'licence': 1}}}}, address={head.gcs_address!r})\n"
+            "print(found.policy.id)",
+        )
+    assert said.strip() == cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base").id
     assert done.returncode == 0, done.stderr
     (warning,) = [line for line in done.stderr.splitlines() if "autoscaler" in line]
     assert "stage 'm2' with at least 1 replica of 0.5 CPUs and 1 GPU does not fit" in warning

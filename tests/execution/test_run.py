@@ -6,6 +6,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from runs import (
     MODELS,
     by_example,
@@ -276,6 +277,19 @@ def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):
         with pytest.raises(ExecutionError, match=f"stage 'small' with at least 1 replica of .*{asked}"):
             run(tmp_path, pool, policy, inputs)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_memory_is_held_while_a_stage_runs(tmp_path):
+    pool = python_pool(tmp_path, [("talkative", {"seconds": 0.3})] * 2, resources={"num_cpus": 0.5, "memory": "64MiB"})
+    free = []
+    policy, inputs = two_model_policy(), numbered_input(tmp_path, 80)
+
+    def look(progress):
+        free.append(ray.available_resources()["memory"])
+
+    cauc_ray.run(pool, policy, inputs, tmp_path / "out", on_progress=look)
+    assert ray.cluster_resources()["memory"] - min(free) == 2 * (64 << 20)
 
 
 def test_faults_of_the_call_are_told_before_ray_is_asked(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import yaml
 from runs import by_example, numbered_input, read_all, two_model_policy
 
@@ -57,7 +58,7 @@ def written(tmp_path):
             "name": name,
             "model": {"kind": "python", "factory": "own_model:load", "kwargs": {"factor": factor}},
             "cost": {"gflops": cost},
-            "resources": {"num_cpus": 0.5},
+            "resources": {"num_cpus": 0.5, "memory": "64MiB"},
         }
         for name, factor, cost in (("small", 1.0, 1.0), ("large", 3.0, 4.0))
     ]
@@ -92,6 +93,7 @@ def test_a_collection_takes_its_modules_along(written, tmp_path):
 def test_a_service_takes_its_modules_along(written):
     with seen_here_alone(written) as folder, cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as own:
         assert own.model == "own"
+        assert ray.cluster_resources()["memory"] - ray.available_resources()["memory"] == 2 * (64 << 20)
 
 
 def test_modules_that_have_arrived_by_themselves_are_used_as_they_are(written):
