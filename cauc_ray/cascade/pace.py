@@ -10,33 +10,23 @@ CALLS, FEWEST = 9, 3
 
 
 class Pace:
-    """Remembers the last calls of a stage."""
+    """Remembers the last calls of a stage. All figures are seconds, and 0 before they are known.
+
+    call_s: a call, its wait for those of other routers included.   long_call_s: what one in five takes, or longer.
+    compute_s: what the model computes for a call; row_s: for one row of it.
+    """
 
     def __init__(self) -> None:
+        self.call_s = self.long_call_s = self.compute_s = self.row_s = 0.0
         self._calls: deque[tuple[float, float, int]] = deque(maxlen=CALLS)
 
     def note(self, call_s: float, compute_s: float, n_rows: int) -> None:
-        """Remember how long a call of so many rows has taken, and its model computed for it, in seconds."""
+        """Remember how long a call of so many rows has taken, and its model computed for it."""
         self._calls.append((call_s, compute_s, n_rows))
-
-    # Medians: the first call of a model may take a hundred times as long as the next.
-    @property
-    def call_s(self) -> float:
-        """Return how long a call takes, its wait for those of other routers included; 0 before that is known."""
-        return median(call for call, _, _ in self._calls) if len(self._calls) >= FEWEST else 0.0
-
-    @property
-    def long_call_s(self) -> float:
-        """Return how long one call in five takes or longer; 0 before that is known."""
+        if len(self._calls) < FEWEST:
+            return
+        # Medians: the first call of a model may take a hundred times as long as the next.
         calls = sorted(call for call, _, _ in self._calls)
-        return calls[len(calls) * 4 // 5] if len(calls) >= FEWEST else 0.0
-
-    @property
-    def compute_s(self) -> float:
-        """Return how long a model computes for a call; 0 before that is known."""
-        return median(compute for _, compute, _ in self._calls) if len(self._calls) >= FEWEST else 0.0
-
-    @property
-    def row_s(self) -> float:
-        """Return how long a model computes for a row of a call; 0 before that is known."""
-        return median(compute / n for _, compute, n in self._calls) if len(self._calls) >= FEWEST else 0.0
+        self.call_s, self.long_call_s = median(calls), calls[len(calls) * 4 // 5]
+        self.compute_s = median(compute for _, compute, _ in self._calls)
+        self.row_s = median(compute / n for _, compute, n in self._calls)

@@ -106,6 +106,8 @@ class RequestQueue(StageQueue):
 
     def _wait_s(self, n: int) -> float:
         """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet."""
+        if not self.pace.long_call_s:
+            return 0.0
         n_replicas, n_calls = max(1, self.n_replicas), self.n_calls
         n_free = max(0, n_replicas - n_calls)
         # Of a longer request only so much goes before these.

@@ -153,15 +153,19 @@ class Scheduler:
         """Note the answers of a call, and have rows that go on wait for the next stage."""
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
+        whole = bool(answered.all())
         for rows, places in call.pieces():
             if not rows.owner.wants(call.stage):
                 continue
-            own = answered[places]
-            indices, places = rows.indices[own], places[own]
+            indices = rows.indices
+            if not whole:
+                own = answered[places]
+                indices, places = indices[own], places[own]
             on = rows.owner.note(call.stage, indices, result, places, goes_on, held_at)
             rows.owner.at[indices] = np.where(on, call.stage + 1, -1)
-            self._end_rows(rows.owner, len(indices) - int(on.sum()))
-            if on.any():
+            n_on = int(np.count_nonzero(on))
+            self._end_rows(rows.owner, len(indices) - n_on)
+            if n_on:
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
                 state_bytes = result.state_bytes
                 self._wait(

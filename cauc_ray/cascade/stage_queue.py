@@ -138,7 +138,7 @@ class StageQueue:
     @property
     def n_waiting(self) -> int:
         """Return the rows that wait, those that are tried again included."""
-        return self.queued_rows + sum(map(len, self._again))
+        return self.queued_rows + sum(map(len, self._again)) if self._again else self.queued_rows
 
     @property
     def in_work(self) -> bool:

@@ -127,14 +127,18 @@ class Flight(Owner):
         if self.wants_scores and result.scores is not None:
             self._keep_scores(indices, result.scores[places])
         # Of a shadow the last stage's word is wanted.
-        on: Bools = np.full(len(indices), stage < len(self.policy.stages) - 1) & (~accepted | self.shadow)
+        on: Bools = ~accepted | self.shadow
+        if stage == len(self.policy.stages) - 1:
+            on[:] = False
         if not self.shadow:
-            n_on = int(on.sum())
+            n_on = int(np.count_nonzero(on))
             self._observer.rows(stage, "accepted", len(on) - n_on)
             self._observer.rows(stage, "capped" if stage == self.last_stage else "deferred", n_on)
             if result.carried is not None and (early := result.carried[places] & accepted).any():
                 self.early.append(Early(stage, indices[early], goes_on[held_at[places[early]]]))
-        return on & (stage < self.last_stage)
+        if stage == self.last_stage:
+            on[:] = False
+        return on
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> None:
         """Let rows that a stage has not answered stop with the best so far, or refuse the request."""

@@ -60,8 +60,9 @@ def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps
         flight = _flight(rows)
         kept = keeps(flight, call.stage, len(rows))
         held_by = flight.held_by[rows.indices]
-        for held in np.unique(held_by):
-            own = held_by == held
+        alike = len(rows) == 1 or bool((held_by == held_by[0]).all())
+        for held in held_by[:1] if alike else np.unique(held_by):
+            own = slice(None) if alike else held_by == held
             payload = flight.payloads[held]
             if id(payload) not in numbers:
                 numbers[id(payload)] = len(parcels)
@@ -100,8 +101,8 @@ def _gather(batch: Sequence[Rows], share: Callable[[Batch], Any]) -> None:
 
 def _local(flight: Flight, rows: Rows) -> Bools:
     """Return which rows' columns lie in this process, bool (m,)."""
-    shared = np.array([payload.ref is not None for payload in flight.payloads])
-    return ~shared[flight.held_by[rows.indices]]
+    here = np.array([payload.ref is None for payload in flight.payloads])
+    return here[flight.held_by[rows.indices]]
 
 
 def _flight(rows: Rows) -> Flight:
