@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -395,3 +396,36 @@ def talkative(seconds):
         return by_x()(batch)
 
     return answer
+
+
+def prepared(factory, host_s=0.0, device_s=0.0, **kwargs):
+    """Answer as the model of another factory does, all of whose work is done in prepare; both steps may take time."""
+    model = globals()[factory](**kwargs)
+
+    class Prepared:
+        def prepare(self, batch):
+            time.sleep(host_s)
+            return model(batch)
+
+        def __call__(self, logits):
+            time.sleep(device_s)
+            return logits
+
+    return Prepared()
+
+
+def waits_for_the_next():
+    """Answer as by_x does, but a batch that begins with x = 0 only once another one is being prepared."""
+    another = threading.Event()
+
+    class Waits:
+        def prepare(self, batch):
+            if batch["x"][0] != 0:
+                another.set()
+            return batch
+
+        def __call__(self, batch):
+            assert batch["x"][0] != 0 or another.wait(60)
+            return by_x()(batch)
+
+    return Waits()

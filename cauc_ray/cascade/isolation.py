@@ -40,16 +40,21 @@ class Isolated:
 
 
 def answer_isolated(
-    ask: Ask, batch: Callable[[], Batch], good_row: Batch | None, stopped: Callable[[], bool]
+    first: Callable[[], Answers],
+    ask: Ask,
+    batch: Callable[[], Batch],
+    good_row: Batch | None,
+    stopped: Callable[[], bool],
 ) -> Isolated:
     """Have a model answer a batch; where it raises, find the rows that it raises on.
 
-    batch: makes the call's columns, each (n, ...), anew: the model may do with them what it likes.   good_row: a row
+    first: asks for the whole batch.   batch: makes the call's columns, each (n, ...), anew: the model may do with them
+    what it likes.   good_row: a row
     that this stage has answered before, each column (1, ...).   stopped: whether nobody waits for the answer any more.
     Raises ConfigError and ExecutionError of the model: a wrong key, or a server that is down, is no fault of the rows.
     """
     try:
-        answers = ask(batch())
+        answers = first()
     except (ConfigError, ExecutionError):
         raise
     except BaseException as error:  # a model may raise what it likes

@@ -1,25 +1,38 @@
 """A stage's worker: it has the model answer and the policies decide, so that only rows that go on carry anything.
 
-Runs and services use this one. It knows nothing of Ray, and answers one call at a time.
+Runs and services use this one. It knows nothing of Ray. It answers one call at a time, in one thread; the next call may
+be prepared in another thread meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from cauc_ray.cascade.isolation import Ask, Isolated, answer_isolated, reason_of, row_of
+from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
 from cauc_ray.cascade.parcels import Parcel, Part, chosen, gathered, states_of
 from cauc_ray.cascade.results import CallResult, Fault
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
-from cauc_ray.models.answers import Answers, AsDeclared, Batch, Model, ModelFacts, choices_in, matched
+from cauc_ray.models.answers import (
+    Answers,
+    AsDeclared,
+    Batch,
+    Model,
+    ModelFacts,
+    PreparingModel,
+    choices_in,
+    matched,
+)
 from cauc_ray.models.flops import measured_gflops
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -40,6 +53,18 @@ class Collected:
     gflops: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a model makes of a batch before it answers, all that there is of it until then.
+
+    n_choices: of each row, as choices_in.   began: when that began, on the performance counter.
+    """
+
+    own: Any
+    n_choices: Sequence[int | None] | None
+    began: float
+
+
 def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
     """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
     sys.path[:0] = [path for path in import_paths if path not in sys.path]
@@ -51,7 +76,6 @@ class Worker:
     """A model, which is loaded once, and the policies that decide on its answers.
 
     policies: by the keys that parts name them by; more may come with calls.   node, replica: where it is, for results.
-    busy_since: when the model began what it now computes, on the monotonic clock; None while it computes nothing.
     """
 
     def __init__(
@@ -63,13 +87,37 @@ class Worker:
         self._as_declared = AsDeclared(ModelFacts(spec.name))
         self._good_row: Batch | None = None
         self._gflops: float | None = None
-        self.busy_since: float | None = None
+        self._busy_threads: dict[int, float] = {}
+        self._ended = 0.0
+
+    @property
+    def busy_since(self) -> float | None:
+        """Return when the model began what it has computed for longest, on the monotonic clock; None if it does not."""
+        return min(tuple(self._busy_threads.values()), default=None)
+
+    @property
+    def prepares(self) -> bool:
+        """Say whether the model does some of its work before it answers, so that calls can be prepared ahead."""
+        return isinstance(self._model, PreparingModel)
 
     def load(self) -> ModelFacts:
         """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
         self._model = self._spec.model.load()
         self._as_declared = AsDeclared(self._model.facts)
         return self._model.facts
+
+    def prepare(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> Prepared | None:
+        """Prepare a call ahead, while the model answers another in its own thread; never two at a time.
+
+        Returns what decide and collect take as ahead. None where there is nothing to prepare, or where that failed:
+        they then prepare the call again, and find out which row is at fault.
+        """
+        if not self.prepares:
+            return None
+        try:
+            return self._prepared(gathered(parts, parcels))
+        except BaseException:  # a model may raise what it likes
+            return None
 
     def decide(
         self,
@@ -80,6 +128,7 @@ class Worker:
         carries_columns: bool = True,
         good_row: Batch | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        ahead: Prepared | None = None,
     ) -> tuple[CallResult, Parcel]:
         """Answer a call's rows and decide which of them stop.
 
@@ -87,17 +136,17 @@ class Worker:
         carries_columns: whether rows that go on bring their columns, too.   good_row: one that the stage has answered
         before, each column (1, ...), which tells a bad row from a broken replica; the worker keeps the first that it
         knows of.
-        stopped: whether nobody waits for the answer any more.
+        stopped: whether nobody waits for the answer any more.   ahead: what prepare has returned for these rows.
         Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
         ConfigError and ExecutionError of the model: they are no fault of the rows.
         """
-        clock = _Clock()
+        clock = self._clock(ahead)
         self._learn(policies or {})
         unknown = next((part.policy for part in parts if part.policy not in self._policies), None)
         if unknown is not None:
             return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
         try:
-            found = self._found(lambda batch: self._as_declared(self._asked(batch)), parts, parcels, good_row, stopped)
+            found = self._found(self._as_declared, parts, parcels, good_row, ahead, stopped)
             if found.answers is None:
                 return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
             return self._decided(parts, parcels, found, clock, carries_columns)
@@ -105,17 +154,24 @@ class Worker:
             raise
         except BaseException as error:  # a model may raise what it likes
             return self._broken(clock, reason_of(error), "unknown"), Parcel({})
+        finally:
+            self._ended = time.perf_counter()
 
     def collect(
-        self, parts: Sequence[Part], parcels: Sequence[Parcel], *, good_row: Batch | None = None
+        self,
+        parts: Sequence[Part],
+        parcels: Sequence[Parcel],
+        *,
+        good_row: Batch | None = None,
+        ahead: Prepared | None = None,
     ) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing: every row that the model answers is accepted.
 
         Returns the result, whose predictions and confidences mean nothing, and the model's answers; None for a call
         that failed. Arguments and errors are those of decide.
         """
-        clock = _Clock()
-        found = self._found(self._asked, parts, parcels, good_row)  # as they are: the table says of which kind
+        clock = self._clock(ahead)
+        found = self._found(lambda answers: answers, parts, parcels, good_row, ahead)  # the table says of which kind
         answers = found.answers
         if answers is None:
             return self._broken(clock, found.error, found.fault or "unknown"), None
@@ -138,6 +194,7 @@ class Worker:
             raised=found.raised,
             replica=self._replica,
         )
+        self._ended = time.perf_counter()
         return result, Collected(answers, self._gflops or None)
 
     def _learn(self, policies: Mapping[str, Policy]) -> None:
@@ -148,31 +205,57 @@ class Worker:
 
     def _found(
         self,
-        ask: Ask,
+        taken: Callable[[Answers], Answers],
         parts: Sequence[Part],
         parcels: Sequence[Parcel],
         good_row: Batch | None,
+        ahead: Prepared | None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Isolated:
-        """Have the model answer a call's rows, and keep the first row that it answers."""
+        """Have the model answer a call's rows, and keep the first row that it answers.   taken: reads its answers."""
         batch = partial(gathered, parts, parcels)
         self._good_row = self._good_row or good_row
-        found = answer_isolated(ask, batch, self._good_row, stopped)
+
+        def ask(rows: Batch) -> Answers:
+            return taken(self._answered(self._prepared(rows)))
+
+        def first() -> Answers:
+            return ask(batch()) if ahead is None else taken(self._answered(ahead))
+
+        found = answer_isolated(first, ask, batch, self._good_row, stopped)
         if self._good_row is None and found.answers is not None:
             failures = found.answers.failures
             good = next((row for row in range(len(found.answers.logits)) if row not in failures), None)
             self._good_row = None if good is None else row_of(batch(), good)
         return found
 
-    def _asked(self, batch: Batch) -> Answers:
-        """Ask the model, and hold its answers against the number of choices where rows offer some."""
-        assert self._model is not None
+    def _prepared(self, batch: Batch) -> Prepared:
+        began = time.perf_counter()
         n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
-        self.busy_since = time.monotonic()
+        if not isinstance(self._model, PreparingModel):
+            return Prepared(batch, n_choices, began)
+        with self._busy():
+            return Prepared(self._model.prepare(batch), n_choices, began)
+
+    def _answered(self, prepared: Prepared) -> Answers:
+        """Have the model answer, and hold its answers against the number of choices where rows offer some."""
+        assert self._model is not None
+        with self._busy():
+            ask = self._model.answer if isinstance(self._model, PreparingModel) else self._model
+            return matched(ask(prepared.own), prepared.n_choices)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._busy_threads[thread] = time.monotonic()
         try:
-            return matched(self._model(batch), n_choices)
+            yield
         finally:
-            self.busy_since = None
+            del self._busy_threads[thread]
+
+    def _clock(self, ahead: Prepared | None) -> _Clock:
+        """Return a clock that began with the call, but not before the one ahead of it ended: no time counts twice."""
+        return _Clock(max(time.perf_counter() if ahead is None else ahead.began, self._ended))
 
     def _broken(self, clock: _Clock, error: str, fault: Fault) -> CallResult:
         return CallResult.broken(
@@ -292,11 +375,11 @@ def _all_but(n: int, rows: Mapping[int, str]) -> Bools:
 
 
 class _Clock:
-    """The time that a call takes on the wall."""
+    """The time that a call takes on the wall.   started: on the performance counter."""
 
-    def __init__(self) -> None:
-        self.started_at = time.time()
-        self._started = time.perf_counter()
+    def __init__(self, started: float) -> None:
+        self.started_at = time.time() - (time.perf_counter() - started)
+        self._started = started
 
     @property
     def elapsed_s(self) -> float:

@@ -47,6 +47,7 @@ def worker_class(stage: StageSpec) -> Any:
     return make_actor(
         StageWorker,
         **placement(stage.resources),
+        max_concurrency=2,  # the model answers one call, the next one is prepared
         allow_out_of_order_execution=True,
         max_restarts=0,
         max_task_retries=0,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import ray
 
@@ -16,10 +19,13 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
 
+T = TypeVar("T")
+
 
 class StageWorker:
     """Loads a model and answers calls; a fault of a call is an answer, not an exception.
 
+    Ray has it take two calls at a time: one is prepared while the model answers the other in a thread of its own.
     Loading is a call of its own: of what a constructor raises, Ray keeps only the text. Parcels are arguments of their
     own, so that Ray fetches them.
     """
@@ -30,6 +36,8 @@ class StageWorker:
         prepare_process(spec, import_paths)
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
         self._worker = Worker(spec, stage, {} if policy is None else {"": policy}, node=self._node)
+        self._preparing = threading.Lock()
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def __repr__(self) -> str:
         """Return what Ray calls this worker where it passes on what the model prints."""
@@ -41,11 +49,11 @@ class StageWorker:
 
     def load(self) -> ModelFacts:
         """Load the model, as Worker does."""
-        return self._worker.load()
+        return self._model.submit(self._worker.load).result()
 
     def decide(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> tuple[CallResult, Parcel]:
         """Answer a call's rows and decide which of them stop, as Worker does.   good: a row known to be good."""
-        return self._worker.decide(parts, parcels, good_row=None if good is None else gathered([good], parcels))
+        return self._answered(self._worker.decide, parts, good, parcels)
 
     def decide_last(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> CallResult:
         """Answer a call's rows after which nothing comes: all of them stop."""
@@ -55,4 +63,12 @@ class StageWorker:
         self, parts: Sequence[Part], good: Part | None, *parcels: Parcel
     ) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing, as Worker.collect does."""
-        return self._worker.collect(parts, parcels, good_row=None if good is None else gathered([good], parcels))
+        return self._answered(self._worker.collect, parts, good, parcels)
+
+    def _answered(
+        self, ask: Callable[..., T], parts: Sequence[Part], good: Part | None, parcels: Sequence[Parcel]
+    ) -> T:
+        with self._preparing:
+            ahead = self._worker.prepare(parts, parcels)
+        good_row = None if good is None else gathered([good], parcels)
+        return self._model.submit(ask, parts, parcels, good_row=good_row, ahead=ahead).result()

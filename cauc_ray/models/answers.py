@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
@@ -62,6 +63,25 @@ class Model(Protocol):
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch. Raises whatever the model raises; DataError for logits that nobody can use."""
         ...
+
+
+class PreparingModel(Model):
+    """A model whose call is work of the host, then work of the device.
+
+    While the device computes a call, the next one is prepared in another thread, one at a time.
+    """
+
+    @abstractmethod
+    def prepare(self, batch: Batch) -> Any:
+        """Do the host's work for a batch: decode, resize, tokenise, pin. Raises as a call would."""
+
+    @abstractmethod
+    def answer(self, prepared: Any) -> Answers:
+        """Answer a batch that prepare has returned."""
+
+    def __call__(self, batch: Batch) -> Answers:
+        """Answer a batch. Raises what prepare and answer raise."""
+        return self.answer(self.prepare(batch))
 
 
 def batch_size(batch: Batch) -> int:

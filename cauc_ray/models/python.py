@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, as_answers, batch_size
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
 from cauc_ray.models.kind import KindSpec
 from cauc_ray.numbers.logits import LogitKind
 
@@ -20,8 +20,9 @@ class PythonSpec(KindSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable that takes a batch (the input's columns as numpy arrays) and returns
-    float32 logits (n, K), or a list of n vectors where K differs.   logit_kind: what these are, raw logits unless
-    declared.
+    float32 logits (n, K), or a list of n vectors where K differs. If it has a method `prepare`, that takes the batch
+    and the callable what prepare returns: the next batch is prepared while the callable computes this one.
+    logit_kind: what the logits are, raw ones unless declared.
     """
 
     HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
@@ -64,11 +65,12 @@ def imported(factory: str) -> Callable[..., object]:
     return found
 
 
-def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> PythonModel:
+def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> Model:
     """Take what a factory returned as a model. Raises ConfigError when it cannot be called."""
     if not callable(function):
         raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which cannot be called")
-    return PythonModel(function, ModelFacts(source, logit_kind or "as the model returns them"))
+    kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
+    return kind(function, ModelFacts(source, logit_kind or "as the model returns them"))
 
 
 class LogitFunction(Protocol):
@@ -90,3 +92,20 @@ class PythonModel:
         """Answer a batch."""
         n = batch_size(batch)  # asked before: the function may do with its batch what it likes
         return as_answers(self.function(batch), n)
+
+
+@dataclass(slots=True)
+class PreparingPythonModel(PreparingModel):
+    """A user's callable that prepares batches ahead."""
+
+    function: Any
+    facts: ModelFacts
+
+    def prepare(self, batch: Batch) -> tuple[int, Any]:
+        """Return the batch's size and what the callable's own prepare makes of it."""
+        return batch_size(batch), self.function.prepare(batch)
+
+    def answer(self, prepared: tuple[int, Any]) -> Answers:
+        """Answer a batch."""
+        n, own = prepared
+        return as_answers(self.function(own), n)

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.parcels import Parcel, packed
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.worker import Worker, prepare_process
+from cauc_ray.cascade.worker import Prepared, Worker, prepare_process
 from cauc_ray.errors import ConfigError, ExecutionError, printable
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import StageSpec
@@ -51,17 +51,18 @@ class GoneError(Exception):
 
 
 class StageServer:
-    """A replica of a stage: its worker answers in a thread of its own, one call at a time."""
+    """A replica of a stage: its worker answers in one thread, and prepares the next call in another."""
 
     def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str]) -> None:
         prepare_process(spec, import_paths)
         self._spec = spec
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._host = ThreadPoolExecutor(1, thread_name_prefix="host")
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._leaves = False
         self._needs = Needs()
         self._worker = Worker(spec, stage, {}, replica=self._replica)
-        self._facts = self._thread.submit(self._worker.load).result()
+        self._facts = self._model.submit(self._worker.load).result()
 
     async def facts(self) -> tuple[str, ModelFacts]:
         """Return the replica's name, and what its model says of itself."""
@@ -73,21 +74,19 @@ class StageServer:
         Returns the result, and the states of the rows that go on.
         """
         self._require_meant(call)
-        columns = [await _fetched(parcel) for parcel in call.parcels]
-        return await self._in_thread(partial(self._answer, call, columns))
+        return await self._answer(call, [Parcel(await _fetched(parcel)) for parcel in call.parcels])
 
     async def answer_watched(self, call: StageCall) -> AsyncIterator[tuple[CallResult, Floats | None] | None]:
         """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
         self._require_meant(call)
-        columns = [await _fetched(parcel) for parcel in call.parcels]
+        parcels = [Parcel(await _fetched(parcel)) for parcel in call.parcels]
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
-        def answer(stopped: Callable[[], bool]) -> tuple[CallResult, Floats | None]:
+        def begin() -> None:
             loop.call_soon_threadsafe(begins.set)
             sent.wait(ASK_S)
-            return self._answer(call, columns, stopped)
 
-        answering = asyncio.ensure_future(self._in_thread(answer))
+        answering = asyncio.ensure_future(self._answer(call, parcels, begin))
         try:
             await begins.wait()
             yield None
@@ -124,10 +123,19 @@ class StageServer:
             logger.error(f"a call has not ended for {longest:g} s; this replica ends, and another is started")
             os._exit(1)  # to ask it to stop would be to wait for the call
 
-    async def _in_thread(self, answer: Callable[[Callable[[], bool]], T]) -> T:
-        """Let the model's thread answer; it is told where the caller goes away."""
+    async def _answer(
+        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None] = lambda: None
+    ) -> tuple[CallResult, Floats | None]:
+        """Prepare and answer a call.   begin: is called in each thread before it works."""
+        ahead = None
+        if self._worker.prepares:
+            ahead = await self._in_thread(self._host, partial(self._prepare, call, parcels, begin))
+        return await self._in_thread(self._model, partial(self._decide, call, parcels, begin, ahead))
+
+    async def _in_thread(self, thread: ThreadPoolExecutor, work: Callable[[Callable[[], bool]], T]) -> T:
+        """Have a thread work; it is told where the caller goes away."""
         stopped = threading.Event()
-        future = self._thread.submit(answer, stopped.is_set)
+        future = thread.submit(work, stopped.is_set)
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -135,9 +143,21 @@ class StageServer:
             if future.running():  # Serve shall not take a replica for free whose thread is not
                 await asyncio.wait([asyncio.wrap_future(future)])
 
-    def _answer(
-        self, call: StageCall, columns: Sequence[Any], stopped: Callable[[], bool]
+    def _prepare(
+        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None], stopped: Callable[[], bool]
+    ) -> Prepared | None:
+        begin()
+        return None if stopped() else self._worker.prepare(call.parts, parcels)
+
+    def _decide(
+        self,
+        call: StageCall,
+        parcels: Sequence[Parcel],
+        begin: Callable[[], None],
+        ahead: Prepared | None,
+        stopped: Callable[[], bool],
     ) -> tuple[CallResult, Floats | None]:
+        begin()
         if self._leaves:
             error = "the replica is being replaced"
             return CallResult.broken(time.time(), "", error, "replica", replica=self._replica), None
@@ -145,11 +165,12 @@ class StageServer:
         try:
             result, goes_on = self._worker.decide(
                 call.parts,
-                [Parcel(one) for one in columns],
+                parcels,
                 policies=call.policies,
                 carries_columns=False,
                 good_row=call.good_row,
                 stopped=stopped,
+                ahead=ahead,
             )
         except (ConfigError, ExecutionError) as error:
             return CallResult.broken(started_at, "", reason_of(error), "stage", replica=self._replica), None

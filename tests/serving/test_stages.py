@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from completion_server import Fault, scripted_server
+from runs import two_model_policy
 from synthetic import chain
 from user_models import hanging
 
@@ -73,9 +74,27 @@ def test_a_remote_server_that_does_not_answer_costs_no_replica():
         answered_while_asked_for_health(model, batch, entered, leave)
 
 
-def test_a_model_of_our_own_that_hangs_does():
+def python_model(name, **kwargs):
+    return {"kind": "python", "factory": f"user_models:{name}", "kwargs": kwargs}
+
+
+@pytest.mark.parametrize("model", [python_model("hanging"), python_model("prepared", factory="hanging")])
+def test_a_model_of_our_own_that_hangs_does(model):
     entered, leave = hanging.entered, hanging.leave = threading.Event(), threading.Event()
     with pytest.raises(EndedError):
-        answered_while_asked_for_health(
-            {"kind": "python", "factory": "user_models:hanging"}, {"x": np.zeros(1)}, entered, leave
-        )
+        answered_while_asked_for_health(model, {"x": np.zeros(1)}, entered, leave)
+
+
+def test_a_call_is_prepared_while_the_model_answers_the_one_before():
+    spec = StageSpec.model_validate({"name": "one", "model": python_model("waits_for_the_next")})
+    policy = two_model_policy(threshold=0.0)
+
+    async def main():
+        server = StageServer(spec, 0, [])
+        calls = [StageCall([Part(0, slice(0, 1))], [{"x": np.array([x])}], {"": policy}) for x in (0.0, 1.0)]
+        return await asyncio.gather(*map(server.answer, calls))
+
+    results = [result for result, _ in asyncio.run(main())]
+    assert [(result.error, result.failures) for result in results] == [(None, {})] * 2
+    steps = [policy.start(np.array([[x, 0.0]], np.float32)) for x in (0.0, 1.0)]
+    assert [result.confidences[0] for result in results] == [step.confidences[0] for step in steps]
