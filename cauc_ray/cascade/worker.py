@@ -87,6 +87,7 @@ class Worker:
         self._as_declared = AsDeclared(ModelFacts(spec.name))
         self._good_row: Batch | None = None
         self._gflops: float | None = None
+        self._preparing = threading.Lock()
         self._busy_threads: dict[int, float] = {}
         self._ended = 0.0
 
@@ -107,7 +108,7 @@ class Worker:
         return self._model.facts
 
     def prepare(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> Prepared | None:
-        """Prepare a call ahead, while the model answers another in its own thread; never two at a time.
+        """Prepare a call ahead, while the model answers another in its own thread.
 
         Returns what decide and collect take as ahead. None where there is nothing to prepare, or where that failed:
         they then prepare the call again, and find out which row is at fault.
@@ -234,7 +235,7 @@ class Worker:
         n_choices = choices_in(batch)  # asked before: the model may do with its batch what it likes
         if not isinstance(self._model, PreparingModel):
             return Prepared(batch, n_choices, began)
-        with self._busy():
+        with self._preparing, self._busy():
             return Prepared(self._model.prepare(batch), n_choices, began)
 
     def _answered(self, prepared: Prepared) -> Answers:

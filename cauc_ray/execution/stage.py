@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -36,7 +35,6 @@ class StageWorker:
         prepare_process(spec, import_paths)
         self._node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else socket.gethostname()
         self._worker = Worker(spec, stage, {} if policy is None else {"": policy}, node=self._node)
-        self._preparing = threading.Lock()
         self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
 
     def __repr__(self) -> str:
@@ -68,7 +66,6 @@ class StageWorker:
     def _answered(
         self, ask: Callable[..., T], parts: Sequence[Part], good: Part | None, parcels: Sequence[Parcel]
     ) -> T:
-        with self._preparing:
-            ahead = self._worker.prepare(parts, parcels)
+        ahead = self._worker.prepare(parts, parcels)
         good_row = None if good is None else gathered([good], parcels)
         return self._model.submit(ask, parts, parcels, good_row=good_row, ahead=ahead).result()

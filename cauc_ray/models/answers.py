@@ -89,6 +89,20 @@ def batch_size(batch: Batch) -> int:
     return len(next(iter(batch.values()), ()))
 
 
+def require_columns(batch: Batch, *names: str) -> None:
+    """Raise DataError where a batch lacks a column."""
+    for name in names:
+        if name not in batch:
+            raise DataError(f"the input has no column {name!r}; it has {', '.join(sorted(batch))}")
+
+
+def spread(n: int, rows: Sequence[int], values: Floats) -> Floats:
+    """Lay values of some rows, (m, K), out as float32 (n, K), -inf in the others."""
+    whole = np.full((n, values.shape[1]), -np.inf, dtype=np.float32)
+    whole[rows] = values
+    return whole
+
+
 def as_answers(output: object, n: int) -> Answers:
     """Take what a user's callable returned for n rows: logits (n, K), or n vectors where K differs.
 

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size, spread
 from cauc_ray.models.kind import Device, KindSpec, local_or_hub, require
 from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.questions import read_questions
@@ -106,10 +106,7 @@ class TextEncoder:
         """Return each question's embedding, float32 (n, d); rows without a question are failures."""
         questions, faults = read_questions(batch)
         texts = ["\n".join(filter(None, [q.context, q.question, *q.choices])) for q in questions.values()]
-        n = batch_size(batch)
-        if not texts:
-            return Answers(np.full((n, 1), -np.inf, np.float32), failures=faults)
-        vectors = self._encoder.encode(texts, convert_to_numpy=True, show_progress_bar=False).astype(np.float32)
-        embeddings = np.zeros((n, vectors.shape[1]), np.float32)
-        embeddings[list(questions)] = vectors
-        return Answers(embeddings, failures=faults)
+        vectors = np.zeros((0, 1), np.float32)
+        if texts:
+            vectors = self._encoder.encode(texts, convert_to_numpy=True, show_progress_bar=False).astype(np.float32)
+        return Answers(spread(batch_size(batch), list(questions), vectors), failures=faults)

@@ -19,7 +19,7 @@ from cauc_ray.numbers.logits import LogitKind
 
 # auto: a GPU where the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-# auto: float32, but bfloat16 for language models on a GPU that has it.
+# auto: bfloat16 on a GPU that computes in it, float32 elsewhere.
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt, text_request
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, batch_size, padded
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, batch_size, padded
 from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.questions import read_questions
 from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, quiet
@@ -65,7 +65,20 @@ class _Asked:
         return len(self.prompt) + self.longest
 
 
-class ChoiceModel:
+@dataclass(frozen=True, slots=True)
+class _Questions:
+    """A batch in tokens.
+
+    n_options: of each row, 0 for those that cannot be asked, whose faults say why.   passes: questions that are asked
+    together.
+    """
+
+    n_options: list[int]
+    faults: dict[int, str]
+    passes: list[list[_Asked]]
+
+
+class ChoiceModel(PreparingModel):
     """A causal language model that answers multiple-choice questions with one logit for each option."""
 
     def __init__(
@@ -99,8 +112,8 @@ class ChoiceModel:
             dtype=precision,
         )
 
-    def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch; rows without a question, or with one that is too long, are failures."""
+    def prepare(self, batch: Batch) -> _Questions:
+        """Turn a batch into tokens and passes. Raises DataError when a column is missing."""
         questions, faults = read_questions(batch)
         asked: list[_Asked] = []
         for row, question in questions.items():
@@ -109,21 +122,24 @@ class ChoiceModel:
                 faults[row] = one
             else:
                 asked.append(one)
+        n_options = [0 if row in faults else len(questions[row].choices) for row in range(batch_size(batch))]
+        return _Questions(n_options, faults, list(self._passes(asked)))
+
+    def answer(self, prepared: _Questions) -> Answers:
+        """Answer a batch; rows without a question, or with one that is too long, are failures."""
         scores: dict[int, Floats] = {}
         self._device_time.start()
         with torch.inference_mode():
-            for together in self._passes(asked):
+            for together in prepared.passes:
                 if self._spec.scoring == "text":
                     scores |= self._score_texts(together)
                     continue
                 logits = self._ask(together)[0][:, self._letters].float().cpu().numpy()
                 scores |= {one.row: row for one, row in zip(together, logits, strict=True)}
-        for row, found in scores.items():
-            if not np.isfinite(found).all():
-                faults[row] = "the model's logits for it are NaN or infinite"
-        n = batch_size(batch)
+        bad = [row for row, found in scores.items() if not np.isfinite(found).all()]
+        faults = prepared.faults | dict.fromkeys(bad, "the model's logits for it are NaN or infinite")
         nothing = np.zeros(0, np.float32)
-        rows = [nothing if row in faults else scores[row][: len(questions[row].choices)] for row in range(n)]
+        rows = [nothing if row in faults else scores[row][:n] for row, n in enumerate(prepared.n_options)]
         n_options = np.array([len(row) for row in rows])
         return Answers(padded(rows), n_options, failures=faults, device_s=self._device_time.seconds())
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cauc_ray.data.prompts import Question
-from cauc_ray.errors import DataError
-from cauc_ray.models.answers import Batch, batch_size
+from cauc_ray.models.answers import Batch, batch_size, require_columns
 
 
 def read_questions(batch: Batch) -> tuple[dict[int, Question], dict[int, str]]:
@@ -16,9 +15,7 @@ def read_questions(batch: Batch) -> tuple[dict[int, Question], dict[int, str]]:
     `subject` and `task` (text, "" or null where a row has none).
     Raises DataError when a column is missing that every question needs.
     """
-    for column in ("question", "choices"):
-        if column not in batch:
-            raise DataError(f"the input has no column {column!r}; it has {', '.join(sorted(batch))}")
+    require_columns(batch, "question", "choices")
     questions: dict[int, Question] = {}
     faults: dict[int, str] = {}
     for row in range(batch_size(batch)):

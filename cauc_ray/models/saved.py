@@ -10,8 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import DataError
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
 from cauc_ray.models.kind import KindSpec
 from cauc_ray.numbers.logits import LogitKind
 
@@ -67,8 +66,7 @@ class SavedModel:
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch that has a column example_id; examples that were not saved are failures."""
         started = time.perf_counter()
-        if "example_id" not in batch:
-            raise DataError(f"the input has no column 'example_id'; it has {', '.join(sorted(batch))}")
+        require_columns(batch, "example_id")
         ids = batch["example_id"]
         failures = {
             place: f"example {example!r:.100} is not in {self._spec.logits}, model {self._spec.model!r}, "

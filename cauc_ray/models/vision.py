@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import nn
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, require_columns, spread
 from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.kind import Device, Precision
+from cauc_ray.numbers.types import Floats
 
 # Not all that Pillow reads: it hands an EPS file, which is a program, to Ghostscript.
 Image.init()
@@ -30,9 +31,23 @@ FORMATS = tuple(
 MAX_ASPECT = 100
 
 
-class ImageModel:
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """A batch of n rows, ready for the network.
+
+    pixels: float32 (m, C, H, W) of the rows, in pinned memory for a GPU; None where m is 0.   failures: of the others.
+    """
+
+    n: int
+    rows: list[int]
+    pixels: torch.Tensor | None
+    failures: dict[int, str]
+
+
+class ImageModel(PreparingModel):
     """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
 
+    On a GPU it computes with channels last. Precisions other than float32 are autocast: weights stay float32.
     preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.   device_time: of its forward passes.
     """
 
@@ -46,8 +61,10 @@ class ImageModel:
         device_time: DeviceTime | None = None,
     ) -> None:
         self._device = choose_device(device)
-        self._dtype = torch.float32 if dtype == "auto" else choose_dtype(dtype, self._device)
-        self._network = network.eval().to(self._device, self._dtype)
+        self._dtype = choose_dtype(dtype, self._device)
+        self._on_gpu = self._device.type == "cuda"
+        self._layout = torch.channels_last if self._on_gpu else torch.contiguous_format
+        self._network = network.eval().to(self._device, torch.float32).to(memory_format=self._layout)
         self._preprocess = preprocess
         self.facts = replace(facts, dtype=dtype_name(self._dtype))
         self._device_time = device_time or DeviceTime(self._device)
@@ -63,27 +80,37 @@ class ImageModel:
         self._last_layer = linear[-1]
         return self
 
-    def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch; images that cannot be read are failures. Raises DataError without a column `image`."""
-        if "image" not in batch:
-            raise DataError(f"the input has no column 'image'; it has {', '.join(sorted(batch))}")
-        read = list(self._pool.map(self._read, batch["image"]))
-        failures = {row: image for row, image in enumerate(read) if isinstance(image, str)}
-        tensors = [image for image in read if not isinstance(image, str)]
-        if not tensors:
-            return Answers(np.full((len(read), 1), -np.inf, np.float32), failures=failures)
+    def prepare(self, batch: Batch) -> _Images:
+        """Decode and preprocess a batch's images, in threads. Raises DataError without a column `image`."""
+        require_columns(batch, "image")
+        read = dict(enumerate(self._pool.map(self._read, batch["image"])))
+        failures = {row: image for row, image in read.items() if isinstance(image, str)}
+        tensors = {row: image for row, image in read.items() if isinstance(image, torch.Tensor)}
+        pixels = None
+        if tensors:
+            first = next(iter(tensors.values()))
+            pixels = torch.empty(len(tensors), *first.shape, dtype=first.dtype, pin_memory=self._on_gpu)
+            torch.stack(list(tensors.values()), out=pixels)
+        return _Images(len(read), list(tensors), pixels, failures)
+
+    def answer(self, prepared: _Images) -> Answers:
+        """Answer a batch; images that cannot be read are failures."""
         self._device_time.start()
-        with torch.inference_mode():
-            images = torch.stack(tensors).to(self._device, self._dtype)
+        nothing = np.zeros((0, 1), np.float32)
+        answered = nothing if prepared.pixels is None else self._answered(prepared.pixels)
+        bad = np.array(prepared.rows)[~np.isfinite(answered).all(axis=1)]
+        failures = dict.fromkeys(bad.tolist(), f"the network's answer in {self._dtype} is NaN or infinite")
+        logits = spread(prepared.n, prepared.rows, answered)
+        return Answers(logits, failures=prepared.failures | failures, device_s=self._device_time.seconds())
+
+    def _answered(self, pixels: torch.Tensor) -> Floats:
+        precision = torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
+        with torch.inference_mode(), precision:
+            images = pixels.to(self._device, torch.float32, non_blocking=True).contiguous(memory_format=self._layout)
             with self._device_time.forward():
                 output = self._forward(images)
-            answered = output.float().cpu().numpy()
-        logits = np.full((len(read), answered.shape[1]), -np.inf, np.float32)
-        rows = np.array([row for row in range(len(read)) if row not in failures])
-        logits[rows] = answered
-        for row in rows[~np.isfinite(answered).all(axis=1)]:
-            failures[int(row)] = f"the network's answer in {self._dtype} is NaN or infinite"
-        return Answers(logits, failures=failures, device_s=self._device_time.seconds())
+            answered: Floats = output.float().cpu().numpy()
+            return answered
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         if self._last_layer is None:
@@ -196,7 +223,9 @@ def choose_device(device: Device) -> torch.device:
 def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
     """Return the precision to compute in: as asked, else bfloat16 on a GPU that has it and float32 elsewhere."""
     if dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        # Older GPUs emulate it, and are slow.
+        has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_it else torch.float32
     chosen: torch.dtype = getattr(torch, dtype)
     return chosen
 
