@@ -38,6 +38,8 @@ from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
 
+# So long at most, in place of Python's 5 ms, a thread that prepares keeps the one that computes from going on.
+SWITCH_S = 0.0005
 # A worker keeps so many policies, the latest ones.
 MOST_POLICIES = 32
 
@@ -68,6 +70,7 @@ class Prepared:
 def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
     """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
     sys.path[:0] = [path for path in import_paths if path not in sys.path]
+    sys.setswitchinterval(SWITCH_S)
     if not spec.resources.num_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -103,7 +106,7 @@ class Worker:
 
     def load(self) -> ModelFacts:
         """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
-        self._model = self._spec.model.load()
+        self._model = self._spec.load()
         self._as_declared = AsDeclared(self._model.facts)
         return self._model.facts
 

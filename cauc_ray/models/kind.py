@@ -29,6 +29,8 @@ class KindSpec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     # Settings that change how answers are got and not what they are.
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
+    # Whether a model may span several GPUs.
+    SPANS_GPUS: ClassVar[bool] = False
     # Whether a call gives up by itself, and has to be waited for until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
 
@@ -61,6 +63,10 @@ class KindSpec(BaseModel):
     @abstractmethod
     def load(self) -> Model:
         """Load the model. Raises CaucError where it is not there or a package is missing."""
+
+    def load_over_gpus(self) -> Model:
+        """Load a model that may span GPUs over all that the process sees: user code does so itself."""
+        return self.load()
 
     def load_features(self) -> Model:
         """Load the model to answer with its penultimate layer in place of logits, for routers."""

@@ -26,6 +26,7 @@ class RegisteredSpec(KindSpec):
     """`{kind: NAME, logit_kind: …, …}`: a kind that another package registers; all other keys go to its factory."""
 
     HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
+    SPANS_GPUS: ClassVar[bool] = True
     model_config = ConfigDict(extra="allow", frozen=True)
     # Without this a built-in kind would fit two of the schema's alternatives, of which one is allowed.
     kind: str = Field(json_schema_extra={"not": {"enum": [*BUILT_IN]}})

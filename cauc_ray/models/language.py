@@ -28,22 +28,26 @@ from cauc_ray.numbers.types import Floats
 _LOGITS_AT_ONCE = 2**28
 
 
-def load_choice_model(spec: TransformersChoiceSpec) -> ChoiceModel:
-    """Load a language model and its tokenizer. Raises ConfigError when they are not to be had or do not serve."""
+def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceModel:
+    """Load a language model and its tokenizer, the model on one device, or layer by layer over all GPUs.
+
+    Raises ConfigError when they are not to be had or do not serve.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = choose_device(spec.device)
     dtype = choose_dtype(spec.dtype, device)
     options = {"revision": spec.revision, "gguf_file": spec.gguf_file}
+    how = {"dtype": dtype, "output_loading_info": True, "device_map": "auto" if over_gpus else None}
     with quiet():
         tokenizer = fetched(AutoTokenizer, spec.model, **options)
-        network, told = fetched(AutoModelForCausalLM, spec.model, dtype=dtype, output_loading_info=True, **options)
+        network, told = fetched(AutoModelForCausalLM, spec.model, **how, **options)
     missing = sorted(told["missing_keys"])
     if missing:  # which transformers would draw at random
         raise ConfigError(
             f"model {spec.model!r} is no causal language model: it has no weights {', '.join(missing[:3])}"
         )
-    return ChoiceModel(spec, tokenizer, network.eval().to(device))
+    return ChoiceModel(spec, tokenizer, network.eval() if over_gpus else network.eval().to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ class ChoiceModel(PreparingModel):
         longer = [place for place, (_, tokens) in enumerate(options) if len(tokens) > 1]
         if longer:
             rest = torch.tensor(longer, device=self._device)
-            cache.batch_select_indices(owners[rest])
+            cache.batch_select_indices(owners[rest].cpu())  # its layers may be on several devices
             own_tokens = [options[place][1] for place in longer]
             totals[rest] += self._continuations(own_tokens, cache, mask[owners[rest]])
         likelihoods = iter(totals.cpu().numpy())

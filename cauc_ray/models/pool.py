@@ -9,6 +9,7 @@ from pydantic import Field, StrictFloat, ValidationError, field_validator, model
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
+from cauc_ray.models.answers import Model
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 from cauc_ray.models.labels import Labels, read_labels
 from cauc_ray.models.resources import Resources
@@ -83,6 +84,19 @@ class StageSpec(Section):
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
     serving: StageServing = StageServing()
+
+    def load(self) -> Model:
+        """Load the model, over several GPUs where the stage has them. Raises CaucError as its kind does."""
+        return self.model.load_over_gpus() if self.resources.num_gpus > 1 else self.model.load()
+
+    @model_validator(mode="after")
+    def _uses_its_gpus(self) -> StageSpec:
+        if self.resources.num_gpus > 1 and not self.model.SPANS_GPUS:
+            raise ValueError(
+                f"a model of kind {self.model.kind!r} runs on one GPU at most, not {self.resources.num_gpus:g}; "
+                "to use more, give the stage num_gpus: 1 and more replicas"
+            )
+        return self
 
     @field_validator("name")
     @classmethod

@@ -26,6 +26,7 @@ class PythonSpec(KindSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
+    SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)

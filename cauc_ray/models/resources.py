@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")
+CPUS_PER_GPU = 4
 _BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 
@@ -16,10 +18,11 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 class Resources(BaseModel):
     """What one replica occupies, and what its node's labels must be.
 
-    num_gpus: a fraction of one, which several replicas share, or whole ones.   memory: bytes, also as text such as
-    "4GiB"; Ray places by it and does not enforce it.   custom: Ray's custom resources, by name.   labels: label ->
-    "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the label.   fallback:
-    other labels, tried in order where no node meets the first.
+    num_cpus: by default 4 for each GPU, to prepare its batches, and at least 1.   num_gpus: a fraction of one, which
+    several replicas share, or whole ones, which need a language model or a model of your own.   memory: bytes, also as
+    text such as "4GiB"; Ray places by it and does not enforce it.   custom: Ray's custom resources, by name.   labels:
+    label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the label.
+    fallback: other labels, tried in order where no node meets the first.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -29,6 +32,12 @@ class Resources(BaseModel):
     custom: dict[str, float] = {}
     labels: dict[str, str] = {}
     fallback: tuple[dict[str, str], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _cpus_follow_gpus(cls, value: Any) -> Any:
+        n_gpus = value.get("num_gpus") if isinstance(value, dict) and "num_cpus" not in value else None
+        return {**value, "num_cpus": max(1, CPUS_PER_GPU * n_gpus)} if isinstance(n_gpus, int | float) else value
 
     @field_validator("num_gpus")
     @classmethod

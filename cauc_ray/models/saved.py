@@ -23,6 +23,7 @@ class SavedSpec(KindSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
+    SPANS_GPUS: ClassVar[bool] = True  # as the model may whose logits they are
     kind: Literal["saved"]
     logits: Path
     model: str

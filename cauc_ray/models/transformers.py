@@ -63,6 +63,7 @@ class TransformersChoiceSpec(HubSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
+    SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["transformers-choice"]
     gguf_file: str | None = None
     scoring: Literal["letter", "text"] = "letter"
@@ -75,14 +76,19 @@ class TransformersChoiceSpec(HubSpec):
         """Return the kind of its logits: texts have logarithms of probabilities."""
         return "raw" if self.scoring == "letter" else "log-probabilities"
 
-    def load(self) -> Model:
+    def load_over_gpus(self) -> Model:
+        """Load the model with its layers spread over all GPUs. Raises ConfigError as load, and without accelerate."""
+        require("multi-gpu", "accelerate")
+        return self.load(over_gpus=self.device != "cpu")
+
+    def load(self, *, over_gpus: bool = False) -> Model:
         """Load the model and its tokenizer. Raises ConfigError when they are not to be had."""
         require("transformers", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf", "gguf", "accelerate")
         from cauc_ray.models.language import load_choice_model
 
-        return load_choice_model(self)
+        return load_choice_model(self, over_gpus)
 
 
 def load_image_network(

@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deferral", type=float, default=0.3, help="share of the images that the large one answers")
     parser.add_argument("--replicas", type=int, nargs=2, default=[1, 1], help="replicas of each, all on one device")
     parser.add_argument("--cpus", type=int, default=4, help="CPUs, and preprocessing threads, of each replica")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="precision")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="precision")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only shows that the part works")
 
 

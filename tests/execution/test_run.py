@@ -268,7 +268,7 @@ def test_a_block_whose_rows_all_fail_is_committed_too(tmp_path):
 def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):
     inputs, policy = numbered_input(tmp_path), two_model_policy()
     for resources, asked in (
-        ({"num_gpus": 2}, "1 CPU and 2 GPUs"),
+        ({"num_gpus": 2}, "8 CPUs and 2 GPUs"),
         ({"num_cpus": 999}, "999 CPUs"),
         ({"memory": "900TiB"}, "1 CPU and 900 TiB of memory"),
         ({"labels": {"tier": "moon"}}, "on a node labelled tier=moon"),

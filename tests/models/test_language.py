@@ -219,6 +219,20 @@ def test_what_it_says_of_itself(loaded, language_model):
     assert "through its chat template" in facts.source
 
 
+@pytest.mark.parametrize("scoring", ["letter", "text"])
+def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded, language_model, scoring):
+    """By accelerate's device map, which here has the CPU alone."""
+    questions = [("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them", "none"])]
+    spread = spec(language_model.folder, scoring=scoring).load_over_gpus()(batch(questions))
+    assert (spread.logits == loaded(scoring=scoring)(batch(questions)).logits).all()
+
+
+def test_several_gpus_need_accelerate(language_model, monkeypatch):
+    monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)  # it is installed here
+    with pytest.raises(ConfigError, match="needs accelerate; install it with: pip install"):
+        spec(language_model.folder).load_over_gpus()
+
+
 @pytest.mark.slow
 def test_a_gguf_file_answers_as_its_weights_do():
     oracle = smollm2()

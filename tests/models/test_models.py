@@ -118,6 +118,10 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
             "unknown kind 'pyhton'; did you mean 'python'?",
         ),
         ({"task": "guessing"}, "task: "),
+        (
+            {"stages__0__model": {"kind": "torchvision", "arch": "resnet50"}, "stages__0__resources": {"num_gpus": 2}},
+            "stages.0: a model of kind 'torchvision' runs on one GPU at most, not 2; to use more, give the stage num",
+        ),
         ({"stages": []}, "stages: "),
         ({"stages__1__name": "small"}, "two stages are named 'small'"),
         ({"stages__0__name": "a/b"}, "stages.0.name: "),

@@ -36,6 +36,22 @@ def test_amounts_are_by_rays_names():
 
 
 @pytest.mark.parametrize(
+    ("given", "n_cpus"),
+    [
+        ({}, 1),
+        ({"num_gpus": 0}, 1),
+        ({"num_gpus": 0.1}, 1),
+        ({"num_gpus": 0.5}, 2),
+        ({"num_gpus": 1}, 4),
+        ({"num_gpus": 2}, 8),
+        ({"num_gpus": 1, "num_cpus": 0.5}, 0.5),
+    ],
+)
+def test_there_are_four_cpus_to_prepare_the_batches_of_a_gpu(given, n_cpus):
+    assert Resources.model_validate(given).num_cpus == n_cpus
+
+
+@pytest.mark.parametrize(
     ("size", "n_bytes"), [(4096, 4096), ("4096", 4096), ("4KiB", 4096), (" 512 MiB ", 1 << 29), ("4GiB", 4 << 30)]
 )
 def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
