@@ -123,7 +123,12 @@ def explain(error: _Validation) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, its type's name where it has none."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line, its type's name where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 # Of a foreign message, the letters that are kept.

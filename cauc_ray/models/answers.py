@@ -148,6 +148,13 @@ def padded(rows: Sequence[Floats]) -> Floats:
     return logits
 
 
+def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
+    """Lay vectors of some of n rows out as float32 (n, K), -inf beyond. Returns their lengths, too: int (n,)."""
+    nothing = np.full(1, -np.inf, np.float32)  # what follows has no use for logits without any
+    lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
+    return padded([rows.get(row, nothing) for row in range(n)]), lengths
+
+
 class AsDeclared:
     """Turns a model's answers into logits by their kind, as the reading of a table does."""
 

@@ -14,7 +14,7 @@ import openai
 
 from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, batch_size, padded
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, batch_size, ragged
 from cauc_ray.models.letters import first_alternatives, letter_logits, value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.questions import read_questions
@@ -71,19 +71,14 @@ class OpenAIModel:
         """
         questions, faults = read_questions(batch)
         replies = _run(self._ask_all(questions))
-        rows = range(batch_size(batch))
-        nothing = np.full(1, -np.inf)  # one option wide: what follows has no use for logits without any
-        failures = dict(faults)
-        failures.update({row: reply.failure for row, reply in replies.items() if reply.failure is not None})
-        costs = np.array([replies[row].cost_usd if row in replies else 0.0 for row in rows])
+        n = batch_size(batch)
+        refused = {row: reply.failure for row, reply in replies.items() if reply.failure is not None}
+        logits, n_options = ragged(n, {row: reply.logits for row, reply in replies.items()})
+        costs = np.zeros(n)
+        costs[list(replies)] = [reply.cost_usd for reply in replies.values()]
         n_below = sum(reply.n_below for reply in replies.values())
-        return Answers(
-            logits=padded([replies[row].logits if row in replies else nothing for row in rows]),
-            n_options=np.array([len(replies[row].logits) if row in replies else 0 for row in rows], dtype=np.int64),
-            costs=costs if self._spec.prices else None,
-            failures=failures,
-            counts={BELOW: n_below} if n_below else {},
-        )
+        counts = {BELOW: n_below} if n_below else {}
+        return Answers(logits, n_options, costs if self._spec.prices else None, faults | refused, counts)
 
     async def _ask_all(self, questions: Mapping[int, Question]) -> dict[int, _Reply]:
         """Ask everything; the first error that concerns all questions ends the rest."""
@@ -222,10 +217,6 @@ def _message(error: openai.APIStatusError) -> str:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own, in another thread where this one has a loop that runs."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
+    """Run a coroutine in an event loop of its own, in another thread: this one may have a loop that runs."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, coroutine).result()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size, spread
-from cauc_ray.models.kind import Device, KindSpec, local_or_hub, require
+from cauc_ray.models.kind import KindSpec, require
 from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.questions import read_questions
-from cauc_ray.models.transformers import HubSpec, load_image_network
+from cauc_ray.models.transformers import HubModelSpec, HubSpec, image_model, load_network, loading, refuse_missing
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
@@ -26,8 +24,12 @@ class FeaturesSpec(KindSpec):
     of: ModelSpec
 
     def load(self) -> Model:
-        """Load the network. Raises ConfigError when its kind shows no such layer."""
-        return self.of.load_features()
+        """Load the network. Raises ConfigError when it shows no such layer."""
+        model = self.of.load()
+        if not hasattr(model, "features"):
+            raise ConfigError(f"a model of kind {self.of.kind!r} shows no layer before its last one")
+        features: Model = model.features()
+        return features
 
 
 class ImageEncoderSpec(HubSpec):
@@ -60,37 +62,24 @@ class ImageEncoderSpec(HubSpec):
                 patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
                 return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
 
-        def pooled(encoder: nn.Module, missing: frozenset[str]) -> Pooled:
-            others = sorted(name for name in missing if not name.startswith("pooler."))
-            if others:
-                raise ConfigError(
-                    f"model {self.model!r} is no image encoder: it has no weights {', '.join(others[:3])}"
-                )
-            return Pooled(encoder, missing)
-
-        return load_image_network(AutoModel, self.model, self.revision, self.device, self.dtype, pooled)
+        network, missing = load_network(AutoModel, self)
+        refuse_missing(self.model, "image encoder", [name for name in missing if not name.startswith("pooler.")])
+        return image_model(self, Pooled(network, missing))
 
 
-class TextEncoderSpec(KindSpec):
+class TextEncoderSpec(HubModelSpec):
     """A sentence encoder of sentence-transformers, by hub id or local folder; it reads questions and choices."""
 
     kind: Literal["text-encoder"] = "text-encoder"
-    model: str = Field(min_length=1)
-    device: Device = "auto"
-
-    def located(self, folder: Path) -> Self:
-        """Return the same with a relative folder taken from the given one."""
-        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 
     def load(self) -> Model:
         """Load the encoder. Raises ConfigError when it is not to be had."""
         require("embeddings", "torch", "sentence_transformers")
         from sentence_transformers import SentenceTransformer
 
-        from cauc_ray.models.transformers import loading, quiet
         from cauc_ray.models.vision import choose_device
 
-        with quiet(), loading(self.model):
+        with loading(self.model):
             encoder = SentenceTransformer(self.model, device=str(choose_device(self.device)))
         return TextEncoder(encoder, ModelFacts(f"sentence-transformers {self.model}", "embedding"))
 

@@ -68,9 +68,18 @@ class KindSpec(BaseModel):
         """Load a model that may span GPUs over all that the process sees: user code does so itself."""
         return self.load()
 
-    def load_features(self) -> Model:
-        """Load the model to answer with its penultimate layer in place of logits, for routers."""
-        raise ConfigError(f"a model of kind {self.model_dump()['kind']!r} shows no layer before its last one")
+
+class DeclaringSpec(KindSpec):
+    """A model of user code.   logit_kind: what its logits are, raw ones unless declared."""
+
+    HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
+    SPANS_GPUS: ClassVar[bool] = True
+    logit_kind: LogitKind | None = None
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the declared kind, raw without one."""
+        return self.logit_kind or "raw"
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import KindSpec
+from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.python import PythonSpec, python_model
 from cauc_ray.models.saved import SavedSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersChoiceSpec, TransformersImageSpec
-from cauc_ray.numbers.logits import LogitKind
 
 # A package registers a kind as an entry point of this group: its name, and a factory as `python` takes one.
 ENTRY_POINTS = "cauc_ray.model_kinds"
 BUILT_IN = ("openai", "python", "saved", "torchvision", "transformers-choice", "transformers-image")
 
 
-class RegisteredSpec(KindSpec):
+class RegisteredSpec(DeclaringSpec):
     """`{kind: NAME, logit_kind: …, …}`: a kind that another package registers; all other keys go to its factory."""
 
-    HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
-    SPANS_GPUS: ClassVar[bool] = True
     model_config = ConfigDict(extra="allow", frozen=True)
     # Without this a built-in kind would fit two of the schema's alternatives, of which one is allowed.
     kind: str = Field(json_schema_extra={"not": {"enum": [*BUILT_IN]}})
-    logit_kind: LogitKind | None = None
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the declared kind, raw without one."""
-        return self.logit_kind or "raw"
 
     def load(self) -> Model:
         """Call the registered factory. Raises ConfigError when it cannot be imported or gives no callable."""
@@ -45,8 +36,7 @@ class RegisteredSpec(KindSpec):
         try:
             factory = entry.load()
         except Exception as error:  # importing it runs whatever stands there
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {reason}") from error
+            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {one_line(error)}") from error
         return python_model(factory(**(self.model_extra or {})), f"{self.kind} {entry.value}", self.logit_kind)
 
 

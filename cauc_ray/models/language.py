@@ -17,11 +17,11 @@ import torch
 
 from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt, text_request
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, batch_size, padded
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, batch_size, ragged
 from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.questions import read_questions
-from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, quiet
-from cauc_ray.models.vision import choose_device, choose_dtype, dtype_name
+from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, load_network, refuse_missing
+from cauc_ray.models.vision import choose_device, choose_dtype, dtype_name, params_b
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
@@ -37,16 +37,12 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
 
     device = choose_device(spec.device)
     dtype = choose_dtype(spec.dtype, device)
-    options = {"revision": spec.revision, "gguf_file": spec.gguf_file}
-    how = {"dtype": dtype, "output_loading_info": True, "device_map": "auto" if over_gpus else None}
-    with quiet():
-        tokenizer = fetched(AutoTokenizer, spec.model, **options)
-        network, told = fetched(AutoModelForCausalLM, spec.model, **how, **options)
-    missing = sorted(told["missing_keys"])
-    if missing:  # which transformers would draw at random
-        raise ConfigError(
-            f"model {spec.model!r} is no causal language model: it has no weights {', '.join(missing[:3])}"
-        )
+    device_map = "auto" if over_gpus else None
+    tokenizer = fetched(AutoTokenizer, spec.model, revision=spec.revision, gguf_file=spec.gguf_file)
+    network, missing = load_network(
+        AutoModelForCausalLM, spec, dtype=dtype, device_map=device_map, gguf_file=spec.gguf_file
+    )
+    refuse_missing(spec.model, "causal language model", missing)
     return ChoiceModel(spec, tokenizer, network.eval() if over_gpus else network.eval().to(device))
 
 
@@ -112,7 +108,7 @@ class ChoiceModel(PreparingModel):
         self.facts = ModelFacts(
             source=f"transformers {spec.model}{file}, {precision}, {how}",
             logit_kind=kinds[spec.scoring],
-            params_b=sum(p.numel() for p in network.parameters()) / 1e9,
+            params_b=params_b(network),
             dtype=precision,
         )
 
@@ -142,10 +138,9 @@ class ChoiceModel(PreparingModel):
                 scores |= {one.row: row for one, row in zip(together, logits, strict=True)}
         bad = [row for row, found in scores.items() if not np.isfinite(found).all()]
         faults = prepared.faults | dict.fromkeys(bad, "the model's logits for it are NaN or infinite")
-        nothing = np.zeros(0, np.float32)
-        rows = [nothing if row in faults else scores[row][:n] for row, n in enumerate(prepared.n_options)]
-        n_options = np.array([len(row) for row in rows])
-        return Answers(padded(rows), n_options, failures=faults, device_s=self._device_time.seconds())
+        sound = {row: scores[row][:n] for row, n in enumerate(prepared.n_options) if row not in faults}
+        logits, n_options = ragged(len(prepared.n_options), sound)
+        return Answers(logits, n_options, failures=faults, device_s=self._device_time.seconds())
 
     def _asked(self, row: int, question: Question) -> _Asked | str:
         """Return a question in tokens, or why it cannot be asked."""

@@ -6,42 +6,33 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, one_line
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
-from cauc_ray.models.kind import KindSpec
+from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.numbers.logits import LogitKind
 
 
-class PythonSpec(KindSpec):
+class PythonSpec(DeclaringSpec):
     """`{kind: python, factory: "package.module:function", kwargs: {…}}`.
 
     function(**kwargs) returns a callable that takes a batch (the input's columns as numpy arrays) and returns
     float32 logits (n, K), or a list of n vectors where K differs. If it has a method `prepare`, that takes the batch
     and the callable what prepare returns: the next batch is prepared while the callable computes this one.
-    logit_kind: what the logits are, raw ones unless declared.
     """
 
-    HOW: ClassVar[frozenset[str]] = KindSpec.HOW | {"logit_kind"}
-    SPANS_GPUS: ClassVar[bool] = True
     kind: Literal["python"]
     factory: str = Field(pattern=r"^[\w.]+:\w+$")
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    logit_kind: LogitKind | None = None
     _folder: str | None = PrivateAttr(None)
 
     @property
     def folder(self) -> str | None:
         """Return the pool file's folder, in which the factory's module may lie."""
         return self._folder
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the declared kind, raw without one."""
-        return self.logit_kind or "raw"
 
     def located(self, folder: Path) -> Self:
         """Return the same, with the pool file's folder noted."""
@@ -61,8 +52,7 @@ def imported(factory: str) -> Callable[..., object]:
     try:
         found: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # a user's module may raise anything while it is imported
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"factory {factory!r} cannot be imported: {reason}") from error
+        raise ConfigError(f"factory {factory!r} cannot be imported: {one_line(error)}") from error
     return found
 
 
@@ -74,19 +64,11 @@ def python_model(function: object, source: str, logit_kind: LogitKind | None = N
     return kind(function, ModelFacts(source, logit_kind or "as the model returns them"))
 
 
-class LogitFunction(Protocol):
-    """What a user's factory returns."""
-
-    def __call__(self, batch: Batch, /) -> object:
-        """Return logits for a batch."""
-        ...
-
-
 @dataclass(slots=True)
 class PythonModel:
     """A user's callable, its answers checked."""
 
-    function: LogitFunction
+    function: Callable[[Batch], object]
     facts: ModelFacts
 
     def __call__(self, batch: Batch) -> Answers:

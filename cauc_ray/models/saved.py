@@ -11,11 +11,11 @@ from pydantic import Field
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
-from cauc_ray.models.kind import KindSpec
+from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.numbers.logits import LogitKind
 
 
-class SavedSpec(KindSpec):
+class SavedSpec(DeclaringSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
     Answers from a logit table by example_id, taking the time that it is told to.   logit_kind: what the table holds,
@@ -23,12 +23,10 @@ class SavedSpec(KindSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
-    SPANS_GPUS: ClassVar[bool] = True  # as the model may whose logits they are
     kind: Literal["saved"]
     logits: Path
     model: str
     split: str
-    logit_kind: LogitKind | None = None
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
 

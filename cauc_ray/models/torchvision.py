@@ -12,7 +12,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, require
 
@@ -71,15 +71,10 @@ class TorchvisionSpec(KindSpec):
         facts = ModelFacts(
             source=f"torchvision {self.arch}, weights {self.weights}",
             gflops=weights.meta.get("_ops"),
-            params_b=sum(p.numel() for p in network.parameters()) / 1e9,
             # A file of other weights may be of other classes.
             labels=labels if len(labels) == n_classes else None,
         )
         return ImageModel(network, weights.transforms(), facts, self.device, self.dtype)
-
-    def load_features(self) -> ImageModel:
-        """Load the network to answer with what enters its last linear layer."""
-        return self.load().features()
 
     def _from_file(self, models: Any) -> Any:
         """Build the network that TorchVision builds for published weights, with those of a file."""
@@ -96,8 +91,7 @@ class TorchvisionSpec(KindSpec):
         try:
             network.load_state_dict(state)
         except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{self.weights} does not fit {self.arch}: {reason}") from error
+            raise ConfigError(f"{self.weights} does not fit {self.arch}: {one_line(error)[:300]}") from error
         return network
 
     def _fetched(self, models: Any, weights: Any) -> Any:
@@ -106,9 +100,9 @@ class TorchvisionSpec(KindSpec):
             with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
                 return models.get_model(self.arch, weights=weights, progress=False)
         except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
-            reason = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"the weights {self.weights} of {self.arch} cannot be fetched: {reason}; give a local file as weights"
+                f"the weights {self.weights} of {self.arch} cannot be fetched: {one_line(error)[:300]}; "
+                "give a local file as weights"
             ) from error
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from cauc_ray.errors import CaucError, ConfigError
+from cauc_ray.errors import CaucError, ConfigError, first_line
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
 from cauc_ray.numbers.logits import LogitKind
@@ -18,17 +18,22 @@ if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
 
 
-class HubSpec(KindSpec):
-    """A model by hub id or local folder.   revision: of the hub's repository."""
+class HubModelSpec(KindSpec):
+    """A model by hub id or local folder."""
 
     model: str = Field(min_length=1)
-    revision: str | None = None
     device: Device = "auto"
-    dtype: Precision = "auto"
 
     def located(self, folder: Path) -> Self:
         """Return the same with a relative folder taken from the pool file's."""
         return self.model_copy(update={"model": local_or_hub(self.model, folder)})
+
+
+class HubSpec(HubModelSpec):
+    """A model of transformers.   revision: of the hub's repository."""
+
+    revision: str | None = None
+    dtype: Precision = "auto"
 
 
 class TransformersImageSpec(HubSpec):
@@ -44,11 +49,9 @@ class TransformersImageSpec(HubSpec):
         require("transformers", "torch", "transformers", "PIL")
         from transformers import AutoModelForImageClassification
 
-        return load_image_network(AutoModelForImageClassification, self.model, self.revision, self.device, self.dtype)
-
-    def load_features(self) -> ImageModel:
-        """Load the network to answer with what enters its last linear layer."""
-        return self.load().features()
+        network, missing = load_network(AutoModelForImageClassification, self)
+        refuse_missing(self.model, "image classifier", missing)
+        return image_model(self, network, option_names(network.config.id2label))
 
 
 class TransformersChoiceSpec(HubSpec):
@@ -91,47 +94,39 @@ class TransformersChoiceSpec(HubSpec):
         return load_choice_model(self, over_gpus)
 
 
-def load_image_network(
-    factory: Any,
-    model: str,
-    revision: str | None,
-    device: Device,
-    dtype: Precision,
-    wrapped: Callable[[Any, frozenset[str]], Any] | None = None,
-) -> ImageModel:
-    """Load an image network of one of transformers' auto classes with its own preprocessing.
+def load_network(factory: Any, spec: HubSpec, **options: Any) -> tuple[Any, frozenset[str]]:
+    """Load a network by one of transformers' auto classes.
 
-    wrapped: what answers in the network's place, given it and the names of its weights that the file lacks.
-    Raises ConfigError when there is no such model, or weights are missing (and not dealt with) or do not fit:
-    transformers would draw them at random.
+    Returns it with the names of its weights that the file lacks: transformers draws them at random. Raises ConfigError
+    when there is no such model, or its weights do not fit.
     """
+    more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    network, told = fetched(factory, spec.model, revision=spec.revision, **more, **options)
+    for name, found, expected in sorted(told["mismatched_keys"]):
+        shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
+        raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
+    return network, frozenset(told["missing_keys"])
+
+
+def refuse_missing(model: str, what: str, missing: Iterable[str]) -> None:
+    """Raise ConfigError where weights are missing without which a model is not what it has to be."""
+    if missing:
+        raise ConfigError(f"model {model!r} is no {what}: it has no weights {', '.join(sorted(missing)[:3])}")
+
+
+def image_model(spec: HubSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:
+    """Return an image network with the preprocessing of its folder or repository. Raises ConfigError without one."""
     from transformers import AutoImageProcessor
 
     from cauc_ray.models.vision import ImageModel
 
-    with quiet():
-        processor = fetched(AutoImageProcessor, model, revision=revision)
-        network, told = fetched(
-            factory, model, revision=revision, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    for name, found, expected in sorted(told["mismatched_keys"]):
-        shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
-        raise ConfigError(f"model {model!r} cannot be loaded: {name} has shape {shapes}")
-    missing = frozenset(told["missing_keys"])
-    if wrapped is not None:
-        network = wrapped(network, missing)
-    elif missing:
-        raise ConfigError(f"model {model!r} is no image classifier: it has no weights {', '.join(sorted(missing)[:3])}")
-    facts = ModelFacts(
-        source=f"transformers {model}",
-        params_b=sum(p.numel() for p in network.parameters()) / 1e9,
-        labels=None if wrapped is not None else option_names(network.config.id2label),
-    )
+    processor = fetched(AutoImageProcessor, spec.model, revision=spec.revision)
 
     def preprocess(image: Any) -> Any:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
-    return ImageModel(network, preprocess, facts, device, dtype)
+    facts = ModelFacts(source=f"transformers {spec.model}", labels=labels)
+    return ImageModel(network, preprocess, facts, spec.device, spec.dtype)
 
 
 def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
@@ -150,28 +145,23 @@ def fetched(factory: Any, name: str, **options: Any) -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn what the library raises when a model is not to be had into a ConfigError of one line."""
-    if Path(name).is_absolute() and not Path(name).exists():
-        raise ConfigError(f"model {name!r} cannot be loaded: there is no such folder")
-    try:
-        yield
-    except CaucError:
-        raise
-    except Exception as error:  # transformers, safetensors and torch raise whatever the damage leads to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"model {name!r} cannot be loaded: {reason}") from error
+    """Load a model in the block, without progress bars and advice on the terminal.
 
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and advice off the terminal for the length of the block."""
+    What the library raises when the model is not to be had becomes a ConfigError of one line.
+    """
     from transformers.utils import logging
 
+    if Path(name).is_absolute() and not Path(name).exists():
+        raise ConfigError(f"model {name!r} cannot be loaded: there is no such folder")
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
+    except CaucError:
+        raise
+    except Exception as error:  # transformers, safetensors and torch raise whatever the damage leads to
+        raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
     finally:
         logging.set_verbosity(before)
         if bars:

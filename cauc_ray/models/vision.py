@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import nn
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import ConfigError, DataError, first_line, one_line
 from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, require_columns, spread
 from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.kind import Device, Precision
@@ -66,7 +67,7 @@ class ImageModel(PreparingModel):
         self._layout = torch.channels_last if self._on_gpu else torch.contiguous_format
         self._network = network.eval().to(self._device, torch.float32).to(memory_format=self._layout)
         self._preprocess = preprocess
-        self.facts = replace(facts, dtype=dtype_name(self._dtype))
+        self.facts = replace(facts, dtype=dtype_name(self._dtype), params_b=params_b(network))
         self._device_time = device_time or DeviceTime(self._device)
         # As many as torch's own: those are the CPUs that the stage was given.
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
@@ -148,7 +149,7 @@ def decode_image(image: Any) -> Image.Image:
     if isinstance(image, bytes) and not image:
         raise DataError("there is no image: its file is empty or cannot be read")
     try:
-        with _unwarned:
+        with _unwarned():
             decoded = _opened(image)
             if 0 in decoded.size:
                 raise DataError("the image has no pixels")
@@ -158,8 +159,7 @@ def decode_image(image: Any) -> Image.Image:
     except UnidentifiedImageError as error:
         raise DataError("the image cannot be decoded: its format is unknown") from error
     except Exception as error:  # Pillow's readers raise whatever the damage leads to
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"the image cannot be decoded: {reason}") from error
+        raise DataError(f"the image cannot be decoded: {one_line(error)}") from error
 
 
 def _opened(image: Any) -> Image.Image:
@@ -181,34 +181,35 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-class _Unwarned:
-    """A block without warnings, in as many threads as there are.
+_quiet = threading.Lock()
+_n_quiet = 0
+_filters = ExitStack()
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Keep warnings out of a block, in as many threads as there are.
 
     Pillow warns of what it reads all the same: odd metadata, images near the size that it refuses. The filters
     belong to the process, so the first thread in changes them and the last one out restores them.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._n_inside = 0
-        self._caught = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._n_inside == 0:
-                self._caught = warnings.catch_warnings()
-                self._caught.__enter__()
-                warnings.simplefilter("ignore")
-            self._n_inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._n_inside -= 1
-            if self._n_inside == 0:
-                self._caught.__exit__(None, None, None)
+    global _n_quiet
+    with _quiet:
+        if _n_quiet == 0:
+            _filters.enter_context(warnings.catch_warnings(action="ignore"))
+        _n_quiet += 1
+    try:
+        yield
+    finally:
+        with _quiet:
+            _n_quiet -= 1
+            if _n_quiet == 0:
+                _filters.close()
 
 
-_unwarned = _Unwarned()
+def params_b(network: nn.Module) -> float:
+    """Return the number of a network's parameters, in billions."""
+    return float(sum(p.numel() for p in network.parameters()) / 1e9)
 
 
 def choose_device(device: Device) -> torch.device:
@@ -247,8 +248,7 @@ def load_state(path: Path) -> Mapping[str, torch.Tensor]:
             return tensors
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch and safetensors raise whatever the damage leads to
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{path} is no readable weight file: {reason}") from error
+        raise ConfigError(f"{path} is no readable weight file: {first_line(error)}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.transformers import loading, quiet
+from cauc_ray.models.transformers import loading
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.training import Schedule, train
 
@@ -142,7 +142,7 @@ def load_pretrained(factory: Any, checkpoint: str, *, new_head: bool, **options:
     checkpoint: a hub id or a local folder.   new_head: what the checkpoint lacks above its encoder is initialised at
     random. Raises ConfigError where it cannot be loaded or lacks other weights, which transformers would invent.
     """
-    with quiet(), loading(checkpoint):
+    with loading(checkpoint):
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         network, report = factory.from_pretrained(
             checkpoint, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options

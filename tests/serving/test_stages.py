@@ -86,7 +86,7 @@ def test_a_model_of_our_own_that_hangs_does(model):
 
 
 def test_a_call_is_prepared_while_the_model_answers_the_one_before():
-    spec = StageSpec.model_validate({"name": "one", "model": python_model("waits_for_the_next")})
+    spec = StageSpec.model_validate({"name": "one", "model": python_model("waits_for_the_next", n_batches=2)})
     policy = two_model_policy(threshold=0.0)
 
     async def main():
