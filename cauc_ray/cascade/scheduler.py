@@ -21,8 +21,6 @@ from cauc_ray.numbers.types import Bools
 
 # An owner whose objects are lost with their nodes begins anew so often.
 RESTARTS = 5
-# So many of a replica's calls may be what it died of: the model answers one while it prepares the next.
-CALLS_AT_WORK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +271,9 @@ class Scheduler:
     def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
         """Forget a replica that died or was given up, for a reason, and send its calls elsewhere.
 
-        The calls that it was computing and preparing may be what it died of: their rows are tried again in isolated
-        calls, halved and at last failed if that happens again and again.   own_fault: False where it certainly was not,
-        as when its whole node died.
+        The call that it was computing may be what it died of, and so may one that it was preparing: their rows are
+        tried again in isolated calls, halved and at last failed if that happens again and again.   own_fault: False
+        where it certainly was not, as when its whole node died.
         """
         at = self.stages[stage]
         calls = at.calls_at(replica)
@@ -283,7 +281,7 @@ class Scheduler:
             at.lost_by_own_fault(now)
         for place, call in enumerate(calls):
             at.take_back(call, now)
-            blamed = own_fault and place < CALLS_AT_WORK
+            blamed = own_fault and place < at.calls_at_work
             if call.probe:
                 continue
             if blamed:

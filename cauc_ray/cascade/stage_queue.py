@@ -15,6 +15,7 @@ from itertools import chain
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Rows, Trouble
+from cauc_ray.models.answers import ModelFacts
 
 # One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are
 # so short that a result's way to the controller and back takes longer.
@@ -98,7 +99,8 @@ class _Replica:
 class StageQueue:
     """What waits for a stage, what is at its replicas, and counts of what has become of the rest.
 
-    down: it has no replica and is left out.   known_good: a row that it has answered, None before the first.
+    down: it has no replica and is left out.   calls_at_work: so many of a replica's calls may be what it dies of.
+    known_good: a row that it has answered, None before the first.
     Counts are of rows, calls, ends of replicas that had an isolated call, replicas found bad; busy_s and cost are of
     calls that ended well.   lost_in_row: replicas that were lost for their own fault since the stage last answered, and
     failing_since the time of the first.   reasons: why rows failed.
@@ -107,6 +109,7 @@ class StageQueue:
     stage: int
     limits: StageLimits
     down: bool = False
+    calls_at_work: int = 1
     queued_rows: int = 0
     queued_bytes: float = 0.0
     in_flight: int = 0
@@ -300,6 +303,10 @@ class StageQueue:
         return taken
 
     # Replicas
+
+    def take_facts(self, facts: ModelFacts) -> None:
+        """Take what a replica says of its model: whether it prepares one call while it computes another."""
+        self.calls_at_work = 2 if facts.prepares else 1
 
     def add_replica(self, replica: int) -> None:
         """Note that a replica is ready."""

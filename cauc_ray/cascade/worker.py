@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -108,7 +108,7 @@ class Worker:
         """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
         self._model = self._spec.load()
         self._as_declared = AsDeclared(self._model.facts)
-        return self._model.facts
+        return replace(self._model.facts, prepares=self.prepares)
 
     def prepare(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> Prepared | None:
         """Prepare a call ahead, while the model answers another in its own thread.

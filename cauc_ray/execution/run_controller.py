@@ -114,6 +114,7 @@ class RunController:
                 replica, facts = ready
                 if replica.stage == 0:
                     self._committer.start(facts)
+                self._scheduler.stages[replica.stage].take_facts(facts)
                 self._scheduler.stages[replica.stage].add_replica(replica.number)
 
     # Input

@@ -44,7 +44,7 @@ class ModelFacts:
     source: what it is, in one phrase.   logit_kind: what its logits are.   gflops: of one example, as whoever
     published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
     labels: names of its options in their order, where they are the same in every row and the model knows them.
-    dtype: the precision that it computes in, None where nobody knows.
+    dtype: the precision that it computes in, None where nobody knows.   prepares: whether it prepares calls ahead.
     """
 
     source: str
@@ -53,6 +53,7 @@ class ModelFacts:
     params_b: float | None = None
     labels: tuple[str, ...] | None = None
     dtype: str | None = None
+    prepares: bool = False
 
 
 class Model(Protocol):

@@ -329,6 +329,8 @@ class Service(ABC):
                 name = self.specs[stage].name
                 logger.warning(f"stage {name!r}: its state is unknown: {type(found).__name__}: {found}")
             elif found is not None:
+                for facts in found.values():
+                    self.cascade.scheduler.stages[stage].take_facts(facts)
                 self.cascade.replicas(stage, found)
                 self.facts[stage] = next(iter(found.values()), self.facts[stage])
         self.metrics.queued(self.cascade.queued())

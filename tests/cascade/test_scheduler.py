@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Owner
-from cauc_ray.cascade.scheduler import CALLS_AT_WORK, RESTARTS, Chunk, Scheduler
+from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import (
     CALLS_PER_REPLICA,
     CALLS_TO_GIVE_UP,
@@ -18,6 +18,7 @@ from cauc_ray.cascade.stage_queue import (
     TRIES,
     StageLimits,
 )
+from cauc_ray.models.answers import ModelFacts
 
 seeds = st.integers(0, 2**32 - 1)
 PLENTY = 10**9
@@ -109,6 +110,9 @@ class Simulation:
         self.queue = queue
         self.scheduler = Scheduler([limits(batch, queue_rows=queue)] * n_stages, open_rows=PLENTY)
         self.batch, self.n_next = batch, 0
+        self.prepares = seed % 2 == 1
+        for queue in self.scheduler.stages:
+            queue.take_facts(ModelFacts("", prepares=self.prepares))
         self.replicas, self.has_good_row = {}, set()
         for stage in range(n_stages):
             for _ in range(n_replicas):
@@ -247,7 +251,7 @@ class Simulation:
             return
         here = [self.stops[block][i] == call.stage for block, i in where]
         if any(self.deadly[block][i] and own for (block, i), own in zip(where, here, strict=True)):
-            at_work = self.scheduler.stages[call.stage].calls_at(call.replica)[:CALLS_AT_WORK]
+            at_work = self.scheduler.stages[call.stage].calls_at(call.replica)[: 1 + self.prepares]
             self.calls.append(call)
             if call in at_work:  # a call that waits kills nobody yet, but one that is being prepared may
                 self.lose_replica(call.replica)
@@ -416,12 +420,13 @@ def test_a_full_queue_holds_the_stage_before_it_back(bounds):
     assert [scheduler.next_call(0.0).stage for _ in range(2)] == [1, 0]
 
 
-def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_is_not_blamed():
+@pytest.mark.parametrize("prepares", [False, True])
+def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_is_not_blamed(prepares):
     scheduler = one_block([limits(4)], 16)
+    scheduler.stages[0].take_facts(ModelFacts("", prepares=prepares))
     ended(scheduler, scheduler.next_call(0.0), replace(result(range(4), [True] * 4), compute_s=1e-4), 0.0)
-    calls = [
-        scheduler.next_call(0.0) for _ in range(3)
-    ]  # one is answered, one is prepared; they are short, so one waits
+    # One is computed, one may be prepared; they are short, so one waits.
+    calls = [scheduler.next_call(0.0) for _ in range(3)]
     scheduler.replica_lost(0, 0, "died", 1.0)
     scheduler.stages[0].add_replica(1)
     isolated, others = [], []
@@ -430,8 +435,9 @@ def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_i
         if call.isolated:
             assert scheduler.next_call(1.0) is None  # nothing joins it
         ended(scheduler, call, result(range(len(call)), [True] * len(call)), 1.0)
-    assert isolated == [call.rows[0].indices.tolist() for call in calls[:2]]
-    assert calls[2].rows[0].indices.tolist() in others
+    rows = [call.rows[0].indices.tolist() for call in calls]
+    assert isolated == rows[: 1 + prepares]
+    assert [own for own in rows if own in others] == rows[1 + prepares :]
 
 
 def test_a_row_that_always_kills_is_failed_after_a_few_deaths():
