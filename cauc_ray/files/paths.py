@@ -170,7 +170,9 @@ def path_of(location: str | AnyPath) -> AnyPath:
 
 
 def absolute(location: str | AnyPath) -> AnyPath:
-    """Return the path that a text or a URI names, whatever the working folder becomes."""
+    """Return the path that a text or a URI names, whatever the working folder becomes. Raises ConfigError for none."""
+    if not str(location):
+        raise ConfigError("a path is missing: it is an empty text")
     path = path_of(location)
     return path if isinstance(path, RemotePath) else path.absolute()
 
