@@ -411,9 +411,10 @@ class StageQueue:
         self._n_failed_rows += len(call) if n_unproven == 1 else 0
         many = self._n_failed_rows >= ROWS_TO_GIVE_UP
         self._look_elsewhere()
-        if all(other.n_failed for other in self._replicas.values() if other.open):
+        # What one that was found bad still had under way says nothing new.
+        if replica.open and all(other.n_failed for other in self._replicas.values() if other.open):
             often = replica.n_failed >= CALLS_TO_GIVE_UP
-            if replica.open and not replica.is_renewed and (often or n_unproven >= TRIES):
+            if not replica.is_renewed and (often or n_unproven >= TRIES):
                 self._is_renewed = True
                 self._find_bad(call.replica, f"it failed every row: {reason}", now)
             else:

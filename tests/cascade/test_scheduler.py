@@ -647,3 +647,15 @@ def test_replicas_that_die_with_their_node_are_no_fault_of_a_row():
     assert (call.replica, call.failed_on, call.isolated) == (7, (), False)
     (block,) = ended(scheduler, call, result([1], [True]), 0.0)
     assert not block.failures
+
+
+def test_what_a_bad_replica_still_had_under_way_does_not_give_its_stage_up():
+    scheduler = one_block([limits(8)], 400)
+    at, calls = scheduler.stages[0], []
+    while not at.take_bad():
+        while (call := scheduler.next_call(0.0)) is not None:
+            calls.append(call)
+        ended(scheduler, calls.pop(0), failed("no device"), 0.0)
+    for call in calls:  # they had ended before anybody knew
+        ended(scheduler, call, failed("no device"), 0.0)
+    assert not at.never_succeeds
