@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from statistics import median
 
 from cauc_ray.cascade.pace import CALLS, FEWEST
@@ -51,7 +50,7 @@ class SimulatedReplicas:
         # Those that compute and have none waiting. Some have become idle or full since they were put here.
         self._open: list[int] = []
         self._listed = [False] * n
-        self._sent: dict[SimulatedCall, float] = {}  # in their order
+        self._since = [0.0] * n
         self._lately: deque[float] = deque(maxlen=CALLS)
 
     @property
@@ -67,7 +66,6 @@ class SimulatedReplicas:
     def send(self, call: SimulatedCall, now: float) -> Started | None:
         """Send a call where there is room. Returns it if it starts at once."""
         self.n_calls += 1
-        self._sent[call] = now
         if self._idle:
             return self._start(heapq.heappop(self._idle), call, now)
         while True:
@@ -82,7 +80,6 @@ class SimulatedReplicas:
         done, following = self._computing[replica], self._waiting[replica]
         assert done is not None
         self.n_calls -= 1
-        del self._sent[done]
         self._lately.append(self._seconds.of(len(done.rows)))
         self._computing[replica] = self._waiting[replica] = None
         if following is not None:
@@ -91,16 +88,17 @@ class SimulatedReplicas:
         return done, None
 
     def expected_idle_at(self) -> float:
-        """Return when the next replica can be expected to be idle where none is, judging by the last calls."""
-        following = next(islice(self._sent.values(), self.n_calls - self.n, None))
-        return following + (median(self._lately) if len(self._lately) >= FEWEST else 0.0)
+        """Return when the replica that a call would wait at can be expected to be idle, judging by the last calls."""
+        while self._computing[self._open[0]] is None or self._waiting[self._open[0]] is not None:
+            self._listed[heapq.heappop(self._open)] = False
+        return self._since[self._open[0]] + (median(self._lately) if len(self._lately) >= FEWEST else 0.0)
 
     def rows(self) -> int:
         """Return the rows that are at replicas."""
         return sum(len(call.rows) for call in (*self._computing, *self._waiting) if call is not None)
 
     def _start(self, replica: int, call: SimulatedCall, now: float) -> Started:
-        self._computing[replica] = call
+        self._computing[replica], self._since[replica] = call, now
         if self._may_wait and not self._listed[replica]:
             self._listed[replica] = True
             heapq.heappush(self._open, replica)

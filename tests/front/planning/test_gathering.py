@@ -37,26 +37,22 @@ def deferral(place):
 
 
 class Sleeping:
-    """A stage with replicas: a call goes to the one with the fewest calls and waits there for its turn."""
+    """A stage with replicas: a call waits at its own for its turn."""
 
     def __init__(self, place, planned):
         self.place, self.seconds = place, planned.seconds
         self.turns = [asyncio.Lock() for _ in range(planned.replicas)]
-        self.calls = [0] * planned.replicas
         self.sizes = []
         column = f"logits{place}"
         self.worker = worker_of(lambda batch: Answers(np.array(batch[column], np.float32)), place)
 
-    async def answer(self, call):
+    async def answer(self, call, on_begin=None):
         parcels = [Parcel(one) for one in call.parcels]
         n = sum(map(len, call.parts))
-        replica = int(np.argmin(self.calls))
-        self.calls[replica] += 1
         self.sizes.append(n)
         takes = self.seconds.of(n)
-        async with self.turns[replica]:
+        async with self.turns[int(call.replica)]:
             await asyncio.sleep(takes)
-        self.calls[replica] -= 1
         result, goes_on = self.worker.decide(call.parts, parcels, policies=call.policies, carries_columns=False)
         return replace(result, compute_s=takes), goes_on.state
 
@@ -86,6 +82,8 @@ def served(stages, rate, n, seed):
     async def main():
         clients = [Sleeping(place, at) for place, at in enumerate(stages)]
         cascade = Cascade(specs, pool, clients, Counts())
+        for place, at in enumerate(stages):
+            cascade.replicas(place, [str(number) for number in range(at.replicas)])
         await asyncio.gather(*(request(cascade, place) for place in range(n)))
         return [client.sizes for client in clients]
 
