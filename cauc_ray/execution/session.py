@@ -183,10 +183,12 @@ def autoscales(patience_s: float = 0.0) -> bool:
     if is_autoscaler_v2(fetch_from_server=True):
         return True
     ends = time.monotonic() + patience_s
-    while (status := _internal_kv_get(DEBUG_AUTOSCALING_STATUS)) is None and time.monotonic() < ends:
+    while True:
+        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
+        types = report.get("node_type_mapping") or {}
+        if types or time.monotonic() >= ends:  # the first report may be of no node yet
+            return any(kind != format_readonly_node_type(node) for node, kind in types.items())
         time.sleep(0.1)
-    report = json.loads(status or "{}").get("autoscaler_report") or {}
-    return any(kind != format_readonly_node_type(node) for node, kind in report.get("node_type_mapping", {}).items())
 
 
 def store_bytes() -> float:
