@@ -61,6 +61,19 @@ def packed(columns: Batch) -> dict[str, Column]:
     return {name: pa.array(c, pa.large_binary()) if _holds_bytes(c) else c for name, c in columns.items()}
 
 
+def n_bytes(columns: Batch) -> int:
+    """Return about how many bytes columns take."""
+    return sum(_column_bytes(column) for column in columns.values())
+
+
+def _column_bytes(column: npt.NDArray[Any]) -> int:
+    if column.dtype != object:
+        return int(column.nbytes)
+    return sum(
+        value.nbytes if isinstance(value, np.ndarray) else len(value) if value is not None else 0 for value in column
+    )
+
+
 def gathered(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
     """Gather the parts' rows, column by column, into arrays that the model may write to."""
     return {

@@ -10,11 +10,11 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from math import inf
 
-from cauc_ray.cascade.health import DOWN_AFTER_S, StageHealth
+from cauc_ray.cascade.health import DOWN_AFTER_S, PAUSE_S, StageHealth
 from cauc_ray.cascade.pace import Pace
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Rows, Trouble
-from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, StageLimits, StageQueue
+from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE, StageLimits, StageQueue
 from cauc_ray.cascade.suspects import Suspects
 
 # Rows that are likely to take more than this share of their time are refused: by then many would come too late.
@@ -234,11 +234,17 @@ class RequestQueue(StageQueue):
         StageQueue.add_replica(self, replica)
         self.health.replicas(self.n_replicas, now)
 
-    def lose_replica(self, replica: int, now: float) -> None:
-        """Forget a replica that is gone."""
-        self.drop_replica(replica)
+    def drop_replica(self, replica: int) -> None:
+        """Forget a replica."""
+        StageQueue.drop_replica(self, replica)
         self._hung.discard(replica)
-        self.health.replicas(self.n_replicas, now)
+
+    def broken(self, call: Call, reason: str, now: float) -> None:
+        """Note that a replica failed on a row that the stage has answered before."""
+        StageQueue.broken(self, call, reason, now)
+        replica = self._replicas[call.replica]
+        if replica.open and replica.failures >= FAILURES_TO_REPLACE:  # kept for now, but it need not be asked at once
+            replica.probe_due = now + PAUSE_S
 
     def hanging(self, now: float) -> list[int]:
         """Return the replicas that have begun to hang, where others are left; they take nothing while they do."""

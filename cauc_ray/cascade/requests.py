@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.health import PAUSE_S
 from cauc_ray.cascade.request_queue import RequestLimits, RequestQueue
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
@@ -195,7 +196,10 @@ class RequestScheduler(Scheduler):
         """Take the end of a call of which nothing came, for no fault of a replica."""
         at = self.stages[call.stage]
         at.take_back(call, now)
-        if call.given_up or call.probe:
+        if call.given_up:
+            return
+        if call.probe:
+            at.postpone_probe(call.replica, now + PAUSE_S)
             return
         self._failed_call(at, reason, now, for_good=trouble == "down")
         for rows in call.by_owner():

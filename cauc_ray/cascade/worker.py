@@ -71,8 +71,15 @@ def prepare_process(spec: StageSpec, import_paths: Sequence[str]) -> None:
     """Make a process ready to load a stage's model: user code is found, and no GPU taken that was not asked for."""
     sys.path[:0] = [path for path in import_paths if path not in sys.path]
     sys.setswitchinterval(SWITCH_S)
+    sys.unraisablehook = _said
     if not spec.resources.num_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _said(raised: sys.UnraisableHookArgs) -> None:
+    """Print what was raised where nothing can take it, but for a process's end: Ray has it raised anywhere."""
+    if raised.exc_type is not SystemExit:
+        sys.__unraisablehook__(raised)
 
 
 class Worker:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cauc_ray.cascade.parcels import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
 from cauc_ray.cascade.requests import RequestScheduler
 from cauc_ray.cascade.results import CallResult
@@ -130,7 +131,7 @@ class Cascade:
         now = self._loop.time()
         flight.deadline = now + self._timeout_s
         try:
-            self.scheduler.start(flight, stage, state, _row_bytes(flight), now)
+            self.scheduler.start(flight, stage, state, n_bytes(flight.columns) / flight.n, now)
             self._take_done()
             self.pump_soon()
             await flight.done
@@ -322,16 +323,3 @@ class Cascade:
         else:
             trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
             self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
-
-
-def _row_bytes(flight: Flight) -> float:
-    """Return about how many bytes a row of a request takes."""
-    return sum(_bytes(column) for column in flight.columns.values()) / flight.n
-
-
-def _bytes(column: Any) -> int:
-    if column.dtype != object:
-        return int(column.nbytes)
-    return sum(
-        value.nbytes if isinstance(value, np.ndarray) else len(value) if value is not None else 0 for value in column
-    )

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -21,7 +20,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from ray.serve.handle import DeploymentHandle
 
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.parcels import Parcel, packed
+from cauc_ray.cascade.parcels import Parcel, n_bytes, packed
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Prepared, Worker, prepare_process
 from cauc_ray.errors import ConfigError, ExecutionError, printable
@@ -224,7 +223,7 @@ class ServeClient:
 
     def share(self, columns: Batch) -> Any:
         """Put columns into the object store if they are large; None for what is not."""
-        return ray.put(packed(columns)) if _n_bytes(columns) >= SHARED_BYTES else None
+        return ray.put(packed(columns)) if n_bytes(columns) >= SHARED_BYTES else None
 
     async def _leave(self, replica: str) -> None:
         try:
@@ -275,16 +274,3 @@ def _fault(error: RayError) -> tuple[Literal["died", "gone", "failed"], str]:
     if isinstance(error, RayActorError) or isinstance(cause, RayActorError):
         return "died", "its replica ended"
     return "failed", printable(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
-
-
-def _n_bytes(columns: Batch) -> int:
-    """Return about how many bytes columns take."""
-    return sum(_column_bytes(column) for column in columns.values())
-
-
-def _column_bytes(column: Any) -> int:
-    if column.dtype != object:
-        return int(column.nbytes)
-    return sum(
-        value.nbytes if isinstance(value, np.ndarray) else len(value) if value is not None else 0 for value in column
-    )

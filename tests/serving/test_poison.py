@@ -160,6 +160,26 @@ def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced():
     assert n_ended == 1
 
 
+def test_a_stage_whose_replicas_all_break_is_not_asked_without_a_pause():
+    class Broken(Fleet):
+        def started(self, fails):
+            return super().started(fails or self.n_started > 0)
+
+    async def main():
+        fleet = Broken("logits0", 1, {})
+        cascade, _ = cascade_of(a_pool(DATA.models), [fleet, Fleet("logits1", 1, {})])
+        poll = asyncio.ensure_future(fleet.poll())
+        for row in range(20):
+            await asked(cascade, 0.0, (row,))
+        fleet.replicas[0].fails = True
+        before = fleet.n_asked
+        await asyncio.gather(*(asked(cascade, 0.1 * n, (n,)) for n in range(200)))
+        poll.cancel()
+        return fleet.n_asked - before
+
+    assert run_virtually(main()) < 300
+
+
 def infer(url, x, datatype="FP32", binary=False):
     """Ask for one row x, a list of numbers or texts; return the status, and the prediction or the error."""
     tensor = {"name": "x", "datatype": datatype, "shape": [1, *np.shape(x)]}
