@@ -13,6 +13,7 @@ import pyarrow as pa
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.policy import joined_states
 
 Column: TypeAlias = npt.NDArray[Any] | pa.Array
 
@@ -96,24 +97,11 @@ def chosen(parts: Sequence[Part], parcels: Sequence[Parcel], mask: Bools) -> dic
 
 def states_of(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
     """Gather what the parts' rows carry, padded with -inf to the widest; None where they carry nothing."""
-    carried: list[Floats] = []
+    carried: list[tuple[int, Floats | None]] = []
     for part in parts:
-        state = parcels[part.parcel].state
-        if part.state is not None:
-            carried.append(part.state)
-        elif state is not None:
-            carried.append(state[part.places])
-    return stacked(carried)
-
-
-def stacked(states: Sequence[Floats]) -> Floats | None:
-    """Return states in one array, padded with -inf to the widest; None where there are none."""
-    if not states:
-        return None
-    width = max(state.shape[1] for state in states)
-    if any(state.shape[1] < width for state in states):
-        states = [np.pad(s, ((0, 0), (0, width - s.shape[1])), constant_values=-np.inf) for s in states]
-    return np.concatenate(states)
+        held = parcels[part.parcel].state if part.state is None else None
+        carried.append((len(part), part.state if held is None else held[part.places]))
+    return joined_states(carried)
 
 
 def _places(part: Part) -> Ints:

@@ -8,7 +8,7 @@ hung are suspected: each request's go alone from then on, and one that ends a re
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from cauc_ray.cascade.request_queue import RequestLimits, RequestQueue
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
 from cauc_ray.cascade.scheduler import Scheduler
+from cauc_ray.numbers.types import Ints
 
 # So many replicas are asked for rows that replicas could not answer.
 MOST_ATTEMPTS = 3
@@ -42,35 +43,40 @@ class RequestScheduler(Scheduler):
         self._expects_more = expects_more
         self._expiries: list[tuple[float, int, Owner, int]] = []
         self._number = count()
-        self._came: deque[tuple[int, int]] = deque()  # rows, by the second
+        self._came: deque[tuple[int, Counter[int]]] = deque()  # rows by the stage that they begin at, by the second
         self._ended = False
 
     # Requests
 
-    def start(self, owner: Owner, stage: int, source: Any, row_bytes: float, now: float) -> None:
-        """Have all rows of an owner wait for a stage.   source: what holds what they carry, in their order."""
+    def start(
+        self, owner: Owner, stages: int | Ints, source: Any, row_bytes: float, now: float, *, counts: bool = True
+    ) -> None:
+        """Have all rows of an owner wait, for one stage or each for its own, int8 (n,).
+
+        source: what holds what they carry, in their order.   counts: whether replicas are to be started for such rows.
+        """
         self._open.add(owner)
         self._open_rows += owner.n_left
         rows = np.arange(owner.n)
-        owner.at[:] = stage
-        if stage == 0:
-            second, before = self._came.pop() if self._came and self._came[-1][0] == int(now) else (int(now), 0)
-            self._came.append((second, before + owner.n))
-        self._wait(stage, Rows(owner, rows, source, rows, now, row_bytes), now)
+        if not self._came or self._came[-1][0] != int(now):
+            self._came.append((int(now), Counter()))
+        came = self._came[-1][1] if counts else None
+        self._spread(Rows(owner, rows, source, rows, now, row_bytes), stages, now, sent=came)
 
     def needed_replicas(self, stage: int, now: float) -> float:
         """Return how many replicas of a stage, busy all the time, the requests need.
 
-        That is the rate at which rows come, refused ones included, times the shares that the stages before defer, times
+        That is the rate at which rows come, refused ones included, times the shares that other stages send there, times
         the seconds for a row; and what waits, in a window's time.
         """
         while self._came and self._came[0][0] < now - WINDOW_S:
             self._came.popleft()
-        rate = sum(n for _, n in self._came) / WINDOW_S
+        rows = [float(sum(came[first] for _, came in self._came)) for first in range(len(self.stages))]
         for before in self.stages[:stage]:
-            rate *= before.deferred / max(1, before.accepted + before.deferred)
+            for to, n in before.sent.items():
+                rows[to] += rows[before.stage] * n / max(1, before.accepted + before.deferred)
         at = self.stages[stage]
-        return (rate + at.n_waiting / WINDOW_S) * at.pace.row_s
+        return (rows[stage] + at.n_waiting) / WINDOW_S * at.pace.row_s
 
     def cancel(self, owner: Owner) -> None:
         """Forget an owner: nobody waits for it any more."""
@@ -111,16 +117,14 @@ class RequestScheduler(Scheduler):
     def _wait(self, stage: int, rows: Rows, now: float) -> None:
         owner = rows.owner
         if stage in owner.closed:  # others of its rows have waited too long there
-            owner.closed.discard(stage)
             self._leave_out(stage, rows, "timeout", self._late(stage))
-            owner.closed.add(stage)
             return
         expires_at = min(now + self.stages[stage].limits.timeout_s, owner.deadline)
         heapq.heappush(self._expiries, (expires_at, next(self._number), owner, stage))
         super()._wait(stage, rows, now)
 
     def _more_can_come(self, stage: int) -> bool:
-        return self._expects_more() if stage == 0 else any(at.in_work for at in self.stages[:stage])
+        return self._others_at_work(stage) or (stage == 0 and self._expects_more())
 
     def held_back(self, stage: int) -> bool:
         """Say no: what a stage does not take is refused or cut short."""

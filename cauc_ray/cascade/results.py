@@ -27,6 +27,7 @@ class CallResult:
     error, fault: why no row was answered, and who is at fault; the arrays are empty then.   failures: why some rows
     have no answer, by position; they are neither accepted nor carried on.   raised: of those, rows on which the model
     raised while it answered others.
+    next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
     carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
     scores: float64 (n, K), calibrated logits; None where no part wants them.   likeliest: int16 (n,), as Step.likeliest
     returns them; None where no policy has a reference.
@@ -50,6 +51,7 @@ class CallResult:
     carried: Bools | None = None
     scores: Floats | None = None
     likeliest: Ints | None = None
+    next: Ints | None = None
 
     @classmethod
     def broken(

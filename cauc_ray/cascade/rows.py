@@ -22,7 +22,7 @@ class Owner:
     """What rows belong to, a block of the input or a request, and what has become of its n rows; arrays (n,).
 
     block: which one; 0 for a request.   names: what the shell knows the rows by.   predictions: int32, of the last
-    stage that answered.   confidences, costs: float64.   stages: int8, -1 for rows that have no answer.   degraded:
+    stage that answered.   confidences, costs: float64.   stages: int8, that one, -1 where none has.   degraded:
     bool, rows answered without a stage that should have.   failures: the stage and the reason, by position; stage -1
     where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
     restarts: how often all of it was begun anew, since objects were lost with their nodes.   live: False once nobody
@@ -56,28 +56,36 @@ class Owner:
         self.at = np.zeros(self.n, dtype=np.int8)
         self.n_left = self.n
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, goes_on: Any, held_at: Ints) -> Bools:
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, carried: Any, held_at: Ints) -> Bools:
         """Take a call's answers. Returns which of the rows go on, bool (m,).
 
-        indices: int (m,), positions here.   places: theirs in the call.   goes_on: what holds what rows carry, and
+        indices: int (m,), positions here.   places: theirs in the call.   carried: what holds what rows carry, and
         held_at, int (n,), where it has those of each row of the call.
         What rows that go on have so far is kept too: it is their answer if the next stage is down.
         """
-        accepted = result.accepted[places]
+        goes_on = ~result.accepted[places]
         self.costs[indices] += result.costs[places]
-        self.predictions[indices] = result.predictions[places]
+        predictions = result.predictions[places]
+        told = predictions >= 0  # an encoder tells nothing
+        if not told.all():
+            indices, places, predictions = indices[told], places[told], predictions[told]
+        self.predictions[indices] = predictions
         self.confidences[indices] = result.confidences[places]
-        self.stages[indices[accepted]] = stage
-        return ~accepted
+        self.stages[indices] = stage
+        return goes_on
 
-    def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> None:
-        """Note rows that a stage has not answered: where it is down, the answer before is theirs."""
+    def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
+        """Note rows that a stage has not answered: where it is down, the answer before is theirs, if there is one.
+
+        Returns for how many it is.
+        """
         self.at[indices] = -1
-        if trouble == "down" and stage > 0:
-            self.stages[indices] = stage - 1
-            self.degraded[indices] = True
-        else:
-            self.failures.update(dict.fromkeys(indices.tolist(), (stage, reason)))
+        known = (self.stages[indices] >= 0) & (trouble == "down")
+        self.degraded[indices[known]] = True
+        failed = indices[~known]
+        self.stages[failed] = -1
+        self.failures.update(dict.fromkeys(failed.tolist(), (stage, reason)))
+        return int(np.count_nonzero(known))
 
     def wants(self, stage: int) -> bool:
         """Say whether anybody wants a stage's answers to its rows."""

@@ -8,6 +8,7 @@ ahead of it back, and at last the reader.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
-from cauc_ray.numbers.types import Bools
+from cauc_ray.numbers.types import Bools, Ints
 
 # An owner whose objects are lost with their nodes begins anew so often.
 RESTARTS = 5
@@ -78,8 +79,11 @@ class Scheduler:
         """Note that no block will follow those that are being read."""
         self._input_ended = True
 
-    def submit(self, owner: Owner, chunks: Sequence[Chunk], now: float) -> None:
-        """Queue an owner's rows, which lie in chunks one after the other, for the first stage."""
+    def submit(self, owner: Owner, chunks: Sequence[Chunk], now: float, first: Ints | None = None) -> None:
+        """Queue an owner's rows, which lie in chunks one after the other.
+
+        first: the stage that each row goes to, int8 (n,); None for stage 0.
+        """
         self._open.add(owner)
         self._open_rows += owner.n
         self._block_rows = max(self._block_rows, owner.n)
@@ -88,7 +92,8 @@ class Scheduler:
             row_bytes = chunk.n_bytes / chunk.n_rows
             self._row_bytes = max(self._row_bytes, row_bytes)
             places = np.arange(chunk.n_rows)
-            self.stages[0].push(Rows(owner, start + places, chunk.source, places, now, row_bytes))
+            rows = Rows(owner, start + places, chunk.source, places, now, row_bytes)
+            self._spread(rows, 0 if first is None else first[rows.indices], now)
             start += chunk.n_rows
 
     # Calls
@@ -162,17 +167,23 @@ class Scheduler:
                 own = answered[places]
                 indices, places = indices[own], places[own]
             on = rows.owner.note(call.stage, indices, result, places, goes_on, held_at)
-            rows.owner.at[indices] = np.where(on, call.stage + 1, -1)
             n_on = int(np.count_nonzero(on))
+            rows.owner.at[indices[~on]] = -1
             self._end_rows(rows.owner, len(indices) - n_on)
             if n_on:
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
-                state_bytes = result.state_bytes
-                self._wait(
-                    call.stage + 1,
-                    Rows(rows.owner, indices[on], goes_on, held_at[places[on]], now, row_bytes, state_bytes),
-                    now,
-                )
+                at = held_at[places[on]]
+                onward = Rows(rows.owner, indices[on], goes_on, at, now, row_bytes, result.state_bytes)
+                to = call.stage + 1 if result.next is None else result.next[places[on]]
+                self._spread(onward, to, now, sent=self.stages[call.stage].sent)
+
+    def _spread(self, rows: Rows, stages: int | Ints, now: float, sent: Counter[int] | None = None) -> None:
+        """Have rows wait, each for its stage, or all for one.   sent: counts where they go."""
+        rows.owner.at[rows.indices] = stages
+        for stage, own in [(stages, rows)] if isinstance(stages, int) else _by_stage(rows, stages):
+            if sent is not None:
+                sent[stage] += len(own)
+            self._wait(stage, own, now)
 
     def _wait(self, stage: int, rows: Rows, now: float) -> None:
         """Have rows wait for a stage that takes them."""
@@ -185,13 +196,13 @@ class Scheduler:
     def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
         """Note rows that a stage will not answer."""
         owner = rows.owner
-        if not owner.wants(stage):
+        still = owner.at[rows.indices] == stage  # others have been left out before, while they were at a replica
+        if not (owner.live and still.any()):
             return
-        owner.left_out(rows.indices, stage, trouble, reason)
-        if trouble == "down" and stage > 0:
-            self.stages[stage].degraded += len(rows)
-        else:
-            self.stages[stage].note_failed([reason] * len(rows))
+        rows = rows.part(still)
+        n_degraded = owner.left_out(rows.indices, stage, trouble, reason)
+        self.stages[stage].degraded += n_degraded
+        self.stages[stage].note_failed([reason] * (len(rows) - n_degraded))
         self._end_rows(owner, len(rows))
 
     def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
@@ -259,12 +270,15 @@ class Scheduler:
         self.done.append(owner)
 
     def held_back(self, stage: int) -> bool:
-        """Say whether the queue after a stage is full."""
-        return stage + 1 < len(self.stages) and not self.stages[stage + 1].has_room
+        """Say whether the queue of a later stage is full that a stage sends rows to."""
+        return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
 
     def _more_can_come(self, stage: int) -> bool:
-        """Say whether input or an earlier stage may still add rows to a stage's queue."""
-        return bool(self._n_reads or self.lost or self.wants_block()) or any(at.in_work for at in self.stages[:stage])
+        """Say whether input or another stage may still add rows to a stage's queue."""
+        return bool(self._n_reads or self.lost or self.wants_block()) or self._others_at_work(stage)
+
+    def _others_at_work(self, stage: int) -> bool:
+        return any(at.in_work for at in self.stages if at.stage < stage or stage in at.sent)
 
     # What goes wrong
 
@@ -347,3 +361,7 @@ class Scheduler:
         self._open.discard(owner)
         self._open_rows -= owner.n_left
         owner.n_left = 0
+
+
+def _by_stage(rows: Rows, stages: Ints) -> list[tuple[int, Rows]]:
+    return [(stage, rows.part(stages == stage)) for stage in np.unique(stages).tolist()]

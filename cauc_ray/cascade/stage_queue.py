@@ -126,6 +126,7 @@ class StageQueue:
     lost_in_row: int = 0
     failing_since: float | None = None
     reasons: Counter[str] = field(default_factory=Counter)
+    sent: Counter[int] = field(default_factory=Counter)
     _queue: deque[Rows] = field(default_factory=deque)
     _again: list[Call] = field(default_factory=list)
     _replicas: dict[int, _Replica] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from cauc_ray.cascade.parcels import Parcel, Part, chosen, gathered, states_of
 from cauc_ray.cascade.results import CallResult, Fault
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import (
+    EMBEDDING,
     Answers,
     AsDeclared,
     Batch,
@@ -94,7 +95,8 @@ class Worker:
         self._spec, self._stage, self._policies = spec, stage, dict(policies)
         self._node, self._replica = node, replica
         self._model: Model | None = None
-        self._as_declared = AsDeclared(ModelFacts(spec.name))
+        self._as_declared: Callable[[Answers], Answers] = AsDeclared(ModelFacts(spec.name))
+        self._embeds = False
         self._good_row: Batch | None = None
         self._gflops: float | None = None
         self._preparing = threading.Lock()
@@ -114,7 +116,8 @@ class Worker:
     def load(self) -> ModelFacts:
         """Load the model and return its facts. Raises CaucError, or what the user's code raises."""
         self._model = self._spec.load()
-        self._as_declared = AsDeclared(self._model.facts)
+        self._embeds = self._model.facts.logit_kind == EMBEDDING
+        self._as_declared = _as_they_are if self._embeds else AsDeclared(self._model.facts)
         return replace(self._model.facts, prepares=self.prepares)
 
     def prepare(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> Prepared | None:
@@ -182,7 +185,7 @@ class Worker:
         that failed. Arguments and errors are those of decide.
         """
         clock = self._clock(ahead)
-        found = self._found(lambda answers: answers, parts, parcels, good_row, ahead)  # the table says of which kind
+        found = self._found(_as_they_are, parts, parcels, good_row, ahead)  # the table says of which kind
         answers = found.answers
         if answers is None:
             return self._broken(clock, found.error, found.fault or "unknown"), None
@@ -249,11 +252,12 @@ class Worker:
             return Prepared(self._model.prepare(batch), n_choices, began)
 
     def _answered(self, prepared: Prepared) -> Answers:
-        """Have the model answer, and hold its answers against the number of choices where rows offer some."""
+        """Have the model answer, and hold its logits against the number of choices where rows offer some."""
         assert self._model is not None
         with self._busy():
             ask = self._model.answer if isinstance(self._model, PreparingModel) else self._model
-            return matched(ask(prepared.own), prepared.n_choices)
+            answers = ask(prepared.own)
+        return answers if self._embeds else matched(answers, prepared.n_choices)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -289,7 +293,7 @@ class Worker:
         policy_s = time.perf_counter() - began
         predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
         accepted, costs = np.zeros(n, dtype=bool), np.zeros(n)
-        likeliest = None
+        likeliest = following = None
         for policy, rows, step in steps:
             predictions[rows], confidences[rows], accepted[rows] = step.predictions, step.confidences, step.accepted
             per_call = answers.costs if policy.costs == "per-call" else None
@@ -297,6 +301,9 @@ class Worker:
             if policy.reference is not None:
                 likeliest = np.full(n, -1, dtype=np.int16) if likeliest is None else likeliest
                 likeliest[rows] = step.likeliest()
+            if step.next is not None:
+                following = np.full(n, self._stage + 1, dtype=np.int8) if following is None else following
+                following[rows] = step.next
         answered = _all_but(n, failures)
         carried = answered & ~accepted
         if any(part.keeps is not None for part in parts):
@@ -327,6 +334,7 @@ class Worker:
             if any(part.wants_scores for part in parts)
             else None,
             likeliest=likeliest,
+            next=following,
         )
         return result, goes_on
 
@@ -377,6 +385,10 @@ def _laid_out(pieces: Sequence[tuple[Ints, Floats]], wanted: Bools) -> Floats:
     for rows, values in kept:
         whole[rows, : values.shape[1]] = values
     return whole
+
+
+def _as_they_are(answers: Answers) -> Answers:
+    return answers
 
 
 def _all_but(n: int, rows: Mapping[int, str]) -> Bools:

@@ -209,7 +209,7 @@ class Replicas:
         # A new one of these for every call would cost more than the call's sending.
         if plan.policy is None:
             answer = handle.collect.options(num_returns=2)
-        elif stage == len(plan.stages) - 1:
+        elif stage == len(plan.stages) - 1 and plan.policy.in_turn:
             answer = handle.decide_last.options(num_returns=1)
         else:
             answer = handle.decide.options(num_returns=2)

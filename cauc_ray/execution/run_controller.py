@@ -153,7 +153,8 @@ class RunController:
         owner = Owner(header.number, header.n_rows, read.names, self._restarts.get(header.number, 0))
         if header.unreadable is None:
             chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=False)]
-            self._scheduler.submit(owner, chunks, now)
+            policy = self._plan.policy
+            self._scheduler.submit(owner, chunks, now, None if policy is None else policy.first(owner.n))
         elif read.again is not None:
             self._scheduler.give_up(owner, f"it was lost and cannot be read again: {header.unreadable}")
         else:

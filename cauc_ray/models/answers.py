@@ -37,12 +37,16 @@ class Answers:
     device_s: float | None = None
 
 
+# Of a model that gives embeddings in place of logits, for policies to look at.
+EMBEDDING = "embedding"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What a loaded model says of itself.
 
-    source: what it is, in one phrase.   logit_kind: what its logits are.   gflops: of one example, as whoever
-    published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
+    source: what it is, in one phrase.   logit_kind: what its logits are, or EMBEDDING.   gflops: of one example, as
+    whoever published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
     labels: names of its options in their order, where they are the same in every row and the model knows them.
     dtype: the precision that it computes in, None where nobody knows.   prepares: whether it prepares calls ahead.
     """

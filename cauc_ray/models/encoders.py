@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size, spread
+from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, batch_size, spread
 from cauc_ray.models.kind import KindSpec, require
 from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.questions import read_questions
@@ -81,7 +81,7 @@ class TextEncoderSpec(HubModelSpec):
 
         with loading(self.model):
             encoder = SentenceTransformer(self.model, device=str(choose_device(self.device)))
-        return TextEncoder(encoder, ModelFacts(f"sentence-transformers {self.model}", "embedding"))
+        return TextEncoder(encoder, ModelFacts(f"sentence-transformers {self.model}", EMBEDDING))
 
 
 class TextEncoder:

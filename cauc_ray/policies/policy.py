@@ -7,9 +7,9 @@ import json
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -36,6 +36,8 @@ class Step:
     scores: float64 (n, K), calibrated logits of that answer: their softmax is each option's probability, that of the
     answer the confidence, and the largest unless an isotonic calibrator has lowered it below another's. They may be
     the state's own array. In both, -inf pads rows with fewer options.
+    next: int8 (n,), the stage that each row goes to if it does not stop, any that it has not been at; None for the one
+    after this. After a stage that answers nothing, as an encoder, a row that goes on has the prediction -1.
     """
 
     predictions: Ints
@@ -43,6 +45,7 @@ class Step:
     accepted: Bools
     state: Floats
     scores: Floats
+    next: Ints | None = None
 
     def likeliest(self) -> Ints:
         """Return as one number which options each answer finds likeliest, in their order: int16 (n,).
@@ -55,7 +58,12 @@ class Step:
 
 
 class Policy(Shown, PolicyFile):
-    """What to do with a chain of models: the numbers of its file, and the step that uses them."""
+    """What to do with a chain of models: the numbers of its file, and the step that uses them.
+
+    in_turn: whether every row begins at the first stage, and goes from each to the one after until it stops.
+    """
+
+    in_turn: ClassVar[bool] = True
 
     @property
     def calibrator_kind(self) -> CalibratorKind:
@@ -77,14 +85,19 @@ class Policy(Shown, PolicyFile):
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
+    def first(self, n: int) -> Ints | None:
+        """Decide before any call: return the stage that each of n rows goes to, int8 (n,); None for the first one."""
+        return None
+
     def start(self, logits: Floats) -> Step:
         """Decide after the first stage.   logits: float (n, K), as the model gave them."""
         return self.step(0, logits, None)
 
     @abstractmethod
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Decide after a stage, given the state that its rows brought along (None at stage 0).
+        """Decide after a stage, given the state (n, S) that its rows brought along; None where none of them did.
 
+        -inf pads rows whose state is narrower than others', so all of one that brings none.
         logits: float (n, K), as the stage's model gave them, but for probabilities, of which they are the logarithms
         (numbers.logits.as_logits); -inf, or a mask, where a row has no such option.
         Raises DataError when a row has options at this stage that it did not have before, or the reverse.
@@ -176,6 +189,26 @@ def check_budget(budget: float) -> None:
     """Raise ConfigError unless a budget is a number."""
     if not math.isfinite(budget):
         raise ConfigError(f"a budget must be a finite number, got {budget}")
+
+
+def stacked(arrays: Sequence[Floats]) -> Floats:
+    """Return arrays (n, K) in one, padded with -inf to the widest."""
+    width = max(own.shape[1] for own in arrays)
+    if any(own.shape[1] < width for own in arrays):
+        arrays = [np.pad(own, ((0, 0), (0, width - own.shape[1])), constant_values=-np.inf) for own in arrays]
+    return np.concatenate(arrays)
+
+
+def joined_states(states: Sequence[tuple[int, Floats | None]]) -> Floats | None:
+    """Return the states of groups of rows in one array (n, S); None where no row has one.   states: rows, state."""
+    if all(state is None for _, state in states):
+        return None
+    return stacked([np.zeros((n, 0)) if state is None else state for n, state in states])
+
+
+def by_stage(stages: Ints) -> list[tuple[int, Ints]]:
+    """Return for each stage the rows that go there, int (m,).   stages: int (n,), below 0 for nowhere."""
+    return [(stage, np.flatnonzero(stages == stage)) for stage in np.unique(stages).tolist() if stage >= 0]
 
 
 def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[Floats, Floats]:

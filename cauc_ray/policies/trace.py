@@ -19,7 +19,7 @@ from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import Measures, StageShare
-from cauc_ray.policies.policy import Policy, Step
+from cauc_ray.policies.policy import Policy, Step, by_stage, joined_states
 from cauc_ray.policies.policy_file import Stage
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -225,33 +225,45 @@ def _trace_block(policy: Policy, with_likeliest: bool, part: ChainPart, rows: sl
 def replay(policy: Policy, chain: Chain) -> Answered:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    predictions, confidences, stages = of_rows(chain, partial(_replay_block, policy))
-    return Answered(predictions, confidences, stages, chain.costs.of_stops(stages))
+    predictions, confidences, stages, *calls = of_rows(chain, partial(_replay_block, policy))
+    costs = chain.costs.of_stops(stages) if policy.in_turn else Answers(predictions, calls[0]).costs(chain)
+    return Answered(predictions, confidences, stages, costs)
 
 
 def _replay_block(policy: Policy, part: ChainPart, rows: slice) -> tuple[Array, ...]:
     n = rows.stop - rows.start
     predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
+    calls = np.zeros((n, len(policy.stages)), dtype=bool)
     for stage, reached, step in steps_of(policy, np.arange(n), lambda stage, at: part.logits[stage][rows.start + at]):
+        calls[reached, stage] = True
         done = reached[step.accepted]
         predictions[done] = step.predictions[step.accepted]
         confidences[done] = step.confidences[step.accepted]
         stages[done] = stage
-    return predictions, confidences, stages
+    return (predictions, confidences, stages) if policy.in_turn else (predictions, confidences, stages, calls)
 
 
 def steps_of(policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats]) -> Iterator[tuple[int, Ints, Step]]:
-    """Take a policy's steps for some rows, and yield for each stage the rows that reached it and what it decided.
+    """Take a policy's steps for some rows, and yield for each stage the rows that came to it and what it decided.
 
+    A stage comes again where rows go to it later, from one that is after it.
     logits_of: called with a stage and the rows that reach it, int (n,): its logits of them, float (n, K).
     """
-    state = None
-    for stage in range(len(policy.stages)):
+    first = policy.first(len(rows))
+    waiting: dict[int, list[tuple[Ints, Floats | None]]] = {}
+    for stage, own in [(0, slice(None))] if first is None else by_stage(first):
+        waiting[stage] = [(rows[own], None)]
+    while waiting:
+        stage = min(waiting)
+        pieces = waiting.pop(stage)
+        rows = np.concatenate([own for own, _ in pieces])
         if not len(rows):
-            return
-        step = policy.step(stage, logits_of(stage, rows), state)
+            continue
+        step = policy.step(stage, logits_of(stage, rows), joined_states([(len(own), state) for own, state in pieces]))
         yield stage, rows, step
-        rows, state = rows[~step.accepted], step.state[~step.accepted]
+        on = np.where(step.accepted, -1, stage + 1 if step.next is None else step.next)
+        for to, own in by_stage(on):
+            waiting.setdefault(to, []).append((rows[own], step.state[own]))
 
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:

@@ -109,6 +109,8 @@ class Cascade:
         Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
+        if last_stage < len(self.names) - 1 and not policy.in_turn:
+            raise RequestError("the policy in force does not call stages in turn, so none of them can be the last", 422)
         flight = Flight(
             policy,
             self._key(policy),
@@ -120,18 +122,20 @@ class Cascade:
             wants_scores=wants_scores,
         )
         with self._crowd.one_more():
-            await self.follow(flight, 0, None)
+            first = policy.first(n)
+            await self.follow(flight, 0 if first is None else first, None)
         return flight
 
-    async def follow(self, flight: Flight, stage: int, state: Floats | None) -> None:
-        """Have a request's rows wait for a stage, with the state (n, S) that they bring along; return at its end.
+    async def follow(self, flight: Flight, stages: int | Ints, state: Floats | None) -> None:
+        """Have a request's rows wait, with the state (n, S) that they bring along; return at its end.
 
-        Raises RequestError.
+        stages: for which one, all of them or each, int8 (n,). Raises RequestError.
         """
         now = self._loop.time()
         flight.deadline = now + self._timeout_s
         try:
-            self.scheduler.start(flight, stage, state, n_bytes(flight.columns) / flight.n, now)
+            row_bytes = n_bytes(flight.columns) / flight.n
+            self.scheduler.start(flight, stages, state, row_bytes, now, counts=not flight.shadow)
             self._take_done()
             self.pump_soon()
             await flight.done

@@ -114,11 +114,10 @@ class Flight(Owner):
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, goes_on: Any, held_at: Ints) -> Bools:
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, carried: Any, held_at: Ints) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
         accepted = result.accepted[places]
-        super().note(stage, indices, result, places, goes_on, held_at)
-        self.stages[indices] = stage
+        super().note(stage, indices, result, places, carried, held_at)
         self.called[stage] = True
         first, _ = self.spans_ns.get(stage, (time.time_ns(), 0))
         self.spans_ns[stage] = first, time.time_ns()
@@ -127,29 +126,28 @@ class Flight(Owner):
         if self.wants_scores and result.scores is not None:
             self._keep_scores(indices, result.scores[places])
         # Of a shadow the last stage's word is wanted.
-        on: Bools = ~accepted | self.shadow
-        if stage == len(self.policy.stages) - 1:
-            on[:] = False
+        on: Bools = ~accepted | (self.shadow and stage < self.last_stage)
         if not self.shadow:
             n_on = int(np.count_nonzero(on))
             self._observer.rows(stage, "accepted", len(on) - n_on)
-            self._observer.rows(stage, "capped" if stage == self.last_stage else "deferred", n_on)
+            self._observer.rows(stage, "capped" if self.capped and stage == self.last_stage else "deferred", n_on)
             if result.carried is not None and (early := result.carried[places] & accepted).any():
-                self.early.append(Early(stage, indices[early], goes_on[held_at[places[early]]]))
-        if stage == self.last_stage:
+                self.early.append(Early(stage, indices[early], carried[held_at[places[early]]]))
+        if self.capped and stage == self.last_stage:
             on[:] = False
         return on
 
-    def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> None:
+    def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
         """Let rows that a stage has not answered stop with the best so far, or refuse the request."""
         self.at[indices] = -1
         if self.shadow:
             self.fail(RequestError(reason, 503))
-        elif stage > 0 and self.degrades:
+        elif self.degrades and (self.stages[indices] >= 0).all():
             self.degraded[indices] = True
             self.reason = self.reason or reason
             self._observer.rows(stage, "degraded", len(indices))
             self._observer.degraded(stage, trouble, len(indices))
+            return len(indices)
         else:
             self._observer.rows(stage, "failed", len(indices))
             if trouble == "refused":
@@ -158,6 +156,7 @@ class Flight(Owner):
                 self.fail(RequestError(f"{reason}; try again later", 429, RETRY_AFTER_S))
             else:
                 self.fail(RequestError(reason, 503, RETRY_AFTER_S))
+        return 0
 
     def ready(self, stage: int, waited_s: float) -> None:
         """Note that rows were ready for a stage so long ago."""

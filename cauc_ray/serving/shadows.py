@@ -63,7 +63,7 @@ class Shadows:
         """Return which of n rows at a stage are chosen if they stop early, bool (n,); all of those that were once."""
         if flight.shadow:
             return np.ones(n, dtype=bool)
-        if self.share == 0 or stage == flight.last_stage or flight.capped:
+        if self.share == 0 or stage == flight.last_stage or flight.capped or not flight.policy.in_turn:
             return None
         chosen: Bools = self._lot.random(n) < self.share
         return chosen

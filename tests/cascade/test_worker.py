@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from synthetic import chain
 from told_models import worker_of
 
-from cauc_ray.cascade.parcels import Parcel, Part, stacked
+from cauc_ray.cascade.parcels import Parcel, Part
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
+from cauc_ray.policies.policy import stacked
 
 DATA = chain(3, n=120, ragged=True)
 POLICIES = {
