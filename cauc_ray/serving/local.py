@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import socket
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.parcels import Parcel
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.worker import Worker
-from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -39,6 +37,7 @@ from cauc_ray.serving.face import build_face
 from cauc_ray.serving.faults import StageError
 from cauc_ray.serving.metrics import Kind
 from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.service import Service
 from cauc_ray.serving.store import MemoryStore
 
@@ -48,52 +47,6 @@ LOAD_DEADLINE_S = 900.0
 _METRICS = {"counter": Counter, "gauge": Gauge}
 
 logger = logging.getLogger(__name__)
-
-
-class _Replica:
-    """A model in a thread of its own, which answers one call at a time.
-
-    The thread is a daemon: one that hangs does not keep the process from ending.
-    """
-
-    def __init__(self, spec: StageSpec, stage: int, name: str) -> None:
-        self.name = name
-        self.worker = Worker(spec, stage, {}, replica=name)
-        self.open: set[Future[Any]] = set()
-        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-        self.facts: Future[ModelFacts] = self.submit(self.worker.load)
-
-    def loaded(self) -> ModelFacts | None:
-        """Return what the model says of itself, None where it has not been loaded, or could not be."""
-        return self.facts.result() if self.facts.done() and self.facts.exception() is None else None
-
-    def submit(self, do: Callable[[], Any]) -> Future[Any]:
-        """Have the thread do something when its turn comes."""
-        future: Future[Any] = Future()
-        self.open.add(future)
-        future.add_done_callback(self.open.discard)
-        self._calls.put((future, do))
-        return future
-
-    def end(self, reason: str) -> None:
-        """End all calls, and the thread once it computes nothing; what it computes goes nowhere."""
-        self._calls.put(None)
-        for future in list(self.open):
-            with suppress(InvalidStateError):  # it has just ended
-                future.set_exception(StageError("died", reason))
-
-    def _run(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            future, do = asked
-            with suppress(InvalidStateError):  # it was ended
-                if not future.done() and future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(do())
-                    except Exception as error:
-                        future.set_exception(error)
-                    except BaseException as error:  # it shall not end the event loop
-                        future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))
 
 
 class LocalClient:
@@ -118,20 +71,17 @@ class LocalClient:
 
         Those whose call hangs are replaced, and those that could not be loaded.
         """
-        longest = self._spec.call_timeout_s
-        if not self._spec.model.GIVES_UP:
-            longest = min(longest, 2 * self._spec.serving.timeout_s)
         for one in list(self._replicas):
             if one.facts.done() and (failed := one.facts.exception()) is not None:
                 logger.error(f"stage {self._spec.name!r} cannot be loaded, which is tried again: {reason_of(failed)}")
                 self.replace(one.name)
-            busy_since = one.worker.busy_since
-            if busy_since is not None and time.monotonic() - busy_since > longest:
+            if (longest_s := one.hangs()) is not None:
                 logger.error(
-                    f"a call of stage {self._spec.name!r} has not ended for {longest:g} s; its model is loaded anew"
+                    f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded anew"
                 )
                 self.replace(one.name)
-        return {one.name: facts for one in self._replicas if (facts := one.loaded()) is not None}
+        loaded = [one for one in self._replicas if one.facts.done() and one.facts.exception() is None]
+        return {one.name: one.facts.result() for one in loaded}
 
     async def answer(
         self, call: StageCall, on_begin: Callable[[], None] | None = None
@@ -140,17 +90,13 @@ class LocalClient:
         replica = next((one for one in self._replicas if one.name == call.replica), None)
         if replica is None:
             raise StageError("gone", f"replica {call.replica} is there no more")
-        loop, stopped = asyncio.get_running_loop(), threading.Event()
+        loop = asyncio.get_running_loop()
 
-        def answer() -> tuple[CallResult, Floats | None]:
+        def begin() -> None:
             if on_begin is not None:
                 loop.call_soon_threadsafe(on_begin)
-            return _answered(replica, call, stopped.is_set)
 
-        try:
-            return await asyncio.wrap_future(replica.submit(answer))
-        finally:
-            stopped.set()
+        return await replica.answer(call, [Parcel(columns) for columns in call.parcels], begin)
 
     def replace(self, replica: str) -> None:
         """Load the model anew in another thread; a thread cannot be ended, and the old one stays where it hangs."""
@@ -167,25 +113,9 @@ class LocalClient:
     def share(self, columns: Batch) -> None:
         """Put columns nowhere: they are where every stage reads them."""
 
-    def _started(self) -> _Replica:
+    def _started(self) -> Replica:
         self._n_started += 1
-        return _Replica(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
-
-
-def _answered(replica: _Replica, call: StageCall, stopped: Callable[[], bool]) -> tuple[CallResult, Floats | None]:
-    started_at = time.time()
-    try:
-        result, goes_on = replica.worker.decide(
-            call.parts,
-            [Parcel(columns) for columns in call.parcels],
-            policies=call.policies,
-            carries_columns=False,
-            good_row=call.good_row,
-            stopped=stopped,
-        )
-    except (ConfigError, ExecutionError) as error:
-        return CallResult.broken(started_at, "", reason_of(error), "stage", replica=replica.name), None
-    return result, goes_on.state
+        return Replica(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
 
 
 class _Metric:

@@ -6,11 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import ray
@@ -19,16 +16,16 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.parcels import Parcel, n_bytes, packed
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.worker import Prepared, Worker, prepare_process
-from cauc_ray.errors import ConfigError, ExecutionError, printable
+from cauc_ray.cascade.worker import prepare_process
+from cauc_ray.errors import printable
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.serving.faults import StageError
 from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.scaling import NEEDED, Needs
 
 # Smaller columns travel with the call: to put them into the object store and fetch them takes longer.
@@ -50,22 +47,18 @@ class GoneError(Exception):
 
 
 class StageServer:
-    """A replica of a stage: its worker answers in one thread, and prepares the next call in another."""
+    """A replica of a stage as Serve has it."""
 
     def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str]) -> None:
         prepare_process(spec, import_paths)
         self._spec = spec
-        self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
-        self._host = ThreadPoolExecutor(1, thread_name_prefix="host")
-        self._replica = serve.get_replica_context().replica_id.unique_id
-        self._leaves = False
         self._needs = Needs()
-        self._worker = Worker(spec, stage, {}, replica=self._replica)
-        self._facts = self._model.submit(self._worker.load).result()
+        self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
+        self._facts = self._replica.facts.result()
 
     async def facts(self) -> tuple[str, ModelFacts]:
         """Return the replica's name, and what its model says of itself."""
-        return self._replica, self._facts
+        return self._replica.name, self._facts
 
     async def answer(self, call: StageCall) -> tuple[CallResult, Floats | None]:
         """Answer a call's rows. A fault of the model is a result.
@@ -98,13 +91,13 @@ class StageServer:
 
     async def leave(self, replica: str) -> None:
         """End this replica if it is the one meant: it is broken, and Serve starts another."""
-        if replica == self._replica and not self._leaves:
-            self._leaves = True
+        if replica == self._replica.name and not self._replica.leaves:
+            self._replica.leaves = True
             logger.error("this replica fails on what others answer; it ends, and another is started")
             asyncio.get_running_loop().call_later(LEAVES_S, os._exit, 1)
 
     def _require_meant(self, call: StageCall) -> None:
-        if call.replica not in ("", self._replica):
+        if call.replica not in ("", self._replica.name):
             raise GoneError(f"replica {call.replica} is there no more")
         self._needs.note(call.router, call.needed_replicas)
 
@@ -114,66 +107,18 @@ class StageServer:
 
     def check_health(self) -> None:
         """End the process where a call hangs, so that Serve replaces the replica."""
-        longest = self._spec.call_timeout_s
-        if not self._spec.model.GIVES_UP:
-            longest = min(longest, 2 * self._spec.serving.timeout_s)
-        busy_since = self._worker.busy_since
-        if busy_since is not None and time.monotonic() - busy_since > longest:
-            logger.error(f"a call has not ended for {longest:g} s; this replica ends, and another is started")
+        if (longest_s := self._replica.hangs()) is not None:
+            logger.error(f"a call has not ended for {longest_s:g} s; this replica ends, and another is started")
             os._exit(1)  # to ask it to stop would be to wait for the call
 
     async def _answer(
         self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None] = lambda: None
     ) -> tuple[CallResult, Floats | None]:
-        """Prepare and answer a call.   begin: is called in each thread before it works."""
-        ahead = None
-        if self._worker.prepares:
-            ahead = await self._in_thread(self._host, partial(self._prepare, call, parcels, begin))
-        return await self._in_thread(self._model, partial(self._decide, call, parcels, begin, ahead))
-
-    async def _in_thread(self, thread: ThreadPoolExecutor, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Have a thread work; it is told where the caller goes away."""
-        stopped = threading.Event()
-        future = thread.submit(work, stopped.is_set)
         try:
-            return await asyncio.wrap_future(future)
-        finally:
-            stopped.set()
-            if future.running():  # Serve shall not take a replica for free whose thread is not
-                await asyncio.wait([asyncio.wrap_future(future)])
-
-    def _prepare(
-        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None], stopped: Callable[[], bool]
-    ) -> Prepared | None:
-        begin()
-        return None if stopped() else self._worker.prepare(call.parts, parcels)
-
-    def _decide(
-        self,
-        call: StageCall,
-        parcels: Sequence[Parcel],
-        begin: Callable[[], None],
-        ahead: Prepared | None,
-        stopped: Callable[[], bool],
-    ) -> tuple[CallResult, Floats | None]:
-        begin()
-        if self._leaves:
-            error = "the replica is being replaced"
-            return CallResult.broken(time.time(), "", error, "replica", replica=self._replica), None
-        started_at = time.time()
-        try:
-            result, goes_on = self._worker.decide(
-                call.parts,
-                parcels,
-                policies=call.policies,
-                carries_columns=False,
-                good_row=call.good_row,
-                stopped=stopped,
-                ahead=ahead,
-            )
-        except (ConfigError, ExecutionError) as error:
-            return CallResult.broken(started_at, "", reason_of(error), "stage", replica=self._replica), None
-        return result, goes_on.state
+            return await self._replica.answer(call, parcels, begin)
+        except StageError as error:
+            logger.error(f"this replica ends, and another is started: {error.message}")
+            os._exit(1)
 
 
 async def _fetched(parcel: Any) -> Any:

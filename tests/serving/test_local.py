@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -158,13 +159,27 @@ def test_a_call_that_hangs_costs_its_own_request_and_ends_with_the_process(home)
     assert command.process.returncode == 0
 
 
+def test_a_batch_is_prepared_while_the_one_before_is_computed(home):
+    """Here no batch is answered before the next one is being prepared."""
+    python_pool(home, [("waits_for_the_next", {"n_batches": 3}), ("by_x", {})])
+    body = json.dumps({"inputs": [{"name": "x", "shape": [8], "datatype": "FP64", "data": [9.0] * 8}]}).encode()
+
+    def asked(url):
+        with urllib.request.urlopen(f"{url}/v2/models/test/infer", body, timeout=DEADLINE_S) as answer:
+            return json.load(answer)["outputs"][0]["shape"]
+
+    running = cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True)
+    with running as service, ThreadPoolExecutor(3) as clients:
+        assert list(clients.map(asked, [service.url] * 3)) == [[8]] * 3
+
+
 def threads_of_models():
     return [one.name for one in threading.enumerate() if one.name.startswith(("small-", "large-"))]
 
 
 def test_no_thread_outlives_a_service(home):
     with cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True):
-        assert sorted(threads_of_models()) == ["large-1", "small-1"]
+        assert sorted(threads_of_models()) == ["large-1: model", "small-1: model"]
     until(lambda: not threads_of_models())
 
 
