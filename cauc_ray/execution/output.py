@@ -14,8 +14,11 @@ from typing import Any
 # Has what models print, as INFO: a line begins with its stage.
 logger = logging.getLogger("cauc_ray.output")
 
-# Of the names that stages' workers have on Ray.
+# What the names of stages' workers begin with on Ray, and what Serve makes of its replicas' names.
 STAGE = "stage "
+_SERVED = re.compile(r"ServeReplica:.*:stage:(.+)")
+# What Serve logs for its own log files; warnings and errors are told here too.
+_SERVE_LOG = re.compile(r"(INFO|DEBUG) \d{4}-\d\d-\d\d ")
 # So many different lines are told apart.
 MOST_LINES = 10_000
 REPEATED_S = 1.0
@@ -51,6 +54,8 @@ class ModelOutput:
     def take(self, batch: Mapping[str, Any]) -> None:
         """Log the lines of a batch as Ray sends it, if they are of a stage."""
         name = batch.get("actor_name") or ""
+        if served := _SERVED.fullmatch(name):
+            name = f"{STAGE}{served[1]!r}"
         if not name.startswith(STAGE):
             return
         if len(self._last) > MOST_LINES:
@@ -59,7 +64,7 @@ class ModelOutput:
         now, replica = time.monotonic(), (batch["ip"], batch["pid"])
         for line in batch["lines"]:
             last, self._last[replica, line] = self._last.get((replica, line), -math.inf), now
-            if "\r" in line or not line.strip() or now - last < REPEATED_S:
+            if "\r" in line or not line.strip() or (served and _SERVE_LOG.match(line)) or now - last < REPEATED_S:
                 continue
             seen = self._seen.setdefault((name, _without_digits(line)), Counter())
             seen[replica] += 1

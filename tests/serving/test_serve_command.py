@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -231,20 +233,42 @@ def test_sigterm_ends_it_and_leaves_no_process_and_no_file(running):
     assert list(running.ray_folder.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_stage_that_cannot_load_ends_it_with_one_line(tmp_path, ray_folder):
-    python_pool(tmp_path, [("by_x", {}), ("cannot_load", {})])
-    (tmp_path / "policy.json").write_text(two_model_policy().to_json())
-    command = [CAUC, "serve", "pool.yaml", "--policy", "policy.json", "--port", "0", "--json"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(ray_folder, STARTED_BY=str(tmp_path)),
+def started(folder, ray_folder, *factories):
+    """Start a service of python models in a process and a session of its own."""
+    python_pool(folder, list(factories))
+    (folder / "policy.json").write_text(two_model_policy().to_json())
+    return subprocess.Popen(
+        [CAUC, "serve", "pool.yaml", "--policy", "policy.json", "--port", "0", "--json"],
+        cwd=folder,
+        env=environment(ray_folder, STARTED_BY=str(folder)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+@pytest.mark.slow
+def test_what_models_print_is_told_with_the_stages_name(tmp_path, ray_folder):
+    process = started(tmp_path, ray_folder, *[("talkative", {"seconds": 0.0})] * 2)
+    try:
+        url = json.loads(process.stdout.readline())["url"]
+        row = {"name": "x", "shape": [3], "datatype": "FP64", "data": [0.1] * 3}
+        with urllib.request.urlopen(f"{url}/v2/models/test/infer", json.dumps({"inputs": [row]}).encode(), timeout=60):
+            pass
+        time.sleep(1.0)  # Ray passes on what processes print a few times a second
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    for name in ("small", "large"):
+        lines = [line for line in err.splitlines() if line.startswith(f"stage '{name}': ")]
+        assert "loaded in process" in lines[0]
+        assert lines[1:] == [f"stage '{name}': a batch of 3 rows"]
+
+
+@pytest.mark.slow
+def test_a_stage_that_cannot_load_ends_it_with_one_line(tmp_path, ray_folder):
+    process = started(tmp_path, ray_folder, ("by_x", {}), ("cannot_load", {}))
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (2, "")
     assert err == "cauc: error: the service does not start: stage large: OSError: weights.pt is not there\n"
