@@ -21,6 +21,7 @@ from cauc_ray.errors import PolicyError, printable
 from cauc_ray.serving import documents
 from cauc_ray.serving.access import authorize, log_request, token_of
 from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.flight import RETRY_AFTER_S
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.messages import decoded_body
 from cauc_ray.serving.policies_live import PolicyChange
@@ -33,6 +34,8 @@ PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.
 MAX_POLICY_BYTES = 1_000_000
+# What may be read at once of all requests' bodies; what is more is refused.
+READING_BYTES = 1 << 30
 # A client has so long to send its body: one that dribbles does not keep its place.
 BODY_S = 300.0
 # How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
@@ -76,6 +79,7 @@ class _Face:
         self._inference = Inference(service)
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
+        self._bodies = Bodies()
 
     async def server(self, request: Request) -> Response:
         told = documents.ServerMetadata(
@@ -121,7 +125,7 @@ class _Face:
                 f"changing the policy needs a token of its own: start the service with {POLICY_TOKEN}", 403
             )
         authorize(request.headers, self._policy_token)
-        body = await _body(request, MAX_POLICY_BYTES)
+        body = await self._bodies.read(request, MAX_POLICY_BYTES)
         try:
             change = PolicyChange.of(from_json(body, allow_inf_nan=False))
         except PolicyError as error:
@@ -139,7 +143,7 @@ class _Face:
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token)
-        return JSONResponse(await self._service.feedback(await _body(request, self._max_body)))
+        return JSONResponse(await self._service.feedback(await self._bodies.read(request, self._max_body)))
 
     async def infer(self, request: Request) -> Response:
         started = time.perf_counter()
@@ -167,7 +171,7 @@ class _Face:
         """Return the response, and what the log says of it."""
         self._require_model(request)
         authorize(request.headers, self._token)
-        body = await _body(request, self._max_body)
+        body = await self._bodies.read(request, self._max_body)
         encoding = request.headers.get("content-encoding")
         if encoding is not None:  # in a thread: little may become much, and others would wait for it
             body = await asyncio.to_thread(decoded_body, body, encoding, self._max_body)
@@ -186,27 +190,41 @@ class _Face:
             raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Read a request's body. Raises RequestError: 413 where it is too long, 408 where it takes too long to come.
+class Bodies:
+    """Reads requests' bodies, not too many bytes at once."""
 
-    Of what is too long as much again is read and dropped: most clients hear an answer only once they have sent all.
-    """
-    chunks, n_bytes = [], 0
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                n_bytes += len(chunk)
-                if n_bytes <= limit:
-                    chunks.append(chunk)
-                elif n_bytes > 2 * limit:
-                    break
-    except TimeoutError as error:
-        raise RequestError(f"the body has not come within {BODY_S:g} s", 408) from error
-    except ClientDisconnect as error:
-        raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE) from error
-    if n_bytes > limit:
-        raise RequestError(f"the body is longer than {limit:,} bytes", 413)
-    return b"".join(chunks)
+    def __init__(self) -> None:
+        self._n_reading = 0
+
+    async def read(self, request: Request, limit: int) -> bytes:
+        """Read a request's body.
+
+        Raises RequestError: 413 where it is too long, 408 where it takes too long to come, 429 where too much is being
+        read. Of what is too long as much again is read and dropped: most clients hear an answer only once they have
+        sent all.
+        """
+        chunks, n_bytes, n_kept = [], 0, 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for chunk in request.stream():
+                    n_bytes += len(chunk)
+                    if n_bytes <= limit:
+                        chunks.append(chunk)
+                        n_kept += len(chunk)
+                        self._n_reading += len(chunk)
+                    elif n_bytes > 2 * limit:
+                        break
+                    if n_kept < self._n_reading > READING_BYTES:
+                        raise RequestError("too many requests are being read; try again later", 429, RETRY_AFTER_S)
+        except TimeoutError as error:
+            raise RequestError(f"the body has not come within {BODY_S:g} s", 408) from error
+        except ClientDisconnect as error:
+            raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE) from error
+        finally:
+            self._n_reading -= n_kept
+        if n_bytes > limit:
+            raise RequestError(f"the body is longer than {limit:,} bytes", 413)
+        return b"".join(chunks)
 
 
 def _json_length(request: Request) -> int | None:
