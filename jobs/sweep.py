@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 from cauc_ray.execution.tasks import Outcome
-from cauc_ray.front.config import FilePath
+from cauc_ray.front.config import Location
 from cauc_ray.front.sweeping import Sweep, SweepConfig, run_sweep
 from cauc_ray.front.sweeping.tables import grids
 from cauc_ray.front.tables import line
@@ -21,7 +21,7 @@ class SweepJob(JobConfig, SweepConfig):
 
     BY_CONTENT = True
 
-    output: FilePath
+    output: Location
 
 
 def work(config: SweepJob, run: JobRun) -> JobResult:

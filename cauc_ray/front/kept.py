@@ -7,7 +7,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +17,7 @@ from cauc_ray.execution.tasks import Outcome, Task, run_tasks
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
+from cauc_ray.files.paths import AnyPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Kept:
     version of the package measured it.
     """
 
-    folder: Path
+    folder: AnyPath
     write: Callable[[Any], Written]
     read: Callable[[Task, Written], Any]
 
@@ -46,7 +46,7 @@ class Kept:
         path = self._path(task)
         try:
             said = read_json(path)
-            table = read_parquet(path.with_suffix(".parquet")) if said["has_table"] else None
+            table = read_parquet(self._path(task, "parquet")) if said["has_table"] else None
             value = self.read(task, Written(said["content"], table))
         except (DataError, LookupError, TypeError):
             return None
@@ -60,7 +60,7 @@ class Kept:
         make_folder(self.folder)
         written = self.write(outcome.value)
         if written.table is not None:
-            write_parquet(path.with_suffix(".parquet"), written.table)
+            write_parquet(self._path(outcome.task, "parquet"), written.table)
         content = {
             "part": outcome.task.part,
             "name": outcome.task.name,
@@ -75,9 +75,9 @@ class Kept:
         again = Written(json.loads(json.dumps(written.content)), written.table)
         return replace(outcome, value=self.read(outcome.task, again))
 
-    def _path(self, task: Task) -> Path:
+    def _path(self, task: Task, form: str = "json") -> AnyPath:
         key = json.dumps([task.part, task.name, task.identity, cauc_ray.__version__])
-        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{form}"
 
     def run(self, tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
         """Yield the outcome of each task: those that are kept first, then the others as run_tasks() ends them.

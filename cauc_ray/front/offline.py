@@ -15,7 +15,7 @@ from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.atomic import require_writable
 from cauc_ray.files.parquet import write_parquet
-from cauc_ray.files.paths import path_of
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.front.evaluated import Evaluation
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.fingerprints import fingerprints_of
@@ -330,11 +330,11 @@ def save_table(table: pa.Table, path: str | Path) -> None:
     write_parquet(path_of(path), table)
 
 
-def require_apart(output: str | Path, *inputs: str | Path) -> None:
+def require_apart(output: str | AnyPath, *inputs: str | AnyPath) -> None:
     """Raise ConfigError where an output would replace one of the inputs, or a file within it."""
-    target = Path(output).resolve()
+    target = Path(str(output)).resolve()
     for source in inputs:
-        if target.is_relative_to(Path(source).resolve()):
+        if target.is_relative_to(Path(str(source)).resolve()):
             raise ConfigError(f"output {output} is, or lies in, the input {source}; write it elsewhere")
 
 

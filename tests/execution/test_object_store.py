@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from job_cases import write_inputs
+from job_cases import N_ROWS, SWEEP, write_inputs
 from runs import by_example, numbered_input, python_pool, read_all, two_model_policy, write_pool
+from synthetic import write_table
 
 import cauc_ray
 from cauc_ray.files.listing import visible
-from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import path_of
 
 TESTS = Path(__file__).parents[1]
@@ -152,6 +153,10 @@ def test_jobs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
     saved = {"logits": f"{bucket}/collected", "models": ["long"], "threshold": 0.5, "shards": 1}
     assert job("calibrate", tmp_path, **saved, output=f"{bucket}/fit")["n_rows"] == [10, 10]
     assert cauc_ray.Policy.load(f"{bucket}/fit/policy.json").models == ("long",)
+    write_table(bucket / "planted", n=600)
+    swept = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
+    assert job("sweep", tmp_path, **swept)["n_rows"] == N_ROWS
+    assert read_parquet(bucket / "sweep" / "results.parquet").num_rows == N_ROWS
 
 
 def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cauc_ray.errors import unknown_name
 from cauc_ray.front.comparing import SINGLE
-from cauc_ray.front.config import FilePath
+from cauc_ray.front.config import Location
 from cauc_ray.front.options import Seed
 from cauc_ray.models.service import Section
 from cauc_ray.policies.methods import METHODS
@@ -32,7 +32,7 @@ class SweptSet(Section):
     """
 
     name: str = Field(pattern=r"^[^\x00-\x1f]+$")
-    logits: FilePath
+    logits: Location
     chains: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...] = Field(min_length=1)
     embedding: str | None = None
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from cauc_ray.errors import BudgetError
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.examples import ExampleReader
 from cauc_ray.front.options import MeasureOptions
@@ -35,7 +35,7 @@ class Point:
     """
 
     set_name: str
-    logits: Path
+    logits: AnyPath
     embedding: str | None
     models: tuple[str, ...]
     method: str
@@ -65,7 +65,7 @@ class Point:
         options = MeasureOptions(
             models=self.models, calibration_split=calibration, validation_split=validation, split=split
         )
-        read = ExampleReader(Source(self.logits, options), self.embedding).read("measuring a sweep")
+        read = ExampleReader(Source(str(self.logits), options), self.embedding).read("measuring a sweep")
         drawn = redraw(dict(zip(self.splits, read, strict=True)), self.redrawn, self.seed)
         return Fitting(drawn[calibration], drawn[validation], self.seed), drawn[split]
 

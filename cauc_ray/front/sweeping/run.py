@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ from cauc_ray.execution.tasks import N_CPUS, Outcome, Task
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.listing import content_digest
 from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.kept import Kept, Written
 from cauc_ray.front.offline import require_apart
@@ -61,7 +61,7 @@ _STATUSES = ("ok", "unmet", "missing")
 
 def run_sweep(
     config: SweepConfig,
-    output: str | Path,
+    output: str | AnyPath,
     *,
     address: str | None = None,
     on_outcome: Callable[[Outcome, int, int], None] = lambda outcome, place, of: None,
@@ -78,7 +78,7 @@ def run_sweep(
     started = time.perf_counter()
     require_apart(output, *(each.logits for each in config.sets))
     points = {_task(point, identity): point for each in config.sets for point, identity in _points(config, each)}
-    folder = Path(output)
+    folder = path_of(output)
     kept = Kept(folder / "tasks", Written, lambda task, written: written.content)
     outcomes: dict[Task, Outcome] = {}
     with ray_session(address, N_CPUS):
