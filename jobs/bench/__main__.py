@@ -11,7 +11,7 @@ from typing import Any
 from cauc_ray.errors import unknown_name
 from jobs.bench.part import PARTS, load, measured, parser_of
 
-# Run only where they are named: two hours, and half an hour.
+# Run only where they are named: many hours, and half an hour.
 LONG = ("faults", "sink")
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...

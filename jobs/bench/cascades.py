@@ -67,13 +67,19 @@ def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[floa
     """
     calibration = planted_rows(np.random.default_rng(1), CALIBRATION_ROWS, deferral)
     for split, rows in {"calibration": calibration, **splits}.items():
-        ids = rows.columns()["example_id"]
-        for place, model in enumerate(models):
-            logits = np.stack([rows.gaps[:, place], np.zeros(len(ids), np.float32)], axis=1)
-            write_logits(path, model, split, example_ids=ids, labels=rows.labels, logits=logits)
+        logits = [np.stack([gaps, np.zeros_like(gaps)], axis=1) for gaps in rows.gaps.T]
+        write_split(path, models, split, rows.columns()["example_id"], rows.labels, logits)
+    return cauc_ray.fit(path, models=list(models), method="rf", threshold=THRESHOLD)
+
+
+def write_split(
+    path: Path, models: Mapping[str, float], split: str, ids: Sequence[str], labels: Ints, logits: Sequence[Floats]
+) -> None:
+    """Write a split of a logit table.   logits: of each model, (N, K)."""
+    for model, own in zip(models, logits, strict=True):
+        write_logits(path, model, split, example_ids=ids, labels=labels, logits=own)
     listed = [PoolModel(name=name, cost=cost) for name, cost in models.items()]
     write_info(path, TableInfo(cost_unit="s", logit_kind="raw", models=listed))
-    return cauc_ray.fit(path, models=list(models), method="rf", threshold=THRESHOLD)
 
 
 def write_pool(path: Path, stages: Sequence[Mapping[str, Any]], task: str = "multiple-choice", **settings: Any) -> Path:
@@ -83,11 +89,16 @@ def write_pool(path: Path, stages: Sequence[Mapping[str, Any]], task: str = "mul
     return path
 
 
-def write_input(path: Path, columns: Mapping[str, Any], *, files: int = 1) -> Path:
-    """Write an input's columns to so many Parquet files in a folder, with row groups that a reader can take whole."""
+def write_input(
+    path: Path, columns: Mapping[str, Any], *, files: int = 1, row_group_size: int = 8192, **options: Any
+) -> Path:
+    """Write an input's columns to so many Parquet files in a folder, with row groups that a reader can take whole.
+
+    options: of pyarrow.parquet.write_table.
+    """
     path.mkdir()
     table = pa.table(dict(columns))
     for number, rows in enumerate(np.array_split(np.arange(table.num_rows), files)):
         part = table.slice(int(rows[0]), len(rows))
-        pq.write_table(part, path / f"part-{number:04d}.parquet", row_group_size=8192)
+        pq.write_table(part, path / f"part-{number:04d}.parquet", row_group_size=row_group_size, **options)
     return path

@@ -1,4 +1,4 @@
-"""Measure what faults do to runs: rows lost, twice, or different, and the time that they cost."""
+"""Measure what faults do to runs and services: rows lost, doubled, different or wrongly failed, and time."""
 
 from __future__ import annotations
 
@@ -8,113 +8,95 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
-from statistics import median
+from shutil import which
 from typing import Any
 
-from cauc_ray.errors import ConfigError, ExecutionError, unknown_name
+from cauc_ray.errors import ExecutionError
 from jobs.bench.part import absent
-from jobs.faults.session import SESSIONS
+from jobs.faults.kinds import KINDS, ROOT, SESSIONS, WHERE
 
-ROOT = Path(__file__).parents[2]
-KINDS = tuple(kind for kinds in SESSIONS.values() for kind in kinds)
-COUNTS = ("lost", "duplicated", "different", "wrongly_failed", "repeated")
+WRONG = ("lost", "doubled", "different", "wrongly_failed", "refused", "left_over")
+FIGURES = ("hit", "missed", *WRONG, "degraded", "again")
+NAMES = tuple(kind.name for kind in KINDS)
+# A cluster of its own; Serve misses a proxy that died after seconds, not after half a minute.
+RAY = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled", "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes, each with its full one as the default."""
-    parser.add_argument("--seeds", type=int, default=10, help="trials of each kind of fault, each at other moments")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of fault, by name")
-    parser.add_argument("--rows", type=int, default=2560, help="rows of a run; multiples of 2560 fill all blocks")
-    parser.add_argument("--keep", help="a folder that keeps what the runs leave")
+    parser.add_argument("--where", nargs="+", choices=WHERE, default=list(WHERE), help="what is struck")
+    parser.add_argument("--kinds", nargs="+", choices=NAMES, default=list(NAMES), help="kinds of fault")
+    parser.add_argument("--seeds", type=int, default=10, help="trials of each kind, each at other moments")
+    parser.add_argument("--rows", type=int, default=2560, help="rows of a run; multiples of 1280 fill all blocks")
+    parser.add_argument("--keep", help="a folder that keeps what the trials leave")
 
 
 def missing(options: argparse.Namespace) -> str | None:
-    """Return what the part needs and does not find here, None where it can run."""
-    return absent("psutil")
+    """Need Ray Serve, what makes the load and finds processes, and for kinds of the network what cuts it."""
+    if _names(options, options.where, "network") and (os.geteuid() or not (which("unshare") and which("ip"))):
+        return "to cut networks takes root, unshare and ip; --kinds names other kinds"
+    return absent("starlette", "aiohttp", "psutil")
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print what people read, and return the figures, ratios included."""
-    wanted = options.kinds.split(",")
-    for kind in wanted:
-        if kind not in KINDS:
-            raise ConfigError(unknown_name("kind of fault", kind, KINDS))
-    print(_LINE.format(*_HEADINGS), flush=True)
-    results: dict[str, Any] = {}
+    """Measure, print what people read, and return the figures of each kind, by where it was put."""
+    results: dict[str, dict[str, Any]] = {where: {} for where in options.where}
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
-        for name, kinds in SESSIONS.items():
-            own = [kind for kind in kinds if kind in wanted]
-            folder = Path(options.keep or scratch) / name
-            for found in _trials(name, folder, options, own) if own else ():
-                results[found["kind"]] = found
-                print(_LINE.format(*_cells(found)), flush=True)
-                for error in found["errors"]:
-                    print(f"    {error}", flush=True)
-    totals = {key: sum(found[key] for found in results.values()) for key in (*COUNTS, "left_over", "missed")}
-    sound = all(found["sound"] for found in results.values())
-    print(f"{len(results)} kinds of fault, {'all sound' if sound else 'NOT all sound'}: {totals}")
-    return {"kinds": results, **totals, "sound": sound}
+        for where, session in product(options.where, SESSIONS):
+            names = _names(options, [where], session)
+            print(_LINE.format(where, "strikes", *FIGURES, "seconds") if names else "", flush=True)
+            folder = Path(options.keep or scratch).resolve() / f"{where}-{session}"
+            words = map(str, (session, where, folder, options.rows, options.seeds, *names))
+            for kind, trials in groupby(_trials([*words]) if names else (), key=itemgetter("kind")):
+                found = results[where][kind] = _figures([*trials])
+                hits = KINDS[NAMES.index(kind)].hits
+                print(_LINE.format(kind, hits, *map(found.get, FIGURES), str(found["seconds"])), flush=True)
+                print(*(f"    {error}\n" for error in found["errors"]), sep="", end="", flush=True)
+    sound = all(found["sound"] for of_where in results.values() for found in of_where.values())
+    print("all sound" if sound else "NOT all sound")
+    return {**results, "sound": sound}
 
 
-def _trials(session: str, folder: Path, options: argparse.Namespace, kinds: Sequence[str]) -> Any:
-    """Make a session's trials in a process of its own, and yield the figures of each kind."""
-    folder.mkdir(parents=True)
-    words = [session, folder, options.rows, options.seeds, *kinds]
+def _names(options: argparse.Namespace, where: Sequence[str], session: str) -> list[str]:
+    kinds = [kind for kind in KINDS if kind.name in options.kinds and kind.session == session]
+    return [kind.name for kind in kinds if not set(kind.on).isdisjoint(where)]
+
+
+def _trials(words: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Make a session's trials in a process of its own, and yield what each found."""
+    alone = ["unshare", "--net"] if words[0] == "network" else []  # a network of its own, which it may change
     with subprocess.Popen(
-        [sys.executable, "-m", "jobs.faults.session", *map(str, words)],
+        [*alone, sys.executable, "-m", "jobs.faults.trial", *words],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Ray tells there of every process that has died
+        stderr=subprocess.DEVNULL,  # Ray reports there every process that has died
         text=True,
-        env={**os.environ, "RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled"},
+        env=os.environ | RAY,
     ) as process:
         assert process.stdout is not None
-        trials: list[dict[str, Any]] = []
-        for line in process.stdout:
-            said = json.loads(line) if line.startswith("{") else None  # Ray may write there, too
-            if said is None:
-                continue
-            if trials and said["kind"] != trials[0]["kind"]:
-                yield _figures(trials)
-                trials = []
-            trials.append(said)
-        if trials:
-            yield _figures(trials)
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))  # Ray may write there, too
     if process.returncode:
-        raise ExecutionError(f"the trials of session {session!r} ended with {process.returncode} before they were done")
+        raise ExecutionError(f"the trials of session {words[0]!r} ended with {process.returncode}")
 
 
-def _figures(said: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sum a kind's trials up.   said: the undisturbed run, then the trials."""
-    first, *trials = said
-    ended = [trial for trial in trials if "error" not in trial]
-    counted = [trial for trial in ended if trial["struck"]]
+def _figures(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sum a kind's trials up."""
     errors = [f"seed {trial['seed']}: {trial['error']} ({trial['folder']})" for trial in trials if "error" in trial]
-    walls = [trial["wall_s"] / first["undisturbed_s"] for trial in counted]
-    figures = {key: sum(trial[key] for trial in ended) for key in (*COUNTS, "left_over")}
+    figures = {key: sum(trial.get(key, 0) for trial in trials) for key in FIGURES}
+    struck = [trial for trial in trials if trial["struck"] and "error" not in trial]
     return {
-        "kind": first["kind"],
-        "where": first["where"],
-        "seeds": len({trial["seed"] for trial in counted}),
-        "strikes": sum(trial["struck"] for trial in counted),
-        "missed": len(ended) - len(counted),
         **figures,
-        "undisturbed_s": first["undisturbed_s"],
-        "wall_ratio": median(walls) if walls else None,
-        "wall_ratio_worst": max(walls, default=None),
+        "hit": len(struck),
+        "missed": len(trials) - len(struck) - len(errors),
+        "seconds": [round(trial["seconds"], 1) for trial in struck],
+        "why": [trial["why"] for trial in trials if trial.get("why")],
         "errors": errors,
-        "sound": not errors and all(trial["is_sound"] for trial in ended),
+        "sound": not any(figures[key] for key in WRONG) and len(struck) == len({trial["seed"] for trial in trials}),
     }
 
 
-_HEADINGS = ("kind", "strikes", "seeds", "hits", "missed", "lost", "twice", "other", "wrongly", "again", "left", "wall")
-_LINE = "{:<24}{:<31}{:>6}{:>6}{:>7}{:>6}{:>6}{:>6}{:>8}{:>7}{:>5}  {}"
-
-
-def _cells(found: dict[str, Any]) -> list[Any]:
-    keys = ("kind", "where", "seeds", "strikes", "missed", *COUNTS, "left_over")
-    ratios = (found["wall_ratio"], found["wall_ratio_worst"])
-    wall = "–" if None in ratios else "{:.2f}, worst {:.2f}".format(*ratios)
-    return [*(found[key] for key in keys), wall]
+_LINE = "{:<24}{:<25}" + "{:>15}" * len(FIGURES) + "  {}"

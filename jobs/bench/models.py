@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,9 +11,6 @@ import numpy.typing as npt
 
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats
-
-# A model that hangs does so for longer than anybody waits.
-HANGS_S = 600.0
 
 # A batch as Ray Data gives it out and takes it back.
 Columns: TypeAlias = dict[str, npt.NDArray[Any]]
@@ -34,31 +30,3 @@ def from_column(column: str, seconds_per_call: float = 0.0, seconds_per_row: flo
         return logits
 
     return answer
-
-
-def troubled(column: str, seconds_per_call: float, orders: str) -> Callable[[Batch], Floats]:
-    """Answer as from_column does, but for as long as a fault is ordered: by a file of its name in a folder.
-
-    "hangs": a call does not end.   "hangs-once": one call does not, and takes the file away.   "nan": every answer
-    is NaN.
-    """
-    model, folder = from_column(column, seconds_per_call), Path(orders)
-
-    def answer(batch: Batch) -> Floats:
-        logits = model(batch)
-        if (folder / "hangs").exists() or _taken(folder / "hangs-once"):
-            time.sleep(HANGS_S)
-        if (folder / "nan").exists():
-            logits[:] = np.nan
-        return logits
-
-    return answer
-
-
-def _taken(order: Path) -> bool:
-    """Say whether there was such a file, and this is who took it away."""
-    try:
-        order.unlink()
-    except FileNotFoundError:
-        return False
-    return True

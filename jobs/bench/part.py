@@ -24,7 +24,6 @@ PARTS = (
     "sink",
     "serving",
     "serving_bodies",
-    "serving_faults",
     "gpu",
     "faults",
 )

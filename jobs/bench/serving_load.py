@@ -39,7 +39,6 @@ class Load:
 
     bodies: taken in turn by all clients together, again from the first after the last.   timeout_s: of a request.
     seconds: how long after the warm-up is measured; requests that are under way at its end are waited for.
-    per_s: so many are posted each second, whatever becomes of them; None where clients wait for their answers.
     """
 
     url: str
@@ -48,7 +47,6 @@ class Load:
     seconds: float
     warm_up_s: float = 1.0
     timeout_s: float = 30.0
-    per_s: float | None = None
     judge: Judge = by_status
     headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
@@ -57,19 +55,16 @@ class Load:
 class LoadResult:
     """What became of every request, those of the warm-up included; arrays (n,), in the order of the ends.
 
-    began_at: seconds since the epoch.   started_s: since began_at.   latency_s: until the whole answer was read, or
+    started_s: since the load began.   latency_s: until the whole answer was read, or
     until it was given up.   statuses: 0 without an answer.   kinds: as judged, without an answer what was met.
-    retry_after_mask: which answers say in a header when to ask again.
     """
 
-    began_at: float
     warm_up_s: float
     seconds: float
     started_s: Floats
     latency_s: Floats
     statuses: Ints
     kinds: npt.NDArray[np.str_]
-    retry_after_mask: Bools
 
     def __len__(self) -> int:
         return len(self.statuses)
@@ -119,25 +114,23 @@ async def drive(load: Load) -> LoadResult:
     ) as session:
         clients = _Clients(load, session)
         await clients.run()
-    started, ended, statuses, kinds, tells_when = zip(*clients.records, strict=True)
+    started, ended, statuses, kinds = zip(*clients.records, strict=True)
     return LoadResult(
-        began_at=clients.began_at,
         warm_up_s=load.warm_up_s,
         seconds=load.seconds,
         started_s=np.array(started) - clients.began,
         latency_s=np.array(ended) - np.array(started),
         statuses=np.array(statuses),
         kinds=np.array(kinds),
-        retry_after_mask=np.array(tells_when),
     )
 
 
 class _Clients:
-    """What makes a load, and its records: start, end, status, kind and whether it was told when to ask again."""
+    """What makes a load, and its records: start, end, status and kind."""
 
     def __init__(self, load: Load, session: aiohttp.ClientSession) -> None:
-        self.records: list[tuple[float, float, int, str, bool]] = []
-        self.began_at, self.began = time.time(), time.perf_counter()
+        self.records: list[tuple[float, float, int, str]] = []
+        self.began = time.perf_counter()
         self._until = self.began + load.warm_up_s + load.seconds
         self._load, self._session = load, session
         self._places = itertools.count()
@@ -145,16 +138,8 @@ class _Clients:
     async def run(self) -> None:
         """Make the load, and wait for the last answer."""
         async with asyncio.TaskGroup() as clients:
-            if self._load.per_s is None:
-                for _ in range(self._load.n_clients):
-                    clients.create_task(self._ask_in_turn())
-                return
-            for number in itertools.count():
-                due = self.began + number / self._load.per_s
-                if due >= self._until:
-                    return
-                await asyncio.sleep(due - time.perf_counter())
-                clients.create_task(self._ask())
+            for _ in range(self._load.n_clients):
+                clients.create_task(self._ask_in_turn())
 
     async def _ask_in_turn(self) -> None:
         while time.perf_counter() < self._until:
@@ -165,20 +150,20 @@ class _Clients:
         """Post the next body, record what came of it and return the status."""
         place = next(self._places) % len(self._load.bodies)
         started = time.perf_counter()
-        status, met, tells_when = await self._post(self._load.bodies[place])
+        status, met = await self._post(self._load.bodies[place])
         ended = time.perf_counter()
         kind = met if isinstance(met, str) else self._load.judge(place, status, met)
-        self.records.append((started, ended, status, kind, tells_when))
+        self.records.append((started, ended, status, kind))
         return status
 
-    async def _post(self, body: bytes) -> tuple[int, bytes | str, bool]:
-        """Return the status, the answer's body and whether it says when to ask again; 0 and what was met instead."""
+    async def _post(self, body: bytes) -> tuple[int, bytes | str]:
+        """Return the status and the answer's body; 0 and what was met instead."""
         try:
             async with self._session.post(self._load.url, data=body) as response:
-                return response.status, await response.read(), "Retry-After" in response.headers
+                return response.status, await response.read()
         except TimeoutError:
-            return NO_ANSWER, TIMEOUT, False
+            return NO_ANSWER, TIMEOUT
         except aiohttp.ClientConnectorError as error:
-            return NO_ANSWER, REFUSED if isinstance(error.os_error, ConnectionRefusedError) else RESET, False
+            return NO_ANSWER, REFUSED if isinstance(error.os_error, ConnectionRefusedError) else RESET
         except aiohttp.ClientError:  # the connection ended before the answer did
-            return NO_ANSWER, RESET, False
+            return NO_ANSWER, RESET

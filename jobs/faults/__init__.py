@@ -1,1 +1,32 @@
-"""Faults put into runs of a cascade at random moments: what they cost, and that they change nothing."""
+"""Faults put into runs and services at seeded moments: what was lost, doubled, different or wrongly failed.
+
+One cascade whose every answer is known (`cascade`), one model that misbehaves where it is ordered to (`models`), one
+small real Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run and of a service, one comparison
+with the offline replay (`trial`). `python -m jobs.bench faults` makes trials of every kind with ten seeds.
+
+| kinds | run | service |
+| --- | --- | --- |
+| none: nothing is struck | yes | yes |
+| replica-killed, replica-killed-last, replicas-killed: one replica of a stage, or all at once | yes | yes |
+| replica-hangs, replica-hangs-on: two calls do not end, or all calls of a process | yes | yes |
+| replica-turns-bad, -nan, -shape, -deadly, replicas-turn-bad: processes fail every call | yes | yes |
+| bad-for-a-while: all replicas of a stage fail every call for some seconds | yes | yes |
+| nan, shape, raises: a few calls of every stage | yes | yes |
+| row-raises, row-kills: certain rows fail their batch, or kill their process | yes | yes |
+| dies-loading: replicas that take another's place die | yes | yes |
+| stage-down: a stage is gone, and rows are answered without it and marked | yes | yes |
+| controller-killed: the run's controller, Serve's controller | yes | yes |
+| node-killed, node-replaced: a raylet with its workers and its object store | yes | yes |
+| network-cut, network-stalls: no packet passes to or from a node until it is given up, or for a moment | yes | yes |
+| stage-down-resumed: a stage is gone, the run ends, and is resumed | yes | – |
+| reader-killed, driver-killed (and resumed), input-away, input-damaged | yes | – |
+| store-full, store-full-no-spilling: an object store that others fill | yes | – |
+| router-killed, proxy-killed | – | yes |
+
+The network kinds have every node in a Linux network namespace of its own and take its link off their bridge: both
+sides keep their interfaces and addresses and hear nothing of each other. This takes root; disks and memory are shared.
+
+A client whose request is lost by what holds it (a router, a proxy, a node) asks again, and so does one that is told to:
+these are counted, under "again", and nowhere else. "refused" counts requests for good rows that were not answered
+whole because of others' bad rows. A row that must fail may also be answered without its stage, and marked.
+"""

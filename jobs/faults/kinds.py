@@ -1,273 +1,269 @@
-"""The kinds of fault that one Ray session of this machine can take."""
+"""The kinds of fault: what each strikes, and how."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-import psutil
+import numpy as np
 import pyarrow.parquet as pq
 import ray
+from ray.exceptions import RayError
 
+from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files
-from jobs.faults import processes
-from jobs.faults.trial import Outcome, Trial
+from jobs.faults.cascade import Cascade
+from jobs.faults.cluster import NOTICED_S, Cluster, kill, processes, replicas, wait_until
+from jobs.faults.models import give_order
 
-ROOT = Path(__file__).parents[2]
+# Returns whether there was something to hit.
+Strike: TypeAlias = "Callable[[Scene], bool]"
+
+WHERE = ("run", "service")
+# How the cluster of each session differs from one whose head has all the CPUs.
+STORE_BYTES = 100 * 2**20
+SESSIONS: dict[str, dict[str, Any]] = {
+    "machine": {},
+    "nodes": {"n_nodes": 3, "store_bytes": 2 * 10**8},
+    "network": {"n_nodes": 3, "store_bytes": 2 * 10**8, "apart": True},
+    "small-store": {"store_bytes": STORE_BYTES},
+    "store-without-disk": {"store_bytes": STORE_BYTES, "spills": False},
+}
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
+_IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
 # The last stage is down after so many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
+# A stage of a service is down for so long, an object store full.
+DOWN_S, HELD_S = 6.0, 4.0
+ROOT = Path(__file__).parents[2]
+# What takes longer hangs.
+DEADLINE_S = 240.0
+
+
+@dataclass(slots=True)
+class Scene:
+    """A run or a service, in a folder with its input, its output, a log and the notes of its models; and chance.
+
+    asked: the rows, by example_id.   must_fail: those that nothing can answer.   hits: how often it was struck.
+    """
+
+    cascade: Cascade
+    cluster: Cluster
+    folder: Path
+    rng: random.Random
+    serves: bool
+    asked: Sequence[str]
+    must_fail: set[str] = field(default_factory=set)
+    hits: int = 0
+    child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def notes(self) -> Path:
+        """Where models note what they do."""
+        return self.folder / "notes"
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether the process has ended that asked for the run."""
+        return self.child is not None and self.child.poll() is not None
+
+    def run(self, *words: object) -> None:
+        """Start `cauc run` on the cluster."""
+        command = [sys.executable, "-m", "jobs.faults.run", *map(str, words), "--address", self.cluster.address]
+        with (self.folder / "log").open("wb") as log:
+            self.child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def wait(self) -> int:
+        """Wait for that process, and return its exit code. Raises ExecutionError."""
+        assert self.child is not None
+        self.until(lambda: self.is_over, "end")
+        return self.child.wait()
+
+    def until(self, true: Callable[[], bool], what: str) -> None:
+        """Wait until something is true. Raises ExecutionError where it has not come to that in time."""
+        if not wait_until(true, DEADLINE_S):
+            raise ExecutionError(f"it did not {what} within {DEADLINE_S:g} s; it said: {self.said()}")
+
+    def said(self) -> str:
+        """Return the last line of what the process said."""
+        return ((self.folder / "log").read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
+
+    def strike(self, strike: Strike, moments: Sequence[float]) -> None:
+        """Strike at moments, in seconds from now, each time until there is something to hit; count that."""
+        began = time.monotonic()
+        for moment in sorted(moments):
+            wait_until(lambda: self.is_over, began + moment - time.monotonic())
+            while not self.is_over and time.monotonic() < began + DEADLINE_S:
+                if strike(self):
+                    self.hits += 1
+                    break
+                time.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault.   where: what it strikes.   pool, run: how its runs differ from others, disturbed or not."""
+    """A kind of fault.
+
+    hits: for people.   on: what it applies to.   session: the cluster that it needs.   times: how often it strikes.
+    when: before the start, as soon as the input is read, or at any moment from the first call on.   pool: how the pool
+    differs.   ends: what a run says that ends of it, and is resumed; "" where the fault ends the run's own process.
+    loses: it ends what holds the requests of a service.
+    """
 
     name: str
-    where: str
-    put_into: Callable[[Trial], Outcome]
+    hits: str
+    strike: Strike
+    on: tuple[str, ...] = WHERE
+    session: str = "machine"
+    times: int = 1
+    when: Literal["before", "reading", "calls"] = "calls"
     pool: Mapping[str, Any] = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
+    ends: str | None = None
+    loses: bool = False
 
 
-def replica_killed(stage: int) -> Callable[[Trial], Outcome]:
-    """Kill replicas of a stage."""
+def killed(*titles: str, place: int | None = None, every: bool = False) -> Strike:
+    """Kill a process of Ray with such a title, or a replica of a stage, or every one at once."""
 
-    def put_into(trial: Trial) -> Outcome:
-        with trial.striking(lambda: trial.kill(stage=stage), times=2):
-            wall_s = trial.run(trial.pool())
-        return trial.outcome(wall_s)
+    def strike(scene: Scene) -> bool:
+        found = processes(*titles) if place is None else replicas(scene.notes, place)
+        return kill(found if every else scene.rng.sample(found, min(1, len(found))))
 
-    return put_into
-
-
-def all_replicas_killed(trial: Trial) -> Outcome:
-    """Kill all of the last stage's many replicas at once, most of which have nothing to do just then."""
-
-    def strike() -> bool:
-        found = processes.replicas(trial.notes, 2)
-        for process in found:
-            with suppress(psutil.Error):
-                process.kill()
-        return bool(found)
-
-    with trial.striking(strike):
-        wall_s = trial.run(trial.pool(**_MANY))
-    return trial.outcome(wall_s)
+    return strike
 
 
-def actor_killed(kind: str, times: int) -> Callable[[Trial], Outcome]:
-    """Kill an actor of a kind that there is one of, or few."""
+def model_fault(does: str, *places: int, seconds: float = 0.0, **order: Any) -> Strike:
+    """Have models of stages misbehave: see models.give_order; for some seconds, in all calls."""
 
-    def put_into(trial: Trial) -> Outcome:
-        with trial.striking(lambda: trial.kill(kind), times=times):
-            wall_s = trial.run(trial.pool())
-        return trial.outcome(wall_s)
+    def strike(scene: Scene) -> bool:
+        return all(give_order(scene.notes, place, does=does, until=time.time() + seconds, **order) for place in places)
 
-    return put_into
+    return strike
 
 
-def replica_hangs(trial: Trial) -> Outcome:
-    """Have two calls of the second stage never end."""
-    faults = {1: {"fault": "hangs", "at_calls": trial.random_calls(1, 2)}}
-    wall_s = trial.run(trial.pool(faults, call_timeout_s=2.0))
-    trial.model_struck()
-    return trial.outcome(wall_s)
+def guilty_rows(does: str, n: int) -> Strike:
+    """Have the second stage fail on certain rows whenever it sees them: they, and no others, must fail."""
+
+    def strike(scene: Scene) -> bool:
+        reach = [example for example in scene.asked if scene.cascade.expected[example]["stage"] >= 1]
+        scene.must_fail.update(scene.rng.sample(reach, n))
+        rows = [int(example.removeprefix("test-")) for example in scene.must_fail]
+        return give_order(scene.notes, 1, does=does, rows=rows)
+
+    return strike
 
 
-def turns_bad(stage: int, fault: str, n: int, **options: Any) -> Callable[[Trial], Outcome]:
-    """Have some replicas of a stage fail every call from some call on, as after a sticky error of their device."""
-
-    def put_into(trial: Trial) -> Outcome:
-        wall_s = trial.run(
-            trial.pool({stage: {"fault": fault, "bad": n, "bad_from": trial.rng.randint(2, 5)}}, **options)
-        )
-        trial.model_struck()
-        return trial.outcome(wall_s)
-
-    return put_into
+def dies_loading(scene: Scene) -> bool:
+    """Kill a replica of the last stage; the next ones die while they load."""
+    return give_order(scene.notes, 2, loads=3) and killed(place=2)(scene)
 
 
-def bad_for_a_while(trial: Trial) -> Outcome:
-    """Have all replicas of the second stage fail every call for some seconds, those started meanwhile, too."""
-    wall_s = trial.run(trial.pool({1: {"fault": "raises", "sick_s": 8.0, "bad_from": trial.rng.randint(2, 20)}}))
-    trial.model_struck()
-    return trial.outcome(wall_s)
+def stage_down(scene: Scene) -> bool:
+    """Kill the last stage, and all that loads of it: in a run for good, in a service for some seconds."""
+    give_order(scene.notes, 2, loads=1000)
+    struck = killed(place=2, every=True)(scene)
+    if scene.serves and struck:
+        time.sleep(DOWN_S)
+        give_order(scene.notes, 2)
+    return struck
 
 
-def rubbish(fault: str) -> Callable[[Trial], Outcome]:
-    """Have a few calls of every stage answer something that is no answer."""
-
-    def put_into(trial: Trial) -> Outcome:
-        faults = {place: {"fault": fault, "at_calls": trial.random_calls(place, 3)} for place in range(3)}
-        wall_s = trial.run(trial.pool(faults))
-        trial.model_struck()
-        return trial.outcome(wall_s)
-
-    return put_into
+def node_killed(*, replaced: bool) -> Strike:
+    """Kill a node with a stage; another comes, or the others have room."""
+    return lambda scene: scene.cluster.strike_node(scene.rng, _stages(scene), None, replaced=replaced)
 
 
-def guilty_rows(fault: str, n: int) -> Callable[[Trial], Outcome]:
-    """Have a stage fail on certain rows whenever it sees them: they, and no others, must fail."""
-
-    def put_into(trial: Trial) -> Outcome:
-        reach = sorted(example for example, row in trial.cascade.expected.items() if row["stage"] >= 1)
-        guilty = trial.rng.sample(reach, n)
-        wall_s = trial.run(trial.pool({1: {"fault": fault, "on_rows": guilty}}))
-        trial.model_struck()
-        return trial.outcome(wall_s, frozenset(guilty))
-
-    return put_into
+def network_cut(seconds: float) -> Strike:
+    """Cut a node with a stage off from all others for some seconds; another comes where it is given up."""
+    return lambda scene: scene.cluster.strike_node(scene.rng, _stages(scene), seconds, replaced=True)
 
 
-def input_away(trial: Trial) -> Outcome:
+def _stages(scene: Scene) -> set[int]:
+    return {process.pid for place in range(3) for process in replicas(scene.notes, place)}
+
+
+def store_full(scene: Scene) -> bool:
+    """Fill the object store as far as it lets itself be filled, and leave it so for some seconds."""
+    held = []
+    with suppress(RayError):
+        for _ in range(24):
+            held.append(ray.put(np.ones(STORE_BYTES // 12, np.uint8)))
+    time.sleep(HELD_S)
+    return bool(held)
+
+
+def input_away(scene: Scene) -> bool:
     """Have something else in place of all input files for a moment when they are first read."""
-    own = _own_input(trial)
-
-    def strike() -> bool:
-        hidden = {path: path.with_name(f".{path.name}") for path in parquet_files(own)}
-        for path, aside in hidden.items():
-            path.rename(aside)
-            path.write_bytes(b"not now " * 100)
-            os.utime(path, (0, time.time()))  # so that it is seen when one is read
-        processes.wait_until(lambda: any(path.stat().st_atime for path in hidden), 10.0)
-        time.sleep(trial.rng.uniform(0.0, 0.5))
-        seen = any(path.stat().st_atime for path in hidden)
-        for path, aside in hidden.items():
-            aside.replace(path)
-        return seen
-
-    with trial.striking(strike, after=lambda: bool(processes.actors("BlockReader"))):
-        wall_s = trial.run(trial.pool(), input=own)
-    return trial.outcome(wall_s)
+    hidden = {path: path.with_name(f".{path.name}") for path in parquet_files(scene.folder / "input")}
+    for path, aside in hidden.items():
+        path.rename(aside)
+        path.write_bytes(b"not now " * 100)
+        os.utime(path, (0, time.time()))  # so that it is seen when one is read
+    seen = wait_until(lambda: any(path.stat().st_atime for path in hidden), 10.0)
+    time.sleep(scene.rng.uniform(0.0, 0.5))
+    for path, aside in hidden.items():
+        aside.replace(path)
+    return seen
 
 
-def input_damaged(trial: Trial) -> Outcome:
+def input_damaged(scene: Scene) -> bool:
     """Damage a row group of the input for good: its rows, and no others, must fail."""
-    own = _own_input(trial)
-    path = trial.rng.choice(parquet_files(own))
+    path = scene.rng.choice(parquet_files(scene.folder / "input"))
     with pq.ParquetFile(path) as file:
-        n_groups = file.metadata.num_row_groups
-        group = trial.rng.randrange(n_groups)
-        place = file.schema_arrow.names.index("payload")
-        column = file.metadata.row_group(group).column(place)
-        rows = file.read_row_group(group, columns=["example_id"]).column(0).to_pylist()
-        start = column.data_page_offset + 1000
+        group = scene.rng.randrange(file.metadata.num_row_groups)
+        column = file.metadata.row_group(group).column(file.schema_arrow.names.index("payload"))
+        scene.must_fail.update(file.read_row_group(group, columns=["example_id"])["example_id"].to_pylist())
     with path.open("r+b") as raw:
-        raw.seek(start)
+        raw.seek(column.data_page_offset + 1000)
         raw.write(os.urandom(4096))
-    wall_s = trial.run(trial.pool(), input=own)
-    trial.struck = 1
-    return trial.outcome(wall_s, frozenset(rows))
-
-
-def driver_killed(trial: Trial) -> Outcome:
-    """Kill the process that asked for the run; ask again, with resume."""
-    pool, policy = trial.pool(), trial.folder / "policy.json"
-    policy.write_text(trial.cascade.policy.to_json())
-    address = ray.get_runtime_context().gcs_address
-    words = [pool, policy, trial.cascade.input, trial.out, address]
-    command = [sys.executable, "-m", "jobs.faults.driver", *map(str, words)]
-    started = time.perf_counter()
-    driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def strike() -> bool:
-        if not (trial.out / "run.json").exists():
-            return False
-        driver.kill()
-        return driver.wait() < 0
-
-    with trial.striking(strike):
-        driver.wait(120)
-        processes.wait_until(lambda: trial.struck > 0, 5.0)
-    wall_s = time.perf_counter() - started
-    if not trial.struck and driver.returncode:
-        raise AssertionError(f"the driver ended by itself with {driver.returncode}")
-    return trial.outcome(wall_s + trial.run(pool, resume=True))
-
-
-def trouble_loading(how: str) -> Callable[[Trial], Outcome]:
-    """Have replicas of the last stage die while they load, or be slow to, and one more die later."""
-
-    def put_into(trial: Trial) -> Outcome:
-        with trial.striking(lambda: trial.kill(stage=2)):
-            wall_s = trial.run(trial.pool({2: {"loading": how, "times": 3}}))
-        n_killed = trial.struck
-        trial.model_struck()
-        trial.struck += n_killed
-        return trial.outcome(wall_s)
-
-    return put_into
-
-
-def stage_down(trial: Trial) -> Outcome:
-    """Kill the last stage for good at some moment: the run ends, and is resumed once the stage is well."""
-    with trial.striking(lambda: _take_down(trial, 2)):
-        wall_s = trial.run_badly(trial.pool({2: {"loading": "down"}}, **_SOON_DOWN), "has had no live replica for")
-    n_left = processes.left_over()
-    (trial.notes / "down").unlink(missing_ok=True)  # on a busy machine the stage may be down before anything strikes it
-    outcome = trial.outcome(wall_s + trial.run(trial.pool(), resume=True))
-    return replace(outcome, left_over=outcome.left_over + n_left)
-
-
-def stage_down_degrade(trial: Trial) -> Outcome:
-    """Kill the last stage for good at some moment: rows that still need it are answered without it, and say so."""
-    with trial.striking(lambda: _take_down(trial, 2)):
-        pool = trial.pool({2: {"loading": "down"}}, **_SOON_DOWN, on_failure="degrade")
-        wall_s = trial.run(pool)
-    outcome = trial.outcome(wall_s)
-    return replace(outcome, struck=min(outcome.struck, outcome.seen.degraded))
-
-
-def _take_down(trial: Trial, stage: int) -> bool:
-    """Kill all replicas of a stage, and every one that loads from now on. Returns whether there was one."""
-    if not processes.replicas(trial.notes, stage):
-        return False
-    (trial.notes / "down").touch()
-    for process in processes.replicas(trial.notes, stage):
-        with suppress(psutil.Error):
-            process.kill()
     return True
 
 
-def _own_input(trial: Trial) -> Path:
-    """Return a copy of the input that may be damaged."""
-    return Path(shutil.copytree(trial.cascade.input, trial.folder / "input"))
+def driver_killed(scene: Scene) -> bool:
+    """Kill the process that asked for the run."""
+    return (scene.folder / "out" / "run.json").exists() and kill([scene.child])
 
 
 KINDS = (
-    Kind("replica-killed", "stage 1", replica_killed(0)),
-    Kind("replica-killed-last", "last stage", replica_killed(2)),
-    Kind("replicas-killed", "last stage, all 6 at once", all_replicas_killed, pool=_MANY),
-    Kind("replica-hangs", "stage 2", replica_hangs),
-    Kind("replica-hangs-on", "stage 2", turns_bad(1, "hangs", 1, call_timeout_s=2.0)),
-    Kind("replica-turns-bad", "stage 2", turns_bad(1, "raises", 1)),
-    Kind("replica-turns-nan", "stage 1", turns_bad(0, "nan", 1)),
-    Kind("replica-turns-shape", "last stage", turns_bad(2, "shape", 1)),
-    Kind("replica-turns-deadly", "stage 2", turns_bad(1, "dies", 2)),
-    Kind("replicas-turn-bad", "last stage, 4 of 6", turns_bad(2, "length", 4, **_MANY), pool=_MANY),
-    Kind("bad-for-a-while", "stage 2, all replicas", bad_for_a_while),
-    Kind("nan", "every stage", rubbish("nan")),
-    Kind("shape", "every stage", rubbish("shape")),
-    Kind("length", "every stage", rubbish("length")),
-    Kind("raises", "every stage", rubbish("raises")),
-    Kind("row-raises", "stage 2", guilty_rows("raises", 3)),
-    Kind("row-kills", "stage 2", guilty_rows("dies", 1)),
-    Kind("dies-loading", "last stage", trouble_loading("dies")),
-    Kind("slow-loading", "last stage", trouble_loading("slow")),
-    Kind("stage-down", "last stage, resumed", stage_down),
-    Kind("stage-down-degrade", "last stage", stage_down_degrade),
-    Kind("input-away", "input", input_away),
-    Kind("input-damaged", "input", input_damaged),
-    Kind("reader-killed", "reader", actor_killed("BlockReader", 2)),
-    Kind("controller-killed", "controller", actor_killed("RunController", 1)),
-    Kind("driver-killed", "driver, resumed", driver_killed),
+    Kind("none", "nothing", lambda scene: True),
+    Kind("replica-killed", "stage 1", killed(place=0), times=2),
+    Kind("replica-killed-last", "last stage", killed(place=2), times=2),
+    Kind("replicas-killed", "last stage, all at once", killed(place=2, every=True), pool=_MANY),
+    Kind("replica-hangs", "stage 2", model_fault("hangs", 1, calls=2), pool=_IMPATIENT),
+    Kind("replica-hangs-on", "stage 2", model_fault("hangs", 1, replicas=1), pool=_IMPATIENT),
+    Kind("replica-turns-bad", "stage 2", model_fault("raises", 1, replicas=1)),
+    Kind("replica-turns-nan", "stage 1", model_fault("nan", 0, replicas=1)),
+    Kind("replica-turns-shape", "last stage", model_fault("shape", 2, replicas=1)),
+    Kind("replica-turns-deadly", "stage 2", model_fault("dies", 1, replicas=2)),
+    Kind("replicas-turn-bad", "last stage, 4 of 6", model_fault("length", 2, replicas=4), pool=_MANY),
+    Kind("bad-for-a-while", "stage 2, all replicas", model_fault("raises", 1, seconds=8.0)),
+    Kind("nan", "every stage", model_fault("nan", 0, 1, 2, calls=3)),
+    Kind("shape", "every stage", model_fault("shape", 0, 1, 2, calls=3)),
+    Kind("raises", "every stage", model_fault("raises", 0, 1, 2, calls=3)),
+    Kind("row-raises", "3 rows, stage 2", guilty_rows("raises", 3), when="before"),
+    Kind("row-kills", "a row, stage 2", guilty_rows("dies", 1), when="before"),
+    Kind("dies-loading", "last stage", dies_loading),
+    Kind("stage-down", "last stage", stage_down, pool=_SOON_DOWN | {"on_failure": "degrade"}),
+    Kind("stage-down-resumed", "last stage", stage_down, ("run",), pool=_SOON_DOWN, ends="has had no live replica for"),
+    Kind("controller-killed", "controller", killed("RunController", "ServeController")),
+    Kind("reader-killed", "what reads", killed("BlockReader", "read"), ("run",), times=2),
+    Kind("driver-killed", "driver, resumed", driver_killed, ("run",), ends=""),
+    Kind("input-away", "input", input_away, ("run",), when="reading"),
+    Kind("input-damaged", "input", input_damaged, ("run",), when="before"),
+    Kind("router-killed", "router, 1 of 2", killed("ServeReplica:faults:Router"), ("service",), loses=True),
+    Kind("proxy-killed", "Serve's proxy", killed("ProxyActor"), ("service",), loses=True),
+    Kind("node-killed", "a node, room elsewhere", node_killed(replaced=False), session="nodes", loses=True),
+    Kind("node-replaced", "a node, another comes", node_killed(replaced=True), session="nodes", loses=True),
+    Kind("network-cut", "a node, until given up", network_cut(3 * NOTICED_S), session="network", loses=True),
+    Kind("network-stalls", "a node, soon back", network_cut(NOTICED_S / 3), session="network", loses=True),
+    Kind("store-full", "object store", store_full, ("run",), session="small-store"),
+    Kind("store-full-no-spilling", "object store, no disk", store_full, ("run",), session="store-without-disk"),
 )

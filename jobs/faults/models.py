@@ -1,12 +1,15 @@
-"""Models that answer from their input, and misbehave where a fault is ordered."""
+"""The model of every stage: it answers from its input, and misbehaves as orders in a folder say."""
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,102 +17,84 @@ from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats
 
 N_OPTIONS = 4
-# A model that hangs does so for longer than any deadline of a trial, one that is slow to load for so long.
+# Where in a row's payload its number is, behind the logits of three stages.
+NUMBER = 3 * N_OPTIONS
+# A model that hangs does so for longer than any deadline of a trial.
 HANGS_S = 600.0
-SLOW_S = 3.0
+# How likely each call is to be one of a few.
+CHANCE = 0.25
 
 
-def planted(
-    place: int,
-    seconds: float,
-    notes: str,
-    fault: str = "",
-    at_calls: Sequence[int] = (),
-    on_rows: Sequence[str] = (),
-    loading: str = "",
-    times: int = 0,
-    bad: int = 0,
-    bad_from: int = 0,
-    sick_s: float = 0.0,
-) -> Callable[[Batch], object]:
-    """Answer with a stage's logits, which stand in the input's payload, after so many seconds.
+def give_order(notes: Path, place: int, **order: Any) -> bool:
+    """Order what the models of a stage do from now on, in all of its processes.
 
-    place: of the stage.   notes: a folder where every process notes itself and its calls.   fault: what happens
-    at_calls, each time once: the n-th calls of the stage in all its processes; or whenever a batch holds one of
-    on_rows.   loading: what happens while loading, so many times: "dies" or "slow"; "down" dies whenever the folder
-    has a file of that name.   bad: so many of the stage's processes have the fault in every call from their
-    bad_from-th on; with sick_s, all processes have it for so long, from the stage's bad_from-th call on.
+    does: "nan", "shape", "length", "raises", "hangs" or "dies".   calls: in so many of the next ones, at random.
+    replicas: in all calls of so many processes.   until: in all calls before this time.   rows: whenever a batch has
+    one of these numbers.   loads: so many of the next processes that load die of it. Returns True.
+    """
+    written = notes / f".order-{place}"
+    written.write_text(json.dumps(order))
+    return written.rename(notes / f"order-{place}").exists()
+
+
+def planted(place: int, seconds: float, notes: str) -> Callable[[Batch], object]:
+    """Answer with a stage's logits, from the input's payload, after so many seconds.
+
+    notes: a folder with orders, where every process notes itself and each fault.
     """
     folder = Path(notes)
-    folder.mkdir(parents=True, exist_ok=True)
-    if loading == "down" and (folder / "down").exists():
+    order = _order(folder, place)
+    if _claim(folder / f"struck-{place}-loading", order.get("loads", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    if loading in ("dies", "slow") and any(_claim(folder / f"loading-{place}-{n}") for n in range(times)):
-        if loading == "dies":
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(SLOW_S)
     (folder / f"process-{place}-{os.getpid()}").touch()
+    is_bad = False
 
-    n_own = 0
-
-    def turned_bad(n_calls: int) -> bool:
-        nonlocal n_own
-        n_own += 1
-        if sick_s and n_calls >= bad_from:
-            since = folder / f"struck-{place}-sick"
-            _claim(since)
-            return time.time() - since.stat().st_mtime < sick_s
-        own = folder / f"struck-{place}-bad-{os.getpid()}"
-        if n_own == bad_from and any(_claim(folder / f"turned-{place}-{n}") for n in range(bad)):
-            own.touch()
-        return own.exists()
+    def is_due(order: dict[str, Any], numbers: Floats) -> bool:
+        nonlocal is_bad
+        struck = folder / f"struck-{place}"
+        is_bad = is_bad or _claim(struck, order.get("replicas", 0))
+        is_one = random.random() < CHANCE and _claim(struck, order.get("calls", 0))
+        always = time.time() < order.get("until", 0.0) or not set(order.get("rows", ())).isdisjoint(numbers)
+        if always:
+            _claim(struck, 1)
+        return is_bad or is_one or always
 
     def answer(batch: Batch) -> object:
-        n_calls = _count(folder / f"calls-{place}")
-        due = turned_bad(n_calls) or any(n_calls >= n and _claim(folder / f"struck-{place}-{n}") for n in at_calls)
-        guilty = bool(set(on_rows) & set(batch["example_id"]))
-        if guilty:
-            (folder / f"struck-{place}-rows").touch()
+        (folder / f"called-{place}").touch()
+        order = _order(folder, place)
+        due = is_due(order, batch["payload"][:, NUMBER])
         time.sleep(seconds)
         logits = np.array(batch["payload"][:, N_OPTIONS * place : N_OPTIONS * (place + 1)])
-        return _misbehaved(fault, logits) if due or guilty else logits
+        return _misbehaved(order["does"], logits) if due else logits
 
     return answer
 
 
-def _misbehaved(fault: str, logits: Floats) -> object:
+def _order(folder: Path, place: int) -> dict[str, Any]:
+    path = folder / f"order-{place}"
+    order: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return order
+
+
+def _misbehaved(does: str, logits: Floats) -> object:
     """Return what a fault makes of an answer, or do not return."""
-    if fault == "nan":
-        logits[len(logits) // 2, 1] = np.nan
-        return logits
-    if fault == "shape":
-        return logits[:, :, None]
-    if fault == "length":
-        return logits[:-1]
-    if fault == "raises":
+    if does == "raises":
         raise RuntimeError("the device has gone away")
-    if fault == "hangs":
+    if does == "hangs":
         time.sleep(HANGS_S)
-    if fault == "dies":
+    if does == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise ValueError(f"there is no fault {fault!r}")
+    if does == "nan":
+        logits[len(logits) // 2, 1] = np.nan
+    return {"nan": logits, "shape": logits[:, :, None], "length": logits[:-1]}[does]
 
 
-def _claim(path: Path) -> bool:
-    """Say whether this is the first to ask for a path, of all processes."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
-def _count(path: Path) -> int:
-    """Count one more, over all processes, and return how many there have been, this one among them."""
-    file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    try:
-        os.write(file, b".")
-        return os.fstat(file).st_size
-    finally:
-        os.close(file)
+def _claim(path: Path, times: int) -> bool:
+    """Say whether this is among the first so many to ask for a path, of all processes."""
+    for number in range(times):
+        try:
+            os.close(os.open(f"{path}-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        return True
+    return False

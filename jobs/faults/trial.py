@@ -1,166 +1,197 @@
-"""One run with a fault in it, held against what it must give."""
+"""Trials on one cluster: its session, where, a folder, rows, seeds and kinds; prints a JSON object for each."""
 
 from __future__ import annotations
 
+import json
 import random
-import signal
+import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
 
 import cauc_ray
-from cauc_ray.errors import CaucError
-from jobs.faults import processes
-from jobs.faults.cascade import Cascade, Comparison, compare, write_pool
+from cauc_ray.errors import ExecutionError
+from jobs.bench.serving_load import OK, TIMEOUT, Load, LoadResult, run_load
+from jobs.faults.cascade import Row, compare, pool_file, read_rows, write_cascade
+from jobs.faults.cluster import Cluster, kill, processes, wait_until
+from jobs.faults.kinds import KINDS, SESSIONS, Kind, Scene
+from jobs.faults.models import NUMBER
 
-# A run that takes longer hangs.
-DEADLINE_S = 240.0
-# A stage's calls in an undisturbed run: about so many, fewer at the deeper stages.
-N_CALLS = (80, 55, 16)
-
-
-class HungError(Exception):
-    """A run has not ended in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a fault did.   struck: how often it hit a run in progress.   wall_s: of the run, or runs where one goes on.
-
-    seen: how the rows differ from what they must be.   left_over: actors that outlived the run.
-    """
-
-    struck: int
-    wall_s: float
-    seen: Comparison
-    left_over: int
-
-    @property
-    def is_sound(self) -> bool:
-        """Say whether the fault has changed nothing."""
-        return self.seen.is_sound and not self.left_over
+# A trial that the fault has missed is made again so often, at other moments.
+TRIES = 3
+# Faults strike within so many seconds of the first call: about the shortest run.
+STRIKES_S = 2.0
+# Rows that a service is asked for, again and again.
+N_SERVED = 150
+# The titles of what a run or a service must not leave behind.
+LEFT_OVER = ("StageWorker", "RunController", "BlockReader", "read", "ServeReplica", "ProxyActor", "ServeController")
+N_CLIENTS = 16
+# How long a client waits for an answer, and how long a load is; a service is well where one meets no trouble.
+PATIENCE_S, LOAD_S = 60.0, 3.0
+HEALING_S = 180.0
+OUTPUTS = [{"name": name} for name in ("prediction", "confidence", "stage", "cost", "degraded")]
+# What becomes of a request, beside what a client meets that gets no answer. Any is right for a row that must fail.
+WHOLE, GUILTY, DEGRADED, FAILED, AGAIN, SERVES_OWN = "whole", "guilty", "degraded", "failed", "again", "Serve's own"
 
 
 @dataclass(slots=True)
-class Trial:
-    """A folder for one run, and chance.   run_s: of an undisturbed run, from the first call to the last commit."""
+class Answers:
+    """Asks a service for the rows of a scene, and keeps what it answers.   why: what it said where it refused."""
 
-    cascade: Cascade
-    folder: Path
-    rng: random.Random
-    run_s: float
-    struck: int = 0
-    _over: threading.Event = field(default_factory=threading.Event)
+    url: str
+    scene: Scene
+    rows: list[Row] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    results: list[LoadResult] = field(default_factory=list)
+    why: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def notes(self) -> Path:
-        """Where models note what they do."""
-        return self.folder / "notes"
+    def ask_until_well(self, struck: threading.Event) -> float:
+        """Make loads until one after the fault meets no trouble. Returns how long the trouble lasted, in seconds.
 
-    @property
-    def out(self) -> Path:
-        """Where the run goes."""
-        return self.folder / "out"
-
-    def pool(self, faults: Mapping[int, Mapping[str, Any]] | None = None, **options: Any) -> Path:
-        """Write the run's pool: see cascade.write_pool."""
-        return write_pool(self.folder / "pool.yaml", self.notes, faults or {}, **options)
-
-    def run(self, pool: Path, **options: Any) -> float:
-        """Run the cascade. Returns the seconds that it took. Raises CaucError as the run does."""
-        started = time.perf_counter()
-        options = {"input": self.cascade.input, "out": self.out} | options
-        with deadline(DEADLINE_S):
-            summary = cauc_ray.run(pool, self.cascade.policy, **options)
-        self.run_s = self.run_s or summary["run_s"]
-        return time.perf_counter() - started
-
-    def run_badly(self, pool: Path, says: str, **options: Any) -> float:
-        """Run the cascade, which must end with an error that says something. Returns the seconds until then."""
-        started = time.perf_counter()
-        try:
-            self.run(pool, **options)
-        except CaucError as error:
-            if says not in str(error):
-                raise
-            return time.perf_counter() - started
-        raise AssertionError(f"the run was to end with {says!r}, and did not")
-
-    def outcome(self, wall_s: float, must_fail: frozenset[str] = frozenset()) -> Outcome:
-        """Look at what the run left."""
-        return Outcome(self.struck, wall_s, compare(self.cascade, self.out, must_fail), processes.left_over())
-
-    def random_calls(self, place: int, n: int) -> list[int]:
-        """Choose so many of a stage's calls."""
-        return sorted(self.rng.sample(range(1, int(0.8 * N_CALLS[place])), n))
-
-    def model_struck(self) -> None:
-        """Count the faults of models, which note them."""
-        self.struck = len(list(self.notes.glob("struck-*"))) + len(list(self.notes.glob("loading-*")))
-
-    @contextmanager
-    def striking(
-        self, strike: Callable[[], bool], times: int = 1, after: Callable[[], bool] | None = None
-    ) -> Iterator[None]:
-        """Strike at random moments of the run within, from its first call on; count what hit.
-
-        strike: returns whether there was anything to hit.   after: strike as soon as this is true instead.
+        Raises ExecutionError where it does not end.
         """
-        moments = [0.0] if after else sorted(self.rng.uniform(0.0, 0.7) * self.run_s for _ in range(times))
-        begun = after or (self.notes / "calls-0").exists
-        thread = threading.Thread(target=self._strike, args=(strike, moments, begun), daemon=True)
-        self._over.clear()
-        thread.start()
+        column = {"name": "payload", "shape": [1, NUMBER + 1], "datatype": "FP32"}
+        inputs = [[{**column, "data": self.scene.cascade.heads[example]}] for example in self.scene.asked]
+        bodies = [json.dumps({"inputs": own, "outputs": OUTPUTS}).encode() for own in inputs]
+        load = Load(self.url, bodies, N_CLIENTS, LOAD_S, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=self._judge)
+        began = time.monotonic()
+        while time.monotonic() - began < HEALING_S:
+            was_struck, since = struck.is_set(), time.monotonic()
+            self.results.append(run_load(load))
+            if was_struck and np.isin(self.results[-1].kinds, (WHOLE, GUILTY)).all():
+                return since - began
+        raise ExecutionError(f"the service was not well after {HEALING_S:g} s: {dict(self.why)}")
+
+    def _judge(self, place: int, status: int, body: bytes) -> str:
+        """Take an answer, and return what became of the request."""
+        example = self.scene.asked[place]
+        guilty = example in self.scene.must_fail
         try:
-            yield
+            said = json.loads(body)
+        except ValueError:
+            return SERVES_OWN
+        if status == OK:
+            outputs = {output["name"]: output["data"][0] for output in said["outputs"]}
+            numbers = {name: float(np.float32(outputs[name])) for name in ("confidence", "cost")}
+            self.rows.append({"example_id": example, **outputs, **numbers})
+            return GUILTY if guilty else DEGRADED if outputs["degraded"] else WHOLE
+        self.why[f"{status} {said.get('error')}"] += 1
+        if status in (429, 503) and not guilty:
+            return AGAIN
+        self.failed.append(example)
+        return GUILTY if guilty else FAILED
+
+    def figures(self, *, loses: bool) -> dict[str, Any]:
+        """Return what was wrong.   loses: whether the fault ends what holds requests: they may be asked again."""
+        asked = [*(row["example_id"] for row in self.rows), *self.failed]
+        found = compare(self.scene.cascade, asked, self.rows, self.failed, self.scene.must_fail)
+        kinds = Counter(np.concatenate([result.kinds for result in self.results]).tolist())
+        n_troubled = kinds.total() - kinds[WHOLE] - kinds[GUILTY]
+        n_lost = n_troubled - kinds[DEGRADED] - kinds[FAILED] - kinds[AGAIN]
+        return {
+            **found,
+            "lost": kinds[TIMEOUT] if loses else n_lost,
+            "refused": n_troubled if self.scene.must_fail else 0,  # nothing is wrong there but rows of others
+            "again": kinds[AGAIN] + (n_lost - kinds[TIMEOUT] if loses else 0),
+            "asked": kinds.total(),
+            "why": dict(self.why.most_common(4)),
+        }
+
+
+def disturbed_run(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]) -> dict[str, Any]:
+    """Make a run with a fault in it. Returns what was wrong with its rows, and its seconds."""
+    out = scene.folder / "out"
+    words = (pool, "--policy", scene.cascade.policy, "--input", scene.folder / "input", "-o", out)
+    scene.run(*words)
+    begun = partial(processes, "RunController") if kind.when == "reading" else (scene.notes / "called-0").exists
+    scene.until(lambda: scene.is_over or bool(begun()), "begin")
+    began = time.monotonic()
+    scene.strike(kind.strike, moments)
+    code = scene.wait()
+    if kind.ends is not None and scene.hits and code and kind.ends in scene.said():
+        for order in scene.notes.glob("order-*"):
+            order.unlink()
+        scene.run(*words, "--resume")
+        code = scene.wait()
+    if code:
+        raise ExecutionError(f"the run ended with {code}: {scene.said()}")
+    failed = [row["example_id"] for row in read_rows(out / "failed")]
+    found = compare(scene.cascade, scene.asked, read_rows(out / "predictions"), failed, scene.must_fail)
+    return found | {"seconds": time.monotonic() - began}
+
+
+def disturbed_service(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]) -> dict[str, Any]:
+    """Strike a service under load. Returns what was wrong with its answers, and the seconds until it was well again."""
+    with cauc_ray.serve(pool, scene.cascade.policy, port=0) as service, ThreadPoolExecutor(1) as clients:
+        answers, struck = Answers(f"{service.url}/v2/models/{service.model}/infer", scene), threading.Event()
+        asking = clients.submit(answers.ask_until_well, struck)
+        try:
+            scene.strike(kind.strike, moments)
         finally:
-            self._over.set()
-            thread.join(30)
-
-    def _strike(self, strike: Callable[[], bool], moments: list[float], begun: Callable[[], bool]) -> None:
-        while not begun():
-            if self._over.wait(0.01):
-                return
-        started = time.monotonic()
-        for moment in moments:
-            if self._over.wait(max(0.0, started + moment - time.monotonic())):
-                return
-            while not strike():
-                if self._over.wait(0.01):
-                    return
-            self.struck += 1
-
-    def kill(self, *kinds: str, stage: int | None = None) -> bool:
-        """Kill one of the run's processes, any of a kind, or a replica of a stage. Returns whether there was one."""
-        found = processes.actors(*kinds) if stage is None else processes.replicas(self.notes, stage)
-        if not found:
-            return False
-        try:
-            self.rng.choice(found).kill()
-        except psutil.Error:
-            return False
-        return True
+            struck.set()
+        seconds = asking.result()
+    return {**answers.figures(loses=kind.loses), "seconds": seconds}
 
 
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Raise HungError in the main thread when the block takes longer."""
+def trials(kind: Kind, scene: Scene, n_seeds: int) -> Iterator[dict[str, Any]]:
+    """Yield what a kind of fault did with each seed.   scene: the cascade, its cluster, and a folder for all trials."""
+    for seed in range(n_seeds):
+        for attempt in range(TRIES):
+            rng, folder = random.Random(f"{kind.name} {seed} {attempt}"), scene.folder / f"{kind.name}-{seed}-{attempt}"
+            asked = rng.sample(scene.asked, N_SERVED) if scene.serves else scene.asked
+            found = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
+            yield {"kind": kind.name, "seed": seed, "folder": str(folder), **found}
+            scene.cluster.mend()
+            if found["struck"] or "error" in found:
+                break
 
-    def hung(signum: int, frame: object) -> None:
-        raise HungError(f"no end after {seconds:g} s")
 
-    started = time.monotonic()
-    before = signal.signal(signal.SIGALRM, hung)
-    others_s, _ = signal.setitimer(signal.ITIMER_REAL, seconds)  # a test's own deadline
+def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
+    """Return what a fault did once: "error" where the run or the service did not come to its end."""
+    scene.notes.mkdir(parents=True)
+    options = {"on_failure": "degrade" if scene.serves else "fail", **kind.pool}
+    pool = pool_file(scene.folder / "pool.yaml", scene.notes, **options)
+    shutil.copytree(scene.cascade.input, scene.folder / "input")
+    moments = [scene.rng.uniform(0.0, STRIKES_S if kind.when == "calls" else 0.0) for _ in range(kind.times)]
+    if kind.when == "before":
+        scene.hits, moments = int(kind.strike(scene)), []
+    disturbed = disturbed_service if scene.serves else disturbed_run
     try:
-        yield
+        found = disturbed(scene, kind, pool, moments)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+        kill([scene.child] if scene.child else [])
+    shutil.rmtree(scene.folder / "input")
+    wait_until(lambda: not processes(*LEFT_OVER), 15.0)
+    left_over = processes(*LEFT_OVER)
+    kill(left_over)
+    ordered = any(scene.notes.glob("order-*"))
+    n_struck = len(list(scene.notes.glob("struck-*"))) if ordered else scene.hits
+    return {**found, "left_over": len(left_over), "struck": n_struck}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Make the trials of a session."""
+    session, where, path, n_rows, n_seeds, *names = argv
+    cascade = write_cascade(Path(path), int(n_rows))
+    cluster = Cluster(**SESSIONS[session])
+    scene = Scene(cascade, cluster, Path(path), random.Random(0), where == "service", list(cascade.expected))
+    try:
+        for kind in KINDS:
+            for found in trials(kind, scene, int(n_seeds)) if kind.name in names else ():
+                print(json.dumps(found), flush=True)
     finally:
-        signal.signal(signal.SIGALRM, before)
-        left_s = max(0.1, others_s - (time.monotonic() - started)) if others_s else 0.0
-        signal.setitimer(signal.ITIMER_REAL, left_s)
+        cluster.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -12,7 +12,7 @@ from failing_tasks import slow
 from ray.cluster_utils import Cluster
 
 from cauc_ray.execution.tasks import Task, run_tasks
-from jobs.faults.nodes import CHECKS
+from jobs.faults.cluster import CHECKS
 
 
 def main() -> None:

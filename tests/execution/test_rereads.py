@@ -8,7 +8,7 @@ from runs import by_example, numbered_input, python_pool, read_all, two_model_po
 import cauc_ray
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import runner
-from jobs.faults import processes
+from jobs.faults.cluster import processes
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),
@@ -92,7 +92,7 @@ def test_a_dataset_that_gives_other_rows_to_its_second_reader_ends_the_run(tmp_p
     killed = []
 
     def strike(progress):
-        readers = processes.actors("BlockReader")
+        readers = processes("BlockReader", "read")
         if progress.n_finished >= 768 and readers and not killed:
             flag.touch()
             killed.extend(readers)

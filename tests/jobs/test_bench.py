@@ -175,23 +175,6 @@ def test_serving_compares_turns_whose_answers_were_right():
     assert "against a call of each stage per request" in said
 
 
-@pytest.mark.slow
-def test_faults_put_into_a_service_make_no_answer_wrong_and_lose_none():
-    results, said = bench(
-        "serving_faults", "--kinds", "replica-killed", "nan-last", "--seconds", 5, "--clients", 4, "--rows", 100
-    )
-    faults = results["serving_faults"]
-    assert list(faults["kinds"]) == ["replica-killed", "nan-last"]
-    parts = ("right", "degraded", "status_429", "status_503", "serves_own_500", "wrong", "refused", "reset", "hung")
-    for found in faults["kinds"].values():
-        assert sum(found[key] for key in parts) + sum(found["other_status"].values()) == found["sent"]
-        assert (found["wrong"], found["hung"], found["other_status"]) == (0, 0, {}), found["why"]
-        assert found["right"] > 20
-        assert f"{found['where']} " in said
-    assert faults["kinds"]["nan-last"]["degraded"] > 0
-    assert (faults["wrong"], faults["hung"], faults["sound"]) == (0, 0, True)
-
-
 def turn(per_s, n_small, n_large, **others):
     return {"per_s": per_s, "p50_s": 0.1, "p99_s": 0.2, "counts": {"small": n_small, "large": n_large, **others}}
 
