@@ -16,6 +16,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
 from cauc_ray.files.paths import AnyPath, absolute, path_inside, path_of, readable
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
 
@@ -186,4 +187,5 @@ class FileBlocks:
                 may_return |= isinstance(other, UnopenedError)
                 located = map(self.rows.locate, range(first, last))
                 ids += [f"{self.names[file]}:row {row}" for file, row in located]
-        return InputBlock(ids, None, {}, 0, str(error), may_return=may_return)
+        labels = np.full(len(ids), UNKNOWN_LABEL, np.int32) if "label" in self.rows.columns else None
+        return InputBlock(ids, labels, {}, 0, str(error), may_return=may_return)

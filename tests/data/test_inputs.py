@@ -19,6 +19,7 @@ from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import DataError
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.parquet import write_parquet
+from cauc_ray.numbers.chain import UNKNOWN_LABEL
 
 
 def digests(blocks):
@@ -257,8 +258,23 @@ def test_files_cut_short_or_gone_after_the_start_are_unreadable_blocks():
         for number, reason in enumerate(("0000.parquet is not a readable", "there is no file .*0001.parquet")):
             assert re.search(reason, blocks[number].unreadable)
             assert blocks[number].example_ids == [f"{number:04}.parquet:row {row}" for row in range(4)]
-            assert blocks[number].labels is None
+            assert blocks[number].labels.tolist() == [UNKNOWN_LABEL] * 4
         assert blocks[2].unreadable is None
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_block_that_cannot_be_read_has_labels_where_the_input_has_any(tmp_path, labelled):
+    """They are unknown; without them, what is written of such blocks would have other columns than the rest."""
+    columns = {"example_id": ["a", "b", "c", "d"], "x": [1.0, 2.0, 3.0, 4.0]} | (
+        {"label": [0, 1, 2, 3]} if labelled else {}
+    )
+    pq.write_table(pa.table(columns), tmp_path / "0.parquet", row_group_size=2)
+    source = open_input(tmp_path).source(2)
+    damage(tmp_path / "0.parquet", 0, 1)
+    damaged, sound = dict(source.blocks(0)).values()
+    assert damaged.unreadable is not None
+    for block, known in ((damaged, [UNKNOWN_LABEL] * 2), (sound, [2, 3])):
+        assert (block.labels.tolist() if labelled else block.labels) == (known if labelled else None)
 
 
 CHANGES = {
