@@ -164,9 +164,8 @@ def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
     moments = [scene.rng.uniform(0.0, STRIKES_S if kind.when == "calls" else 0.0) for _ in range(kind.times)]
     if kind.when == "before":
         scene.hits, moments = int(kind.strike(scene)), []
-    disturbed = disturbed_service if scene.serves else disturbed_run
     try:
-        found = disturbed(scene, kind, pool, moments)
+        found = (disturbed_service if scene.serves else disturbed_run)(scene, kind, pool, moments)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
         kill([scene.child] if scene.child else [])
@@ -174,8 +173,7 @@ def trial(kind: Kind, scene: Scene) -> dict[str, Any]:
     wait_until(lambda: not processes(*LEFT_OVER), 15.0)
     left_over = processes(*LEFT_OVER)
     kill(left_over)
-    ordered = any(scene.notes.glob("order-*"))
-    n_struck = len(list(scene.notes.glob("struck-*"))) if ordered else scene.hits
+    n_struck = len(list(scene.notes.glob("struck-*"))) if any(scene.notes.glob("order-*")) else scene.hits
     return {**found, "left_over": len(left_over), "struck": n_struck}
 
 
