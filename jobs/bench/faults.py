@@ -46,12 +46,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, print what people read, and return the figures of each kind, by where it was put."""
     results: dict[str, dict[str, Any]] = {where: {} for where in options.where}
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
-        for where, session in product(options.where, SESSIONS):
-            names = _names(options, [where], session)
-            print(_LINE.format(where, "strikes", *FIGURES, "seconds") if names else "", flush=True)
+        sessions = product(options.where, SESSIONS)
+        for where, session, names in [(w, s, names) for w, s in sessions if (names := _names(options, [w], s))]:
+            print(_LINE.format(where, "strikes", *FIGURES, "seconds"), flush=True)
             folder = Path(options.keep or scratch).resolve() / f"{where}-{session}"
             words = map(str, (session, where, folder, options.rows, options.seeds, *names))
-            for kind, trials in groupby(_trials([*words]) if names else (), key=itemgetter("kind")):
+            for kind, trials in groupby(_trials([*words]), key=itemgetter("kind")):
                 found = results[where][kind] = _figures([*trials])
                 hits = KINDS[NAMES.index(kind)].hits
                 print(_LINE.format(kind, hits, *map(found.get, FIGURES), str(found["seconds"])), flush=True)
