@@ -44,6 +44,7 @@ class RequestScheduler(Scheduler):
         self._expiries: list[tuple[float, int, Owner, int]] = []
         self._number = count()
         self._came: deque[tuple[int, Counter[int]]] = deque()  # rows by the stage that they begin at, by the second
+        self._reckoned_at, self._reached = -1, [0.0] * len(self.stages)
         self._ended = False
 
     # Requests
@@ -69,14 +70,20 @@ class RequestScheduler(Scheduler):
         That is the rate at which rows come, refused ones included, times the shares that other stages send there, times
         the seconds for a row; and what waits, in a window's time.
         """
+        if int(now) != self._reckoned_at:
+            self._reckoned_at, self._reached = int(now), self._reach(now)
+        at = self.stages[stage]
+        return (self._reached[stage] + at.n_waiting) / WINDOW_S * at.pace.row_s
+
+    def _reach(self, now: float) -> list[float]:
+        """Return how many of the rows that came in the last window's time are likely to reach each stage."""
         while self._came and self._came[0][0] < now - WINDOW_S:
             self._came.popleft()
         rows = [float(sum(came[first] for _, came in self._came)) for first in range(len(self.stages))]
-        for before in self.stages[:stage]:
+        for before in self.stages:
             for to, n in before.sent.items():
                 rows[to] += rows[before.stage] * n / max(1, before.accepted + before.deferred)
-        at = self.stages[stage]
-        return (rows[stage] + at.n_waiting) / WINDOW_S * at.pace.row_s
+        return rows
 
     def cancel(self, owner: Owner) -> None:
         """Forget an owner: nobody waits for it any more."""

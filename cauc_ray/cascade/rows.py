@@ -17,6 +17,13 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
 
 
+# Positions in a call, a slice where they are neighbours.
+Places: TypeAlias = Ints | slice
+
+# Repeated, as a request is made: numpy.full takes three times as long for a few rows.
+NO_OPTION, NO_STAGE, UNKNOWN = np.array([-1], np.int32), np.array([-1], np.int8), np.array([np.nan])
+
+
 @dataclass(slots=True, eq=False)
 class Owner:
     """What rows belong to, a block of the input or a request, and what has become of its n rows; arrays (n,).
@@ -48,29 +55,29 @@ class Owner:
     kind: Any = None
 
     def __post_init__(self) -> None:
-        self.predictions = np.full(self.n, -1, dtype=np.int32)
-        self.confidences = np.full(self.n, np.nan)
-        self.stages = np.full(self.n, -1, dtype=np.int8)
+        self.predictions = NO_OPTION.repeat(self.n)
+        self.confidences = UNKNOWN.repeat(self.n)
+        self.stages = NO_STAGE.repeat(self.n)
         self.costs = np.zeros(self.n)
         self.degraded = np.zeros(self.n, dtype=bool)
         self.at = np.zeros(self.n, dtype=np.int8)
         self.n_left = self.n
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, carried: Any, held_at: Ints) -> Bools:
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Places, carried: Any, held_at: Ints) -> Bools:
         """Take a call's answers. Returns which of the rows go on, bool (m,).
 
         indices: int (m,), positions here.   places: theirs in the call.   carried: what holds what rows carry, and
         held_at, int (n,), where it has those of each row of the call.
         What rows that go on have so far is kept too: it is their answer if the next stage is down.
         """
-        goes_on = ~result.accepted[places]
         self.costs[indices] += result.costs[places]
-        predictions = result.predictions[places]
-        told = predictions >= 0  # an encoder tells nothing
-        if not told.all():
-            indices, places, predictions = indices[told], places[told], predictions[told]
+        predictions, confidences = result.predictions[places], result.confidences[places]
+        goes_on: Bools = ~result.accepted[places]
+        if predictions.min(initial=0) < 0:  # an encoder tells nothing
+            told = predictions >= 0
+            indices, predictions, confidences = indices[told], predictions[told], confidences[told]
         self.predictions[indices] = predictions
-        self.confidences[indices] = result.confidences[places]
+        self.confidences[indices] = confidences
         self.stages[indices] = stage
         return goes_on
 
@@ -96,9 +103,9 @@ class Owner:
         return None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Rows:
-    """Rows of one owner that go to a stage together.
+    """Rows of one owner that go to a stage together. Nothing of it changes.
 
     indices: int (n,), positions in the owner.   source: what holds their columns and state, which only the shell can
     read.   places: int (n,), positions in it.   ready_at: when they became ready for the stage, in seconds.
@@ -158,9 +165,13 @@ class Call:
     began_at: float | None = None
     suspected_at: float | None = None
     given_up: bool = False
+    _n: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._n = sum(len(rows) for rows in self.rows)
 
     def __len__(self) -> int:
-        return sum(len(rows) for rows in self.rows)
+        return self._n
 
     @property
     def ready_at(self) -> float:
@@ -183,12 +194,13 @@ class Call:
         owners = dict.fromkeys(rows.owner for rows in self.rows)
         return [[rows for rows in self.rows if rows.owner is owner] for owner in owners]
 
-    def pieces(self) -> Iterator[tuple[Rows, Ints]]:
-        """Return each owner's rows with their positions in the call, int (n,)."""
+    def pieces(self) -> Iterator[tuple[Rows, slice]]:
+        """Return each owner's rows with their positions in the call."""
         start = 0
         for rows in self.rows:
-            yield rows, np.arange(start, start + len(rows))
-            start += len(rows)
+            end = start + len(rows)
+            yield rows, slice(start, end)
+            start = end
 
     def where(self, mask: Bools) -> list[Rows]:
         """Return those of its rows that a mask (n,) marks."""

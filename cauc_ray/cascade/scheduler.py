@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
+from cauc_ray.cascade.rows import Call, Owner, Places, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
 from cauc_ray.numbers.types import Bools, Ints
 
@@ -159,22 +159,23 @@ class Scheduler:
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
         whole = bool(answered.all())
+        places: Places
         for rows, places in call.pieces():
             if not rows.owner.wants(call.stage):
                 continue
             indices = rows.indices
             if not whole:
                 own = answered[places]
-                indices, places = indices[own], places[own]
+                indices, places = indices[own], np.flatnonzero(own) + places.start
             on = rows.owner.note(call.stage, indices, result, places, goes_on, held_at)
             n_on = int(np.count_nonzero(on))
             rows.owner.at[indices[~on]] = -1
             self._end_rows(rows.owner, len(indices) - n_on)
             if n_on:
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
-                at = held_at[places[on]]
+                at = held_at[places][on]
                 onward = Rows(rows.owner, indices[on], goes_on, at, now, row_bytes, result.state_bytes)
-                to = call.stage + 1 if result.next is None else result.next[places[on]]
+                to = call.stage + 1 if result.next is None else result.next[places][on]
                 self._spread(onward, to, now, sent=self.stages[call.stage].sent)
 
     def _spread(self, rows: Rows, stages: int | Ints, now: float, sent: Counter[int] | None = None) -> None:

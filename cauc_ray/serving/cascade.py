@@ -302,23 +302,23 @@ class Cascade:
             self._clients[call.stage].replace(name)
 
     def _observe(self, call: Call, result: CallResult, now: float) -> None:
-        for shadow in (False, True):
-            own = [
-                (rows, places[[int(place) not in result.failures for place in places]] if result.failures else places)
-                for rows, places in call.pieces()
-                if rows.owner.wants(call.stage) and getattr(rows.owner, "shadow", False) is shadow
-            ]
-            if not own:
+        told, shadows = np.zeros(len(call), dtype=bool), np.zeros(len(call), dtype=bool)
+        waits_s = []
+        for rows, places in call.pieces():
+            flight = rows.owner
+            assert isinstance(flight, Flight)
+            if not flight.wants(call.stage):
                 continue
-            places = np.concatenate([places for _, places in own])
-            if shadow:
-                self._observer.shadowed(call.stage, result.costs[places])
-                continue
-            waits_s = [now - rows.ready_at for rows, _ in own]
-            self._observer.answered(call.stage, result.confidences[places], result.costs[places], waits_s)
-            for (rows, _), waited_s in zip(own, waits_s, strict=True):
-                assert isinstance(rows.owner, Flight)
-                rows.owner.ready(call.stage, waited_s)
+            (shadows if flight.shadow else told)[places] = True
+            if not flight.shadow:
+                waits_s.append(now - rows.ready_at)
+                flight.ready(call.stage, waits_s[-1])
+        failed = list(result.failures)
+        told[failed] = shadows[failed] = False
+        if waits_s:
+            self._observer.answered(call.stage, result.confidences[told], result.costs[told], waits_s)
+        if shadows.any():
+            self._observer.shadowed(call.stage, result.costs[shadows])
 
     def _recover(self, call: Call, fault: StageError) -> None:
         """Take the end of a call that came to nothing."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Owner, Trouble
+from cauc_ray.cascade.rows import Owner, Places, Trouble
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
@@ -114,10 +114,9 @@ class Flight(Owner):
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Ints, carried: Any, held_at: Ints) -> Bools:
+    def note(self, stage: int, indices: Ints, result: CallResult, places: Places, carried: Any, held_at: Ints) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
-        accepted = result.accepted[places]
-        super().note(stage, indices, result, places, carried, held_at)
+        on = super().note(stage, indices, result, places, carried, held_at)
         self.called[stage] = True
         first, _ = self.spans_ns.get(stage, (time.time_ns(), 0))
         self.spans_ns[stage] = first, time.time_ns()
@@ -126,14 +125,16 @@ class Flight(Owner):
         if self.wants_scores and result.scores is not None:
             self._keep_scores(indices, result.scores[places])
         # Of a shadow the last stage's word is wanted.
-        on: Bools = ~accepted | (self.shadow and stage < self.last_stage)
-        if not self.shadow:
-            n_on = int(np.count_nonzero(on))
-            self._observer.rows(stage, "accepted", len(on) - n_on)
-            self._observer.rows(stage, "capped" if self.capped and stage == self.last_stage else "deferred", n_on)
-            if result.carried is not None and (early := result.carried[places] & accepted).any():
-                self.early.append(Early(stage, indices[early], carried[held_at[places[early]]]))
-        if self.capped and stage == self.last_stage:
+        if self.shadow:  # the last stage's word is wanted
+            on[:] = stage < self.last_stage
+            return on
+        capped = self.capped and stage == self.last_stage
+        n_on = int(np.count_nonzero(on))
+        self._observer.rows(stage, "accepted", len(on) - n_on)
+        self._observer.rows(stage, "capped" if capped else "deferred", n_on)
+        if result.carried is not None and (early := result.carried[places] & ~on).any():
+            self.early.append(Early(stage, indices[early], carried[held_at[places][early]]))
+        if capped:
             on[:] = False
         return on
 
