@@ -121,14 +121,10 @@ class RequestQueue(StageQueue):
     # What goes
 
     @property
-    def n_replicas(self) -> int:
-        """Return how many replicas take calls."""
-        return sum(replica.open for replica in self._replicas.values())
-
-    @property
     def n_calls(self) -> int:
         """Return how many calls are at replicas that do not hang."""
-        return sum(len(replica.calls) for number, replica in self._replicas.items() if number not in self._hung)
+        hung = sum(len(self._replicas[number].calls) for number in self._hung)
+        return sum(n * len(replicas) for n, replicas in self._by_calls.items()) - hung
 
     def calls(self) -> list[Call]:
         """Return the calls that are under way."""
@@ -168,24 +164,26 @@ class RequestQueue(StageQueue):
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
-        due = [call.due for call in self._again if call.due > now]
-        due += [self._risked_at(call) for call in self._again if call.isolated and self._risked_at(call) > now]
-        due += [replica.probe_due for replica in self._replicas.values() if replica.probe_due > now]
+        due = [self._replicas[number].probe_due for number in self._in_doubt()]
+        for number in self._busy:
+            overdue_at = self._overdue_at(number)
+            if overdue_at is not None and overdue_at > now:
+                due.append(overdue_at)
+                break  # the others have begun later
+        for call in self._again:
+            due += [call.due, self._risked_at(call)] if call.isolated else [call.due]
         if self._queue and (replica := self._free_replica()) is not None:
-            partial = [self._wanted_at(replica), self._queue[0].ready_at + self.limits.batch_wait_s]
-            due += [at for at in partial if at > now]
-        due += [at for own in self._replicas if (at := self._overdue_at(own)) is not None and at > now]
-        return max(0.0, min(due) - now) if due else None
+            due += [self._wanted_at(replica), self._queue[0].ready_at + self.limits.batch_wait_s]
+        soonest = min([at for at in due if at > now], default=inf)
+        return soonest - now if soonest < inf else None
+
+    @property
+    def _most_calls(self) -> int:
+        # Where other routers' calls wait there too, rows are better kept here, where more can join them.
+        return 1 if self.pace.call_s > CROWDED * self.pace.compute_s > 0 else CALLS_PER_REPLICA
 
     def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
-        # Where other routers' calls wait there too, rows are better kept here, where more can join them.
-        crowded = self.pace.call_s > CROWDED * self.pace.compute_s > 0
-        free, fewest = None, 1 if crowded else CALLS_PER_REPLICA
-        for number, replica in self._replicas.items():
-            takes = replica.takes_rows and number not in self._hung and number != self._reserved
-            if takes and number not in avoided and len(replica.calls) < fewest:
-                free, fewest = number, len(replica.calls)
-        return free
+        return StageQueue._free_replica(self, avoided | self._hung if self._hung else avoided)
 
     def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
         if any(own.isolated for own in self.calls()):  # one is risked at a time
@@ -249,7 +247,7 @@ class RequestQueue(StageQueue):
     def hanging(self, now: float) -> list[int]:
         """Return the replicas that have begun to hang, where others are left; they take nothing while they do."""
         found = []
-        for number in self._replicas:
+        for number in self._busy:
             at = self._overdue_at(number)
             if at is not None and now >= at and self.n_replicas - len(self._hung) > 1:
                 self._hung.add(number)

@@ -100,9 +100,10 @@ class RequestScheduler(Scheduler):
             for at in self.stages:
                 at.drop_ended()
         for at in reversed(self.stages):
-            call = at.next_call(now, more_can_come=self._more_can_come(at.stage))
-            if call is not None:
-                return call
+            if at.may_send:
+                call = at.next_call(now, more_can_come=self._more_can_come(at.stage))
+                if call is not None:
+                    return call
         return None
 
     def unwanted(self, now: float) -> Iterator[Call]:

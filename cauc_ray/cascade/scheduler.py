@@ -106,7 +106,7 @@ class Scheduler:
     def next_call(self, now: float) -> Call | None:
         """Return a call that can go to its replica now, the deepest stage's first, or None."""
         for stage in reversed(range(len(self.stages))):
-            if self.held_back(stage):
+            if not self.stages[stage].may_send or self.held_back(stage):
                 continue
             call = self.stages[stage].next_call(now, more_can_come=self._more_can_come(stage))
             if call is not None:

@@ -8,7 +8,8 @@ call of their own.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -92,7 +93,7 @@ class _Replica:
 
     @property
     def takes_rows(self) -> bool:
-        return self.open and not self.failures and not any(call.isolated for call in self.calls)
+        return self.open and not self.failures and not (self.calls and self.calls[0].isolated)
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class StageQueue:
     """What waits for a stage, what is at its replicas, and counts of what has become of the rest.
 
     down: it has no replica and is left out.   calls_at_work: so many of a replica's calls may be what it dies of.
-    known_good: a row that it has answered, None before the first.
+    known_good: a row that it has answered, None before the first.   n_replicas: that take calls.
     Counts are of rows, calls, ends of replicas that had an isolated call, replicas found bad; busy_s and cost are of
     calls that ended well.   lost_in_row: replicas that were lost for their own fault since the stage last answered, and
     failing_since the time of the first.   reasons: why rows failed.
@@ -113,6 +114,7 @@ class StageQueue:
     queued_rows: int = 0
     queued_bytes: float = 0.0
     in_flight: int = 0
+    n_replicas: int = 0
     accepted: int = 0
     deferred: int = 0
     failed: int = 0
@@ -130,6 +132,11 @@ class StageQueue:
     _queue: deque[Rows] = field(default_factory=deque)
     _again: list[Call] = field(default_factory=list)
     _replicas: dict[int, _Replica] = field(default_factory=dict)
+    # So that a call costs the same however many replicas there are: which of them have so many calls, in their order;
+    # which have any, the one that computes the longest first; which have failed.
+    _by_calls: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    _busy: dict[int, None] = field(default_factory=dict)
+    _failing: dict[int, None] = field(default_factory=dict)
     # The replica that takes no further calls until an isolated one has gone there.
     _reserved: int | None = None
     _bad: dict[int, str] = field(default_factory=dict)
@@ -148,6 +155,11 @@ class StageQueue:
     def in_work(self) -> bool:
         """Say whether any row waits or is at a replica."""
         return bool(self._queue or self._again or self.in_flight)
+
+    @property
+    def may_send(self) -> bool:
+        """Say whether there is anything that could be sent to a replica, with room and in time."""
+        return bool(self._queue or self._again or self._failing) or self._reserved is not None
 
     @property
     def has_room(self) -> bool:
@@ -224,7 +236,7 @@ class StageQueue:
 
         more_can_come: whether rows may still be added to those that wait.
         """
-        call = self._next_again(now, first=True)
+        call = self._next_again(now, first=True) if self._again else None
         if call is None and self.known_good is not None and (replica := self._replica_in_doubt(now)) is not None:
             call = Call(self.stage, [replace(self.known_good, ready_at=now)], now, probe=True, replica=replica)
         if (
@@ -233,7 +245,8 @@ class StageQueue:
             and (n := self._batch_rows(replica, now, more_can_come))
         ):
             call = Call(self.stage, self._pop(n), now, replica=replica)
-        call = call or self._next_again(now, first=False)
+        if call is None and self._again:
+            call = self._next_again(now, first=False)
         if call is not None:
             self._send(call, now)
         return call
@@ -244,9 +257,11 @@ class StageQueue:
         call.sent_at = now
         if not replica.calls:
             replica.busy_since = now
+            self._busy[call.replica] = None
         if not replica.proven and not call.probe:
             call.good_row = self.known_good
         replica.calls.append(call)
+        self._change_calls(call.replica, len(replica.calls) - 1, len(replica.calls))
         if self._reserved == call.replica and not call.probe:
             self._reserved = None
 
@@ -271,7 +286,7 @@ class StageQueue:
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until a partial batch or one that is tried again is due, None if none waits for time."""
         due = [call.due for call in self._again if call.due > now]
-        due += [replica.probe_due for replica in self._replicas.values() if replica.probe_due > now]
+        due += [at for number in self._in_doubt() if (at := self._replicas[number].probe_due) > now]
         if self._queue and self._free_replica() is not None:
             due.append(self._queue[0].ready_at + self.limits.batch_wait_s)
         return max(0.0, min(due) - now) if due else None
@@ -283,7 +298,7 @@ class StageQueue:
             return 0
         if not more_can_come:
             # The last rows are shared out, so that no replica has a full batch while others idle.
-            share = -(-self.queued_rows // sum(replica.open for replica in self._replicas.values()))
+            share = -(-self.queued_rows // self.n_replicas)
             return min(full, max(share, full // 4, 1))
         if self.queued_rows >= full:
             return full
@@ -312,10 +327,13 @@ class StageQueue:
     def add_replica(self, replica: int) -> None:
         """Note that a replica is ready."""
         self._replicas[replica] = _Replica(is_renewed=self._is_renewed)
+        insort(self._by_calls[0], replica)
+        self.n_replicas += 1
         self.down = False
 
     def close_replica(self, replica: int) -> None:
         """Send a replica no further calls."""
+        self.n_replicas -= self._replicas[replica].open
         self._replicas[replica].open = False
         if self._reserved == replica:
             self._reserved = None
@@ -323,7 +341,9 @@ class StageQueue:
     def drop_replica(self, replica: int) -> None:
         """Forget a replica."""
         self.close_replica(replica)
-        del self._replicas[replica]
+        self._change_calls(replica, len(self._replicas.pop(replica).calls), None)
+        self._busy.pop(replica, None)
+        self._failing.pop(replica, None)
         self._bad.pop(replica, None)
 
     def calls_at(self, replica: int) -> tuple[Call, ...]:
@@ -332,8 +352,7 @@ class StageQueue:
 
     def overdue(self, timeout_s: float, now: float) -> list[int]:
         """Return the replicas that have computed one call for longer than that."""
-        own = self._replicas.items()
-        return [number for number, replica in own if replica.calls and now - replica.busy_since > timeout_s]
+        return [number for number in self._busy if now - self._replicas[number].busy_since > timeout_s]
 
     def take_back(self, call: Call, now: float) -> None:
         """Note that a call is at its replica no more."""
@@ -341,6 +360,17 @@ class StageQueue:
         self.in_flight -= len(call)
         replica.calls.remove(call)
         replica.busy_since = now
+        del self._busy[call.replica]
+        if replica.calls:
+            self._busy[call.replica] = None
+        self._change_calls(call.replica, len(replica.calls) + 1, len(replica.calls))
+
+    def _change_calls(self, replica: int, n_before: int, n_after: int | None) -> None:
+        """Note how many calls a replica has; None for one that is gone."""
+        with_before = self._by_calls[n_before]
+        del with_before[bisect_left(with_before, replica)]
+        if n_after is not None:
+            insort(self._by_calls[n_after], replica)
 
     def count(self, result: CallResult) -> None:
         """Count a call whose model answered."""
@@ -364,6 +394,7 @@ class StageQueue:
         """Note that a replica works.   good_row: that the call has answered, None if only its own rows failed."""
         replica = self._replicas[call.replica]
         replica.proven, replica.failures = True, 0
+        self._failing.pop(call.replica, None)
         self.lost_in_row, self.failing_since = 0, None
         if self.known_good is None and good_row is not None:
             self.known_good = good_row
@@ -378,6 +409,7 @@ class StageQueue:
         replica = self._replicas[call.replica]
         replica.proven = False
         replica.failures += 1
+        self._failing[call.replica] = None
         if replica.failures >= FAILURES_TO_REPLACE and replica.open:
             self._find_bad(call.replica, f"it failed a row that others answered: {reason}", now)
 
@@ -388,8 +420,9 @@ class StageQueue:
     def forget_good_row(self) -> None:
         """Forget the row to probe with, whose data is lost; replicas that waited for it take rows again."""
         self.known_good = None
-        for replica in self._replicas.values():
-            replica.failures = 0
+        for number in self._failing:
+            self._replicas[number].failures = 0
+        self._failing.clear()
 
     def take_bad(self) -> dict[int, str]:
         """Return the replicas that were found bad since the last time, and why; they are to be replaced."""
@@ -458,23 +491,34 @@ class StageQueue:
         others = any(replica.open and number not in failed_on for number, replica in self._replicas.items())
         return failed_on if others else frozenset()
 
+    def _in_doubt(self) -> list[int]:
+        """Return the replicas that must answer a probe: they have failed, or are to take an isolated call."""
+        reserved = self._reserved
+        if reserved is None or reserved in self._failing or self._replicas[reserved].proven:
+            return list(self._failing)
+        return [*self._failing, reserved]
+
     def _replica_in_doubt(self, now: float) -> int | None:
-        """Return an idle replica that must answer a probe: it has failed, or is to take an isolated call."""
-        for number, replica in self._replicas.items():
-            asked = replica.failures > 0 or (number == self._reserved and not replica.proven)
-            if asked and replica.open and not replica.calls and replica.probe_due <= now:
+        """Return an idle one of them."""
+        for number in self._in_doubt():
+            replica = self._replicas[number]
+            if replica.open and not replica.calls and replica.probe_due <= now:
                 return number
         return None
 
+    @property
+    def _most_calls(self) -> int:
+        """Return how many calls a replica may have."""
+        short = self.calls_done and self.busy_s < SHORT_CALL_S * self.calls_done
+        return SHORT_CALLS_PER_REPLICA if short else CALLS_PER_REPLICA
+
     def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
         """Return the replica with the fewest calls that may take another."""
-        short = self.calls_done and self.busy_s < SHORT_CALL_S * self.calls_done
-        free, fewest = None, SHORT_CALLS_PER_REPLICA if short else CALLS_PER_REPLICA
-        for number, replica in self._replicas.items():
-            takes = replica.takes_rows and number != self._reserved and number not in avoided
-            if takes and len(replica.calls) < fewest:
-                free, fewest = number, len(replica.calls)
-        return free
+        for n in range(self._most_calls):
+            for number in self._by_calls[n]:
+                if self._replicas[number].takes_rows and number != self._reserved and number not in avoided:
+                    return number
+        return None
 
     def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
         """Return a replica without calls that is known to work; while there is none, keep one from taking more.
