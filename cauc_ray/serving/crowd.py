@@ -25,13 +25,21 @@ class Crowd:
     @contextmanager
     def one_more(self) -> Iterator[None]:
         """Count a request for the length of the block."""
-        self._turn_window()
-        self._n_open += 1
-        self._most = max(self._most, self._n_open)
+        self.came(1)
         try:
             yield
         finally:
-            self._n_open -= 1
+            self.left(1)
+
+    def came(self, n: int) -> None:
+        """Count n requests that are open from now on."""
+        self._turn_window()
+        self._n_open += n
+        self._most = max(self._most, self._n_open)
+
+    def left(self, n: int) -> None:
+        """Count n requests that are no longer open."""
+        self._n_open -= n
 
     def expects_more(self) -> bool:
         """Return whether fewer requests are open than there were at once a moment ago."""

@@ -6,9 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cauc_ray.front.planning.replicas import Started
 from cauc_ray.front.planning.stages import PlannedStage
 from cauc_ray.numbers.types import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """When measuring begins and ends, in seconds."""
+
+    first: float
+    last: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +84,13 @@ class StageMeter:
         self._calls = self._rows = self._most_queued = 0
         self._busy_s = self._wait_s = 0.0
 
-    def started(self, at: Started) -> None:
-        """Count a call that begins to be computed."""
-        self._busy_s += max(0.0, min(at.ends, self._last) - max(at.starts, self._first))
-        if self._first <= at.starts <= self._last:
-            n = len(at.call.rows)
+    def started(self, n: int, starts: float, ends: float, wait_s: float) -> None:
+        """Count a call of n rows that begins to be computed."""
+        self._busy_s += max(0.0, min(ends, self._last) - max(starts, self._first))
+        if self._first <= starts <= self._last:
             self._calls += 1
             self._rows += n
-            self._wait_s += n * at.starts - at.call.ready_sum
+            self._wait_s += wait_s
 
     def queued(self, n: int) -> None:
         """Note the length of the queue."""

@@ -98,7 +98,9 @@ def test_too_few_replicas_do_not_hold():
     assert not holds(Trials(CHAIN, 400.0).of([1, 1, 1]), None)
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.5), (1.0, 1.0), (1.0, 0.0)])
+@pytest.mark.parametrize(
+    "shares", [(0.0, 0.5), *(pytest.param(own, marks=pytest.mark.slow) for own in ((1.0, 1.0), (1.0, 0.0)))]
+)
 def test_all_or_nothing_may_be_deferred(shares):
     stages = [replace(at, deferral=share) for at, share in zip(CHAIN, (*shares, 0.0), strict=True)]
     sizing = sized(Trials(stages, 20.0), 5.0)
