@@ -154,6 +154,11 @@ def test_the_pools_own_range_is_what_its_bottleneck_carries(planned, home):
     assert own["max_rate_at_min"] == pytest.approx(own["max_rate"] / 64)
     assert own["carries_rate"]
     assert 0.85 * own["saturated_rate"] < own["run_rows_per_s"] <= 1.05 * own["saturated_rate"]
+
+
+@pytest.mark.slow
+def test_a_pool_with_too_few_replicas_is_planned_with_a_warning_for_each_stage(planned, home):
+    stages = planned["stages"]
     with pytest.warns(CaucWarning) as told:
         few = cauc_ray.plan(home / "few.yaml", home / "policy.json", 200.0)
     assert [str(one.message) for one in told] == [
@@ -194,6 +199,7 @@ def test_a_ledger_gives_seconds_and_beside_the_policys_rates_its_own(planned, ho
     )
 
 
+@pytest.mark.slow
 def test_seconds_are_not_drawn_out_silently(home):
     pool = yaml.safe_load((home / "pool.yaml").read_text())
     for stage in pool["stages"]:

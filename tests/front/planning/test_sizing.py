@@ -86,6 +86,7 @@ def test_a_goal_is_met_and_not_with_one_replica_less_of_any_stage():
             assert not holds(Trials(CHAIN, rate).of(fewer), goal)
 
 
+@pytest.mark.slow
 def test_a_goal_below_what_batches_take_is_out_of_reach_and_the_slowest_stage_is_named():
     sizing = sized(Trials(CHAIN, 50.0), 0.1)
     assert sizing.counts == tuple(least_counts(CHAIN, 50.0))
@@ -98,9 +99,8 @@ def test_too_few_replicas_do_not_hold():
     assert not holds(Trials(CHAIN, 400.0).of([1, 1, 1]), None)
 
 
-@pytest.mark.parametrize(
-    "shares", [(0.0, 0.5), *(pytest.param(own, marks=pytest.mark.slow) for own in ((1.0, 1.0), (1.0, 0.0)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(0.0, 0.5), (1.0, 1.0), (1.0, 0.0)])
 def test_all_or_nothing_may_be_deferred(shares):
     stages = [replace(at, deferral=share) for at, share in zip(CHAIN, (*shares, 0.0), strict=True)]
     sizing = sized(Trials(stages, 20.0), 5.0)
