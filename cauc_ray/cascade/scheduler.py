@@ -36,7 +36,8 @@ class Chunk:
 class Scheduler:
     """All that is known of a run in progress. Times are seconds and come from outside.
 
-    done: owners whose last row is done, and lost: those that must be read again, for the shell to take.
+    done: owners whose last row is done, and lost: those that must be read again, for the shell to take.   n_reads: the
+    blocks that are being read, which the shell sets.
     """
 
     def __init__(self, stages: Sequence[StageLimits], open_rows: int) -> None:
@@ -47,7 +48,7 @@ class Scheduler:
         self._most_open_rows = open_rows
         self._open: set[Owner] = set()
         self._open_rows = 0
-        self._n_reads = 0
+        self.n_reads = 0
         self._row_bytes = 0.0
         self._block_rows = 0
         self._input_ended = False
@@ -58,22 +59,14 @@ class Scheduler:
         """Say whether another block may be read: the first queue and the open rows leave room, or all is done."""
         if self._input_ended:
             return False
-        if not self._open and not self._n_reads:
+        if not self._open and not self.n_reads:
             return True
-        first, coming = self.stages[0], self._n_reads * self._block_rows
+        first, coming = self.stages[0], self.n_reads * self._block_rows
         return (
             self._open_rows + coming < self._most_open_rows
             and first.queued_rows + coming < first.limits.queue_rows
             and first.queued_bytes + coming * self._row_bytes < first.limits.queue_bytes
         )
-
-    def read_started(self) -> None:
-        """Note that a block is being read."""
-        self._n_reads += 1
-
-    def read_ended(self) -> None:
-        """Note that a read has ended, with a block or without one."""
-        self._n_reads -= 1
 
     def end_input(self) -> None:
         """Note that no block will follow those that are being read."""
@@ -101,7 +94,7 @@ class Scheduler:
     @property
     def finished(self) -> bool:
         """Say whether every row of the input has its answer or its failure."""
-        return self._input_ended and not (self._open or self._n_reads or self.lost)
+        return self._input_ended and not (self._open or self.n_reads or self.lost)
 
     def next_call(self, now: float) -> Call | None:
         """Return a call that can go to its replica now, the deepest stage's first, or None."""
@@ -276,7 +269,7 @@ class Scheduler:
 
     def _more_can_come(self, stage: int) -> bool:
         """Say whether input or another stage may still add rows to a stage's queue."""
-        return bool(self._n_reads or self.lost or self.wants_block()) or self._others_at_work(stage)
+        return bool(self.n_reads or self.lost or self.wants_block()) or self._others_at_work(stage)
 
     def _others_at_work(self, stage: int) -> bool:
         return any(at.in_work for at in self.stages if at.stage < stage or stage in at.sent)

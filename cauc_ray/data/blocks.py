@@ -58,16 +58,34 @@ class BlockSource(Protocol):
     """
 
     @property
+    def anywhere(self) -> bool:
+        """Return whether every node can read it, not only the one that the run was started on."""
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Return for how long it may give nothing before it is taken to hang; None where that may take any time."""
+
+    @property
     def n_groups(self) -> int:
         """How many groups there are, those included whose blocks are all done."""
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
         """Yield a group's blocks with their numbers, which rise and are the same every time; None for one that is done.
 
+        seen: blocks of the group that are left out, too, with the digests of their ids, "" where these are unknown.
         Numbers count all the input's blocks from 0. What cannot be read comes as unreadable blocks.
         Raises DataError for content that no run can take (a null id, a negative label, a column that no model can
-        read), and where blocks that are done hold other rows than those that are committed.
+        read), and where blocks that are done or seen hold other rows than at first.
         """
+
+
+def other_rows(where: str, why: str) -> DataError:
+    """Return the error of an input that has changed since it was read first."""
+    return DataError(
+        f"{where} gives other rows than before: {why}. An input must give the same rows in the same order every time: "
+        "leave files as they are, and seed and sort a Ray Dataset, or write it to files first. Resume with the input "
+        "as it was, or start a new run elsewhere"
+    )
 
 
 def table_block(table: pa.Table, name_of: Callable[[int], str], start: int = 0) -> InputBlock:
@@ -119,9 +137,9 @@ def ids_digest(example_ids: Sequence[str | None]) -> str:
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
 
 
-def is_committed(table: pa.Table, digest: str) -> bool:
-    """Return whether rows have the ids whose digest was committed."""
-    return digest == ids_digest(id_texts(table.column("example_id")).tolist())
+def is_seen(table: pa.Table, digest: str) -> bool:
+    """Return whether rows have the ids whose digest was noted, "" where none was."""
+    return not digest or digest == ids_digest(id_texts(table.column("example_id")).tolist())
 
 
 def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:

@@ -43,9 +43,9 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled examples in splits, read a block of rows at a time; open_dataset returns it.
+    """Labelled examples in splits, read a block of rows at a time; plain, so that any process can read it.
 
-    source: opens the same dataset in a process that runs elsewhere, in another folder.   name: for people.
+    source: opens the same dataset in another folder, too.   name: for people.
     rule: how its splits came about, in one phrase.   ids: a digest of all rows' ids, in their order.
     parts, readings: its partitions, and how each is read.   splits: the rows of each.   only: the partition that is
     the only one, if one is.
@@ -64,6 +64,11 @@ class Dataset:
     def task(self) -> str:
         """Return "image-classification" or "multiple-choice"."""
         return next(iter(self.readings.values())).task
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether its files have a URI, so that every machine can read them."""
+        return "://" in self.source.dataset
 
     @property
     def split_sizes(self) -> dict[str, int]:

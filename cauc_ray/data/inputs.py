@@ -10,14 +10,17 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, id_texts, is_committed, table_block
+from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, id_texts, is_seen, other_rows, table_block
 from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
-from cauc_ray.files.paths import AnyPath, absolute, path_inside, path_of, readable
+from cauc_ray.files.paths import AnyPath, RemotePath, absolute, path_inside, path_of, readable
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
+
+# Files of which a block takes longer are taken to hang.
+DEADLINE_S = 600.0
 
 
 class RunInput(Protocol):
@@ -107,7 +110,9 @@ class FileInput:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
             starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
-        return FileBlocks(self.rows, tuple(self.identity), tuple(starts), tuple(firsts), block_rows, dict(done))
+        anywhere = isinstance(self.path, RemotePath)
+        names = tuple(self.identity)
+        return FileBlocks(self.rows, names, tuple(starts), tuple(firsts), block_rows, dict(done), anywhere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,7 @@ class FileBlocks:
     """Blocks of files; plain.
 
     names: of the files, in ids of rows that are not read.   starts: the first row of each group, and the number of
-    all rows.   firsts: the number of each group's first block, and of all blocks.
+    all rows.   firsts: the number of each group's first block, and of all blocks.   done: see BlockSource.
     """
 
     rows: ParquetRows | ImageRows
@@ -124,26 +129,29 @@ class FileBlocks:
     firsts: tuple[int, ...]
     block_rows: int
     done: Done
+    anywhere: bool
+    deadline_s: float | None = DEADLINE_S
 
     @property
     def n_groups(self) -> int:
         """How many groups there are."""
         return len(self.starts) - 1
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
         """Yield a group's blocks, read as a stream; of done ones before and after the others, only the ids are read."""
         numbers = range(self.firsts[group], self.firsts[group + 1])
-        wanted = [number for number in numbers if number not in self.done]
+        done = {**seen, **{number: self.done[number] for number in numbers if number in self.done}}
+        wanted = [number for number in numbers if number not in done]
 
         def columns(number: int) -> tuple[str, ...]:
             among = bool(wanted) and wanted[0] <= number <= wanted[-1]
             return tuple(self.rows.columns) if among else ("example_id",)
 
         for names, run in groupby(numbers, columns):
-            yield from self._read(group, list(run), names)
+            yield from self._read(group, list(run), names, done)
 
     def _read(
-        self, group: int, numbers: list[int], columns: tuple[str, ...]
+        self, group: int, numbers: list[int], columns: tuple[str, ...], done: Done
     ) -> Iterator[tuple[int, InputBlock | None]]:
         """Read neighbouring blocks. Raises DataError naming file and row where a done one has other ids."""
 
@@ -161,17 +169,14 @@ class FileBlocks:
             except UnreadableError as error:
                 tables = None
                 # Nothing is known of rows that are done and cannot be read now.
-                yield number, None if number in self.done else self._unreadable(start, end, error)
+                yield number, None if number in done else self._unreadable(start, end, error)
                 continue
-            if number not in self.done:
+            if number not in done:
                 yield number, table_block(table, self.rows.name_of, start)
-                continue
-            if not is_committed(table, self.done[number]):
-                raise DataError(
-                    f"{self.rows.name_of(start)} and on: these are not the rows of block {number} that the run has "
-                    "committed; resume it with the input as it was, or start a new run elsewhere"
-                )
-            yield number, None
+            elif is_seen(table, done[number]):
+                yield number, None
+            else:
+                raise other_rows(f"{self.rows.name_of(start)} and on", f"block {number} holds other rows")
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
         """Name the rows of a block that cannot be read: by ids where their row group can be, else by file and row."""

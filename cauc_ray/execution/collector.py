@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from cauc_ray.data.blocks import InputBlock
-from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
-from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock
+from cauc_ray.data.datasets import Dataset
+from cauc_ray.data.inputs import DEADLINE_S
+from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.collected import BLOCK_ROWS, CollectedTables, CollectRecord, Layout, Target
 from cauc_ray.execution.live import POLL_S, LiveRun
 from cauc_ray.execution.plan import RunPlan
@@ -19,37 +20,36 @@ from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 
-# Blocks that one reader reads one after the other.
+# Blocks that one task reads one after the other.
 GROUP_BLOCKS = 16
 
 
+@dataclass(frozen=True, slots=True)
 class _DatasetBlocks:
-    """The blocks of a dataset's splits that are not done; a reader opens the dataset once."""
+    """The blocks of a dataset's splits that are not done; that the rows are the same is checked with the dataset."""
 
-    def __init__(self, dataset: DatasetSource, ids: str | None, layout: Layout, done: frozenset[int]) -> None:
-        """Take what the dataset is opened from, the digest of its ids when the collection began, and what is done."""
-        self._source, self._ids, self._layout, self._done = dataset, ids, layout, done
-        self._dataset: Dataset | None = None
+    dataset: Dataset
+    layout: Layout
+    done: frozenset[int]
+    deadline_s: float | None = DEADLINE_S
+
+    @property
+    def anywhere(self) -> bool:
+        return self.dataset.is_remote
 
     @property
     def n_groups(self) -> int:
-        return -(-self._layout.n_blocks // GROUP_BLOCKS)
+        return -(-self.layout.n_blocks // GROUP_BLOCKS)
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock]]:
+    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock]]:
         first = group * GROUP_BLOCKS
-        last = min(first + GROUP_BLOCKS, self._layout.n_blocks)
-        wanted = [number for number in range(first, last) if number not in self._done]
-        for split, numbers in groupby(wanted, lambda number: self._layout.place(number)[0]):
-            if self._dataset is None:
-                self._dataset = open_dataset(self._source)
-                if self._dataset.ids != self._ids:
-                    raise DataError(
-                        f"{self._dataset.name} has other rows than when this collection began; begin it anew"
-                    )
-            blocks = {self._layout.place(number)[1] for number in numbers}
-            n_blocks = -(-self._layout.sizes[split] // BLOCK_ROWS)
-            for block, content in self._dataset.blocks(split, BLOCK_ROWS, set(range(n_blocks)) - blocks):
-                yield self._layout.number(split, block), content
+        last = min(first + GROUP_BLOCKS, self.layout.n_blocks)
+        wanted = [number for number in range(first, last) if number not in self.done and number not in seen]
+        for split, numbers in groupby(wanted, lambda number: self.layout.place(number)[0]):
+            blocks = {self.layout.place(number)[1] for number in numbers}
+            n_blocks = -(-self.layout.sizes[split] // BLOCK_ROWS)
+            for block, content in self.dataset.blocks(split, BLOCK_ROWS, set(range(n_blocks)) - blocks):
+                yield self.layout.number(split, block), content
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Collection:
     records: Mapping[str, CollectRecord]
 
 
-def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
+def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
     """Return the run that a collection still needs, None where all is there. Raises as Target.committed."""
     layout = Layout({split: record.n_rows for split, record in work.records.items()})
     there = {split: work.target.committed(record) for split, record in work.records.items()}
@@ -76,7 +76,7 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
         run_id=work.target.name,
         stages=(work.stage,),
         policy=None,
-        source=_DatasetBlocks(dataset, next(iter(work.records.values())).ids, layout, frozenset(done)),
+        source=_DatasetBlocks(dataset, layout, frozenset(done)),
         sink=CollectedTables(work.target, work.stage, layout, work.records, answered),
         n_rows=n_rows,
         n_done=sum(done.values()),
@@ -87,7 +87,7 @@ def plan_collection(work: Collection, dataset: DatasetSource) -> RunPlan | None:
 
 def run_side_by_side(
     works: Mapping[str, Collection],
-    dataset: DatasetSource,
+    dataset: Dataset,
     on_progress: Callable[[Mapping[str, RunProgress]], None],
     on_end: Callable[[str, float], None],
 ) -> None:

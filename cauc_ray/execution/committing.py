@@ -10,19 +10,17 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import pyarrow as pa
-import ray
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.manifest import COMMIT_BYTES
-from cauc_ray.execution.reader import BlockNames
+from cauc_ray.execution.reader import BlockHeader
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
 
 # So many results may wait to be written before the controller waits, too.
 MOST_WAITING = 512
-GET_DEADLINE_S = 120.0
 # The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 
@@ -84,10 +82,10 @@ class Committer:
         self._put(lambda: self._sink.add_call(call, result, extra))
 
     def add_block(self, block: Owner) -> None:
-        """Give the sink a block that is done, whose names are a reference to its BlockNames."""
+        """Give the sink a block that is done, whose names are its BlockHeader."""
+        known: BlockHeader = block.names
 
         def add() -> None:
-            known: BlockNames = ray.get(block.names, timeout=GET_DEADLINE_S)
             self._sink.add_block(block, known.example_ids, known.labels)
             self.n_rows += block.n
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
-from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, is_committed, table_block
+from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, is_seen, other_rows, table_block
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.session import store_bytes
 
@@ -58,38 +58,43 @@ class DatasetInput:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """Blocks of a Ray Dataset: one group, since one process takes the results of an execution in order."""
+    """Blocks of a Ray Dataset: one group, since one process takes the results of an execution in order.
+
+    It is executed from the node of whoever gave it, which may take any time; Ray Data reports what fails.
+    """
 
     dataset: Dataset
     object_store_bytes: int | None
     block_rows: int
     done: Done
+    anywhere: bool = False
+    deadline_s: float | None = None
 
     @property
     def n_groups(self) -> int:
         """One."""
         return 1
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
         """Execute the dataset and yield its blocks; of done ones, which are computed too, the ids are compared.
 
         Raises DataError for content that no run can take and where done blocks hold other rows or are missing,
         ExecutionError where the dataset's execution fails.
         """
-        n_blocks = 0
+        n_blocks, done = 0, {**self.done, **seen}
         with _as_an_input(self.dataset, self.object_store_bytes):
             for number, table in enumerate(self._tables()):
                 n_blocks += 1
                 _require_ids(table.column_names)
-                if number not in self.done:
+                if number not in done:
                     yield number, table_block(table, lambda row: _SOURCE)
-                    continue
-                if not is_committed(table, self.done[number]):
-                    raise _other_dataset(f"its block {number} holds other rows than the run has committed")
-                yield number, None
-        missing = [number for number in self.done if number >= n_blocks]
+                elif is_seen(table, done[number]):
+                    yield number, None
+                else:
+                    raise other_rows(_SOURCE, f"its block {number} holds other rows")
+        missing = [number for number in done if number >= n_blocks]
         if missing:
-            raise _other_dataset(f"it ends before block {min(missing)}, which the run has committed")
+            raise other_rows(_SOURCE, f"it ends before block {min(missing)}")
 
     def _tables(self) -> Iterator[pa.Table]:
         try:
@@ -121,13 +126,6 @@ def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[N
         yield
     finally:
         context.execution_options, context.enable_progress_bars, context.target_max_block_size = before
-
-
-def _other_dataset(why: str) -> DataError:
-    return DataError(
-        f"{_SOURCE} is not the one that the run in this folder began with, or gives its rows in another order: {why}; "
-        "resume with the same dataset (its shuffles seeded, its rows sorted), or start a new run elsewhere"
-    )
 
 
 def _require_ids(names: list[str]) -> None:

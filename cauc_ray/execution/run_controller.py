@@ -30,6 +30,7 @@ FULL_PAUSE_S = 2.0
 FULL_LIMIT_S = 300.0
 # How long one wait for events lasts at most, how often replicas are looked after, and how often metrics are told.
 POLL_S = 0.1
+COMING_S = 0.003  # while the rest of a block is about to come
 WATCH_S = 0.1
 REPORT_S = 1.0
 # A stage that answered before is down once its replicas, each replaced by a new one, have all failed for so long.
@@ -40,7 +41,7 @@ class RunController:
     """Runs a run to its end."""
 
     def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
-        """Take the plan, and the label of the node that the controller is on, whose files the readers read."""
+        """Take the plan, and the label of the node that the controller is on, whose files are read."""
         self._plan = plan
         self._here = here
         limits, open_rows = plan.limits(store_bytes())
@@ -91,23 +92,24 @@ class RunController:
 
     def _events(self) -> list[Any]:
         """Wait for the next events, and take those along that are there by then: a wait for each would cost more."""
-        pending = [*self._reading.refs, *self._sent, *self._replicas.by_ref]
+        pending, coming = [*self._reading.streams, *self._sent, *self._replicas.by_ref], self._reading.coming
         wait_s = self._scheduler.wait_s(time.time())
-        timeout_s = POLL_S if wait_s is None else min(wait_s, POLL_S)
+        timeout_s = min(POLL_S if wait_s is None else wait_s, COMING_S if coming else POLL_S)
         if not pending:
             time.sleep(timeout_s)
-            return []
+            return coming
         ready, _ = ray.wait(pending, num_returns=1, timeout=timeout_s)
         if ready and len(pending) > 1:
             ready, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
-        return list(ready)
+        return [*ready, *coming]
 
     def _take(self, ref: Any) -> None:
         now = time.time()
         if ref in self._sent:
             self._call_ready(ref, now)
-        elif ref in self._reading.refs:
+        elif self._reading.reads(ref):
             self._block_ready(ref, now)
+            self._scheduler.n_reads = self._reading.n_asked
         elif ref in self._replicas.by_ref:
             ready = self._replicas.take(ref, now)
             if ready is not None:
@@ -124,41 +126,34 @@ class RunController:
         while self._scheduler.lost:
             lost = self._scheduler.lost.pop()
             self._restarts[lost.block] = lost.restarts + 1
-            self._reading.ask_again(lost.block)
-        while self._reading.ask_lost(now):
-            self._scheduler.read_started()
-        while self._may_read(now) and self._scheduler.wants_block() and self._reading.ask(now):
-            self._scheduler.read_started()
+            self._reading.ask_again(lost.names)
+        if now >= self._read_from:  # the object store has not just been found full
+            while (self._reading.owes or self._scheduler.wants_block()) and self._reading.ask(now):
+                self._scheduler.n_reads = self._reading.n_asked
         if self._reading.exhausted:
             self._scheduler.end_input()
 
-    def _may_read(self, now: float) -> bool:
-        """Say whether the object store has not just been found full."""
-        return now >= self._read_from
-
-    def _block_ready(self, ref: Any, now: float) -> None:
+    def _block_ready(self, stream: Any, now: float) -> None:
         try:
-            read = self._reading.take(ref)
+            read = self._reading.take(stream, now)
         except RayError as error:
             if kind_of(error) == "full":
-                self._note_full(now, told(error, "the reader"))
-            for _ in range(self._reading.failed(ref, error)):
-                self._scheduler.read_ended()
+                self._note_full(now, told(error, "a task that reads the input"))
+            self._reading.failed(stream, error)
             return
-        self._scheduler.read_ended()
-        self._full_since = None
         if read is None:
             return
+        self._full_since = None
         header = read.header
-        owner = Owner(header.number, header.n_rows, read.names, self._restarts.get(header.number, 0))
+        n_rows = len(header.example_ids)
+        owner = Owner(header.number, n_rows, header, self._restarts.get(header.number, 0))
         if header.unreadable is None:
-            chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=False)]
+            chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=True)]
             policy = self._plan.policy
             self._scheduler.submit(owner, chunks, now, None if policy is None else policy.first(owner.n))
-        elif read.again is not None:
-            self._scheduler.give_up(owner, f"it was lost and cannot be read again: {header.unreadable}")
         else:
-            self._scheduler.give_up(owner, header.unreadable)
+            lost = "it was lost and cannot be read again: " if read.again else ""
+            self._scheduler.give_up(owner, lost + header.unreadable)
 
     # Calls
 
@@ -276,7 +271,6 @@ class RunController:
         """Have blocks written whose last row is done."""
         while self._scheduler.done:
             owner = self._scheduler.done.pop(0)
-            self._reading.forget(owner.block)
             self._restarts.pop(owner.block, None)
             self._committer.add_block(owner)
 
@@ -302,8 +296,8 @@ class RunController:
             if seconds > spec.down_after_s and (stage == 0 or self._scheduler.stages[stage].in_work):
                 self._stage_fails(stage, no_replica(spec.name, seconds, why))
         self._rescale(now)
-        for _ in range(self._reading.watch(now, starved=self._scheduler.stages[0].starved)):
-            self._scheduler.read_ended()
+        self._reading.watch(now, starved=self._scheduler.stages[0].starved)
+        self._scheduler.n_reads = self._reading.n_asked
         self._counts = self._replicas.counts()
         if now - self._reported >= REPORT_S:
             self._reported = now

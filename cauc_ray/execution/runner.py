@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cauc_ray.data.blocks import BlockSource, InputBlock, ids_digest
+from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, ids_digest
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import CaucError, DataError, ExecutionError
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, next_attempt, parts_of
@@ -181,13 +181,24 @@ class FailedRows:
     digests: Mapping[int, str]
 
     @property
+    def anywhere(self) -> bool:
+        """Return what the source states."""
+        return self.source.anywhere
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Return what the source states."""
+        return self.source.deadline_s
+
+    @property
     def n_groups(self) -> int:
         """How many groups there are."""
         return self.source.n_groups
 
-    def blocks(self, group: int) -> Iterator[tuple[int, InputBlock | None]]:
+    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
         """Yield a group's blocks. Raises DataError where a block that is done again has other rows, or one twice."""
-        for number, block in self.source.blocks(group):
+        whole = {number: "" if number in self.again else digest for number, digest in seen.items()}
+        for number, block in self.source.blocks(group, whole):
             ids = self.again[number].ids if number in self.again else None
             if block is None or ids is None:
                 yield number, block

@@ -70,7 +70,7 @@ def collect(
     works = _works(pool, models, embedding, table, rows, sizes)
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], table)
-    plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows.source)) is not None}
+    plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows)) is not None}
     seconds: dict[str, float] = {}
 
     def on_end(name: str, took_s: float) -> None:
@@ -80,7 +80,7 @@ def collect(
 
     if plans:
         with ray_session(address, max(plan.stages[0].resources.num_cpus for plan in plans.values())):
-            run_side_by_side({name: works[name] for name in plans}, rows.source, on_progress, on_end)
+            run_side_by_side({name: works[name] for name in plans}, rows, on_progress, on_end)
     for name, work in works.items():
         if embedding is None and name not in plans:
             _note(work, list(works), table, rows)

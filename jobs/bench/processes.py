@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import psutil
 
 # What the titles of Ray's actors hold, by what they do in a run.
-ROLES = {"controller": "RunController", "reader": "BlockReader", "worker": "StageWorker"}
+ROLES = {"controller": "RunController", "reader": "read_blocks", "worker": "StageWorker"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pyarrow as pa
-import ray
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows
 from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
-from cauc_ray.execution.reader import BlockNames
+from cauc_ray.execution.reader import BlockHeader
 from cauc_ray.execution.runner import BLOCK_ROWS
 from cauc_ray.execution.session import ray_session
 from cauc_ray.front.summary import summarise
@@ -98,7 +97,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def _hand_over(committer: Committer, number: int, n: int) -> None:
     """Give the committer a block of n answers, and the calls that they came of."""
     rng = np.random.default_rng(number)
-    block = Owner(number, n, ray.put(BlockNames(_ids(number, n), rng.integers(0, 10, n).astype(np.int32))))
+    labels = rng.integers(0, 10, n).astype(np.int32)
+    block = Owner(number, n, BlockHeader(0, number, _ids(number, n), labels, (), "", None, may_return=False))
     block.stages[:] = rng.random(n) < DEFERRED
     block.predictions[:], block.confidences[:] = rng.integers(0, 10, n), rng.random(n)
     block.costs[:] = np.cumsum(list(STAGES.values()))[block.stages]

@@ -256,7 +256,7 @@ KINDS = (
     Kind("stage-down", "last stage", stage_down, pool=_SOON_DOWN | {"on_failure": "degrade"}),
     Kind("stage-down-resumed", "last stage", stage_down, ("run",), pool=_SOON_DOWN, ends="has had no live replica for"),
     Kind("controller-killed", "controller", killed("RunController", "ServeController")),
-    Kind("reader-killed", "what reads", killed("BlockReader", "read"), ("run",), times=2),
+    Kind("reader-killed", "what reads", killed("read_blocks"), ("run",), times=2),
     Kind("driver-killed", "driver, resumed", driver_killed, ("run",), ends=""),
     Kind("input-away", "input", input_away, ("run",), when="reading"),
     Kind("input-damaged", "input", input_damaged, ("run",), when="before"),

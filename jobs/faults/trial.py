@@ -33,7 +33,7 @@ STRIKES_S = 2.0
 # Rows that a service is asked for, again and again.
 N_SERVED = 150
 # The titles of what a run or a service must not leave behind.
-LEFT_OVER = ("StageWorker", "RunController", "BlockReader", "read", "ServeReplica", "ProxyActor", "ServeController")
+LEFT_OVER = ("StageWorker", "RunController", "read_blocks", "ServeReplica", "ProxyActor", "ServeController")
 N_CLIENTS = 16
 # How long a client waits for an answer, and how long a load is; a service is well where one meets no trouble.
 PATIENCE_S, LOAD_S = 60.0, 3.0

@@ -376,10 +376,10 @@ def test_a_partial_batch_does_not_wait_when_nothing_can_be_added():
 
 def test_a_block_that_is_still_being_read_can_add_rows():
     scheduler = one_block([limits(10, batch_wait_s=5.0)], 3)
-    scheduler.read_started()
+    scheduler.n_reads = 1
     scheduler.end_input()
     assert scheduler.next_call(0.0) is None
-    scheduler.read_ended()
+    scheduler.n_reads = 0
     assert len(scheduler.next_call(0.0)) == 3
 
 

@@ -97,7 +97,7 @@ def test_done_blocks_are_left_out_unconverted():
         ({0: ids_digest(list("0132"))}, "block 0 holds other rows"),
         ({3: first}, "ends before block 3"),
     ):
-        with pytest.raises(DataError, match=f"the Ray dataset is not the one .*{said}.*start a new run"):
+        with pytest.raises(DataError, match=f"the Ray dataset gives other rows .*{said}.*start a new run"):
             list(opened.source(4, {0: first} | done).blocks(0))
     with pytest.raises(DataError, match="the Ray dataset: column 'label' holds negative numbers"):
         list(opened.source(4).blocks(0))

@@ -1,26 +1,32 @@
-"""Readers and what each reads next, in this process."""
+"""What the tasks that read an input give, and what is done about those that end or hang."""
+
+import os
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import ray
 
-from cauc_ray.data.blocks import InputBlock
+from cauc_ray.data.blocks import InputBlock, ids_digest
+from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import reader
-from cauc_ray.execution.reader import LONG_PAUSES_S, PAUSES_S, BlockReader, ReadPlan
+from cauc_ray.execution.reader import LONG_PAUSES_S, PAUSES_S, Piece, read_blocks
+from cauc_ray.execution.reading import Reading
 
 
 class Source:
     """Two blocks of five rows; each cannot be read for a number of tries."""
 
-    n_groups = 1
-
     def __init__(self, bad_tries, *, may_return):
-        self.left, self.may_return, self.n_read = list(bad_tries), may_return, 0
+        self.left, self.may_return = list(bad_tries), may_return
 
-    def blocks(self, group):
+    def blocks(self, group, seen):
         for number in range(2):
-            self.n_read += 1
             ids = [f"row-{5 * number + row}" for row in range(5)]
-            if self.left[number]:
+            if number in seen:
+                yield number, None
+            elif self.left[number]:
                 self.left[number] -= 1
                 yield number, InputBlock(ids, None, {}, 0, "damaged", self.may_return)
             else:
@@ -34,71 +40,127 @@ def pauses(monkeypatch):
     return waited
 
 
-def test_a_block_comes_in_chunks_and_a_group_is_read_on():
-    source = Source([0, 0], may_return=False)
-    one = BlockReader(source, chunk_rows=3, n_chunks=2)
-    header, names, first, second = one.read(0, 0)
-    assert (header.number, header.n_rows, header.unreadable) == (0, 5, None)
-    assert header.chunks == ((3, 24), (2, 16))
-    assert names.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
+def test_a_block_comes_in_chunks():
+    header, first, second, end, *others = read_blocks(Source([0, 0], may_return=False), Piece(0, {}), 0, 3)
+    assert (header.number, header.unreadable, header.chunks) == (0, None, ((3, 24), (2, 16)))
+    assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
+    assert header.digest == ids_digest(header.example_ids.to_pylist())
     assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
-    assert one.read(0, 1)[0].number == 1
-    assert source.n_read == 2  # not from the group's start again
-    end, *rest = one.read(0, 2)
-    assert (end.last, rest) == (1, [None] * 3)
-
-
-def test_a_reader_tells_which_rows_it_went_over():
-    """What takes the place of one that died is compared with it, so that no row is dropped or comes twice."""
-    first = BlockReader(Source([0, 0], may_return=False), chunk_rows=5, n_chunks=1)
-    headers = [first.read(0, 0)[0], first.read(0, 1)[0]]
-    assert [list(header.ids) for header in headers] == [[0], [1]]
-    second = BlockReader(Source([0, 0], may_return=False), chunk_rows=5, n_chunks=1)
-    assert second.read(0, 1)[0].ids == headers[0].ids | headers[1].ids
-    assert second.read(0, 5)[0].last == 1
-    damaged = BlockReader(Source([9, 0], may_return=False), chunk_rows=5, n_chunks=1)
-    assert damaged.read(0, 1)[0].ids == headers[1].ids  # of what cannot be read nothing is known
+    assert end is None
+    assert others[0].number == 1
+    for piece in (Piece(0, {0: ""}), Piece(0, {}, 1)):
+        header, _, end = read_blocks(Source([0, 0], may_return=False), piece, 0, 5)
+        assert (header.number, end) == (1, None)
 
 
 def test_a_file_that_comes_back_is_waited_for(pauses):
-    one = BlockReader(Source([3, 0], may_return=True), chunk_rows=5, n_chunks=1)
-    header, *_ = one.read(0, 0)
-    assert (header.number, header.unreadable) == (0, None)
-    assert pauses == list(LONG_PAUSES_S[:3])
-    one = BlockReader(Source([3, 99], may_return=True), chunk_rows=5, n_chunks=1)
-    one.read(0, 0)
-    del pauses[:]
-    one.read(0, 1)
-    assert pauses == list(LONG_PAUSES_S)  # the first outage passed, and says nothing of the second
+    header, _, _, other, _ = read_blocks(Source([3, 99], may_return=True), Piece(0, {}), 0, 5)
+    assert [header.unreadable, other.unreadable] == [None, "damaged"]
+    assert pauses == [*LONG_PAUSES_S[:3], *LONG_PAUSES_S]  # the first outage passed, and says nothing of the second
 
 
 def test_damage_is_not_waited_for_and_the_rows_are_named(pauses):
-    one = BlockReader(Source([99, 0], may_return=False), chunk_rows=5, n_chunks=1)
-    header, names, chunk = one.read(0, 0)
-    assert (header.unreadable, header.chunks, chunk) == ("damaged", (), None)
-    assert names.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
+    header, end, other, *_ = read_blocks(Source([99, 0], may_return=False), Piece(0, {}), 0, 5)
+    assert (header.unreadable, header.chunks, header.digest, end) == ("damaged", (), "", None)
+    assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
     assert pauses == list(PAUSES_S)
-    assert one.read(0, 1)[0].unreadable is None
+    assert other.unreadable is None
 
 
 def test_what_stays_away_is_waited_for_less_each_time(pauses):
-    one = BlockReader(Source([99, 99], may_return=True), chunk_rows=5, n_chunks=1)
-    one.read(0, 0)
-    n_first = len(pauses)
-    one.read(0, 1)
-    assert n_first == len(LONG_PAUSES_S)
-    assert len(pauses) - n_first == n_first - 1
+    list(read_blocks(Source([99, 99], may_return=True), Piece(0, {}), 1, 5))
+    assert pauses == [*LONG_PAUSES_S[:-1], *LONG_PAUSES_S[:-2]]
 
 
-def test_each_reader_has_a_group_and_what_was_lost_comes_first():
-    plan = ReadPlan(3)
-    assert [plan.next_place(0), plan.next_place(1), plan.next_place(0)] == [(0, 0), (1, 0), (0, 1)]
-    plan.read_again([(0, 0), (0, 1)])
-    assert [plan.next_place(1), plan.next_place(1), plan.next_place(1)] == [(0, 0), (0, 1), (1, 1)]
-    plan.group_ended(0, 0)
-    assert plan.next_place(0) == (2, 0)
-    plan.group_ended(0, 2)
-    assert plan.next_place(0) is None
-    assert not plan.exhausted
-    plan.group_ended(1, 1)
-    assert plan.exhausted
+@dataclass(frozen=True)
+class Groups:
+    """Two groups of three blocks of two rows.
+
+    folder: where the tasks note what they begin; those of the first group die, or hang, at its last block once.
+    """
+
+    folder: object
+    fault: str = ""
+    n_groups: int = 2
+    anywhere: bool = True
+    deadline_s: float | None = None
+    first_id: int = 0
+
+    def blocks(self, group, seen):
+        begun = len(list(self.folder.glob(f"{group}-*")))
+        (self.folder / f"{group}-{begun}").touch()
+        for number in range(3 * group, 3 * group + 3):
+            ids = [f"row-{self.first_id + 2 * number + row}" for row in range(2)]
+            if number == 2 and not begun:
+                if self.fault == "dies":
+                    os._exit(1)
+                if self.fault == "hangs":
+                    time.sleep(600)
+            yield number, None if number in seen else InputBlock(ids, None, {"x": np.arange(2.0)}, 16)
+
+
+@dataclass
+class Plan:
+    source: object
+    chunk_rows: int = 1
+    n_chunks: int = 2
+
+
+def taken(read, n):
+    """Take so many blocks, or those that there are."""
+    blocks, ends = [], time.time() + 60
+    while len(blocks) < n and time.time() < ends and not (read.exhausted and not read.owes and not read.n_asked):
+        read.ask(time.time())
+        ray.wait(read.streams, timeout=0.1) if read.streams else time.sleep(0.01)
+        for stream in [*read.streams, *read.coming]:
+            try:
+                block = read.take(stream, time.time())
+            except ray.exceptions.RayError as error:
+                read.failed(stream, error)
+                continue
+            blocks += [] if block is None else [block]
+        read.watch(time.time(), starved=False)
+    return blocks
+
+
+def rows_of(block):
+    return [(header_id, chunk.columns["x"].tolist()) for header_id, chunk in
+            zip(block.header.example_ids.to_pylist(), ray.get(block.chunks), strict=True)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("fault", ["", "dies", "hangs"])
+def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
+    read = Reading(Plan(Groups(tmp_path, fault, deadline_s=2.0)), {})
+    blocks = taken(read, 6)
+    assert sorted(block.header.number for block in blocks) == list(range(6))
+    for block in blocks:
+        first = 2 * block.header.number
+        assert rows_of(block) == [(f"row-{first}", [0.0]), (f"row-{first + 1}", [1.0])]
+    assert len(list(tmp_path.glob("0-*"))) == (2 if fault else 1)
+    read.ask_again(blocks[1].header)
+    assert read.owes
+    (again,) = taken(read, 1)
+    assert (again.again, again.header.number) == (True, blocks[1].header.number)
+    assert rows_of(again) == rows_of(blocks[1])
+    assert (taken(read, 1), read.exhausted) == ([], True)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_what_is_read_again_must_be_the_same_rows(tmp_path):
+    read = Reading(Plan(Groups(tmp_path)), {})
+    block = taken(read, 1)[0]
+    read._source = ray.put(replace(Groups(tmp_path), first_id=1))
+    read.ask_again(block.header)
+    with pytest.raises(DataError, match=r"other rows than before: its block 0 holds other rows.*start a new run"):
+        taken(read, 3)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_input_whose_tasks_all_die_ends_the_run(tmp_path):
+    class Deadly(Groups):
+        def blocks(self, group, seen):
+            os._exit(1)
+
+    with pytest.raises(ExecutionError, match="the input cannot be read: a task that reads the input"):
+        taken(Reading(Plan(Deadly(tmp_path)), {}), 1)
