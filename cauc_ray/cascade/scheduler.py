@@ -3,7 +3,7 @@
 A shell feeds it events (rows were read, a call ended, a replica died) and asks it for the next call. Rows wait in a
 queue for each stage; those that a stage defers are gathered across calls and owners into full batches. A partial batch
 goes out when nothing upstream can add to it, or after the stage's time limit. A queue that is full holds the stages
-ahead of it back, and at last the reader.
+ahead of it back, and at last the reading.
 """
 
 from __future__ import annotations

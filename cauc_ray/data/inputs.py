@@ -31,6 +31,10 @@ class RunInput(Protocol):
         """Where the rows come from, for people."""
 
     @property
+    def columns(self) -> Sequence[str] | None:
+        """The columns that there are; None where they are unknown until they are read."""
+
+    @property
     def n_rows(self) -> int | None:
         """How many rows there are; None where that is unknown until they are read."""
 
@@ -42,8 +46,11 @@ class RunInput(Protocol):
     def identity(self) -> dict[str, int]:
         """Rows by a text that changes when what is read does: what a resumed run compares."""
 
-    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> BlockSource:
-        """Return the blocks of at most so many rows, without those that are done."""
+    def source(self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None) -> BlockSource:
+        """Return the blocks of at most so many rows, without those that are done.
+
+        columns: those that are read, as far as there are such; None for all.
+        """
 
 
 def open_input(path: str | AnyPath) -> RunInput:
@@ -103,34 +110,49 @@ class FileInput:
     ends: Ints
     group_blocks: int
 
-    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> FileBlocks:
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns that there are."""
+        return self.rows.columns
+
+    def source(self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None) -> FileBlocks:
         """Return the blocks of at most so many rows that are not done; files are opened again where they are read."""
         starts, firsts = [0], [0]
         while starts[-1] < self.n_rows:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
             starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
-        anywhere = isinstance(self.path, RemotePath)
-        names = tuple(self.identity)
-        return FileBlocks(self.rows, names, tuple(starts), tuple(firsts), block_rows, dict(done), anywhere)
+        return FileBlocks(
+            self.rows,
+            tuple(self.identity),
+            tuple(name for name in self.columns if columns is None or name in columns),
+            tuple(starts),
+            tuple(firsts),
+            block_rows,
+            dict(done),
+            anywhere=isinstance(self.path, RemotePath),
+            deadline_s=DEADLINE_S,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
     """Blocks of files; plain.
 
-    names: of the files, in ids of rows that are not read.   starts: the first row of each group, and the number of
-    all rows.   firsts: the number of each group's first block, and of all blocks.   done: see BlockSource.
+    names: of the files, in ids of rows that are not read.   columns: those that are read.   starts: the first row of
+    each group, and the number of all rows.   firsts: the number of each group's first block, and of all blocks.
+    done: see BlockSource.
     """
 
     rows: ParquetRows | ImageRows
     names: tuple[str, ...]
+    columns: tuple[str, ...]
     starts: tuple[int, ...]
     firsts: tuple[int, ...]
     block_rows: int
     done: Done
     anywhere: bool
-    deadline_s: float | None = DEADLINE_S
+    deadline_s: float | None
 
     @property
     def n_groups(self) -> int:
@@ -145,7 +167,7 @@ class FileBlocks:
 
         def columns(number: int) -> tuple[str, ...]:
             among = bool(wanted) and wanted[0] <= number <= wanted[-1]
-            return tuple(self.rows.columns) if among else ("example_id",)
+            return self.columns if among else ("example_id",)
 
         for names, run in groupby(numbers, columns):
             yield from self._read(group, list(run), names, done)
@@ -186,7 +208,7 @@ class FileBlocks:
         ends = self.rows.row_group_ends
         for first, last in pairwise([start, *ends[(ends > start) & (ends < end)].tolist(), end]):
             try:
-                for table in self.rows.tables(self.rows.columns, np.arange(first, last), self.block_rows):
+                for table in self.rows.tables(self.columns, np.arange(first, last), self.block_rows):
                     ids += id_texts(table.column("example_id")).tolist()
             except UnreadableError as other:
                 may_return |= isinstance(other, UnopenedError)

@@ -43,17 +43,20 @@ class DatasetInput:
         self.n_rows: int | None = None
         self.row_bytes = 0.0
         known = dataset.schema(fetch_if_missing=False)
-        if known is not None:
-            _require_ids(known.names)
+        self.columns: list[str] | None = None if known is None else known.names
+        if self.columns is not None:
+            _require_ids(self.columns)
         if isinstance(dataset, MaterializedDataset):  # only then are these known without an execution
             self.n_rows = dataset.count()
             if self.n_rows == 0:
                 raise DataError(f"{_SOURCE} holds no rows")
             self.row_bytes = dataset.size_bytes() / self.n_rows
 
-    def source(self, block_rows: int, done: Done = NOTHING_DONE) -> DatasetSource:
+    def source(
+        self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None
+    ) -> DatasetSource:
         """Return the dataset's rows in its own order, in blocks of so many, without those that are done."""
-        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, dict(done))
+        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, dict(done), columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class DatasetSource:
     object_store_bytes: int | None
     block_rows: int
     done: Done
+    columns: frozenset[str] | None
     anywhere: bool = False
     deadline_s: float | None = None
 
@@ -87,7 +91,8 @@ class DatasetSource:
                 n_blocks += 1
                 _require_ids(table.column_names)
                 if number not in done:
-                    yield number, table_block(table, lambda row: _SOURCE)
+                    read = [name for name in table.column_names if self.columns is None or name in self.columns]
+                    yield number, table_block(table.select(read), lambda row: _SOURCE)
                 elif is_seen(table, done[number]):
                     yield number, None
                 else:

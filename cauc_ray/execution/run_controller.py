@@ -277,7 +277,7 @@ class RunController:
     # Looking after everything
 
     def _watch(self, now: float) -> None:
-        """Every so often: give up what hangs, start and stop replicas and readers, tell how far the run is."""
+        """Every so often: give up what hangs, start and stop replicas and reading tasks, report how far the run is."""
         if now - self._watched < WATCH_S:
             return
         self._watched = now

@@ -104,13 +104,15 @@ def run_cascade(
     record: RunRecord,
     on_progress: Callable[[RunProgress], None],
     *,
+    columns: frozenset[str] | None,
     degrade: bool,
     max_failed: float,
     retry_failed: bool = False,
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
-    degrade: answer without a stage that is down.   max_failed: the share of rows that models may fail on.
+    columns: of the input, those that are read, None for all.   degrade: answer without a stage that is down.
+    max_failed: the share of rows that models may fail on.
     retry_failed: do rows again that failed.
     Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages do not fit on
     the cluster, do not start or cannot go on, or models fail on too many rows; what was finished before stays in
@@ -133,7 +135,7 @@ def run_cascade(
         if there.n_done == inputs.n_rows:
             return None
         attempt = next_attempt(out)
-        source = inputs.source(record.block_rows, there.done)
+        source = inputs.source(record.block_rows, there.done, columns)
         return RunPlan(
             run_id=record.run_id,
             stages=stages,

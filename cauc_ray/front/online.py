@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
-from cauc_ray.errors import CaucWarning, ConfigError
+from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.execution.ledger import new_record, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
@@ -62,6 +62,7 @@ def run(
     if retry_failed and not resume:
         raise ConfigError("only a run that is resumed has failed rows to try again; give resume (--resume) as well")
     rows = _opened(input)
+    _require_columns(stages, rows)
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
@@ -84,6 +85,7 @@ def run(
             folder,
             record,
             on_progress,
+            columns=pool.columns_read(stages),
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
@@ -106,6 +108,14 @@ def _opened(input: str | Path | Dataset) -> RunInput:
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
     return DatasetInput(input)
+
+
+def _require_columns(stages: tuple[StageSpec, ...], rows: RunInput) -> None:
+    for stage in stages:
+        missing = sorted(stage.model.NEEDS.difference(rows.columns or stage.model.NEEDS))
+        if missing:
+            has = ", ".join(sorted(rows.columns or ()))
+            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows.path} has only {has}")
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

@@ -31,6 +31,9 @@ class KindSpec(BaseModel):
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
     # Whether a model may span several GPUs.
     SPANS_GPUS: ClassVar[bool] = False
+    # The columns that it cannot do without, and all that it reads next to example_id; None for whatever there is.
+    NEEDS: ClassVar[frozenset[str]] = frozenset()
+    READS: ClassVar[frozenset[str] | None] = None
     # Whether a call gives up by itself, and has to be waited for until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
 

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.models import questions
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import KindSpec, require
 from cauc_ray.numbers.logits import LogitKind
@@ -38,6 +39,8 @@ class OpenAISpec(KindSpec):
 
     HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries"})
     GIVES_UP: ClassVar[bool] = True
+    NEEDS: ClassVar[frozenset[str]] = questions.NEEDED
+    READS: ClassVar[frozenset[str] | None] = questions.READ
     kind: Literal["openai"]
     model: str = Field(min_length=1)
     # A password or key in the address would show in tables and messages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +113,8 @@ class StageSpec(Section):
 class Pool(Section):
     """A set of models for one task.
 
-    inputs: the tensors of a request by name, where the models do not tell themselves.
+    inputs: the tensors of a request by name, where the models do not tell themselves; a run reads columns of the same
+    names.
     labels: names of the classes in their order, or in the file the path of a text that has one on each line.
     on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
     "degrade" answers them as the stages before would have, and says so in the rows.
@@ -148,6 +150,20 @@ class Pool(Section):
             if stage.name == name:
                 return stage
         raise ConfigError(f"pool {self.name!r}: {unknown_name('stage', name, [s.name for s in self.stages])}")
+
+    def columns_read(self, stages: Sequence[StageSpec]) -> frozenset[str] | None:
+        """Return the columns of an input that a run over some stages reads; None for whatever there is.
+
+        A model that does not tell itself reads the pool's inputs, where these are declared. What rows are called and
+        labelled is read, too, and choices, which logits are held against.
+        """
+        read = {"example_id", "label", "choices"}
+        for stage in stages:
+            own = stage.model.READS if stage.model.READS is not None else frozenset(self.inputs)
+            if stage.model.READS is None and not own:
+                return None
+            read |= own
+        return frozenset(read)
 
     def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """Return the stages of a chain in its order."""

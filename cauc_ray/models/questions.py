@@ -7,6 +7,10 @@ from typing import Any
 from cauc_ray.data.prompts import Question
 from cauc_ray.models.answers import Batch, batch_size, require_columns
 
+# What questions cannot do without, and all that is read of them.
+NEEDED = frozenset({"question", "choices"})
+READ = NEEDED | {"context", "subject", "task"}
+
 
 def read_questions(batch: Batch) -> tuple[dict[int, Question], dict[int, str]]:
     """Return a batch's questions by row, and why the other rows hold none.

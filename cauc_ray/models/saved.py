@@ -23,6 +23,7 @@ class SavedSpec(DeclaringSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
+    READS: ClassVar[frozenset[str] | None] = frozenset()
     kind: Literal["saved"]
     logits: Path
     model: str

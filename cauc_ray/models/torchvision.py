@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
@@ -36,6 +36,8 @@ class TorchvisionSpec(KindSpec):
     cropped and normalised as the weights ask, those of a file as the architecture's default weights do.
     """
 
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"image"})
+    READS: ClassVar[frozenset[str] | None] = NEEDS
     kind: Literal["torchvision"]
     arch: str
     weights: str = "DEFAULT"

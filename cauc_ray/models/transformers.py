@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
+from cauc_ray.models import questions
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
 from cauc_ray.numbers.logits import LogitKind
@@ -42,6 +43,8 @@ class TransformersImageSpec(HubSpec):
     model: a hub id or a local folder, which holds the preprocessing too.
     """
 
+    NEEDS: ClassVar[frozenset[str]] = frozenset({"image"})
+    READS: ClassVar[frozenset[str] | None] = NEEDS
     kind: Literal["transformers-image"]
 
     def load(self) -> ImageModel:
@@ -67,6 +70,8 @@ class TransformersChoiceSpec(HubSpec):
 
     HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     SPANS_GPUS: ClassVar[bool] = True
+    NEEDS: ClassVar[frozenset[str]] = questions.NEEDED
+    READS: ClassVar[frozenset[str] | None] = questions.READ
     kind: Literal["transformers-choice"]
     gguf_file: str | None = None
     scoring: Literal["letter", "text"] = "letter"

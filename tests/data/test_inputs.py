@@ -196,6 +196,18 @@ def test_of_blocks_that_are_done_only_ids_are_read():
         assert [bool(block.unreadable) for block in blocks.values()] == [True, False, False]
 
 
+def test_columns_that_nobody_reads_are_left_where_they_are():
+    with parquet_folder([4], 4) as folder:
+        damage(folder / "0000.parquet", 0, 2)
+        opened = open_input(folder)
+        assert opened.columns == ["example_id", "label", "x"]
+        ((_, block),) = opened.source(4, columns=frozenset({"example_id", "label", "y"})).blocks(0)
+        assert block.unreadable is None
+        assert list(block.columns) == ["example_id", "label"]
+        ((_, block),) = opened.source(4).blocks(0)
+        assert "cannot be read" in block.unreadable
+
+
 def test_files_that_differ_in_types_share_a_block(tmp_path):
     first = {"example_id": ["a", "b"], "label": [1, 2], "x": pa.array([1, 2], pa.int32())}
     second = {"x": [1.5, 2.5], "label": [3.0, None], "example_id": pa.array(["c", "d"], pa.large_string())}

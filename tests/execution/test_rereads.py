@@ -1,11 +1,14 @@
 """Inputs that are read again and are others by then: a run ends, and no answer is another row's."""
 
+import time
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from runs import by_example, numbered_input, python_pool, read_all, two_model_policy
 
 import cauc_ray
+from cauc_ray.data import inputs as files
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import runner
 from jobs.faults.cluster import processes
@@ -56,7 +59,9 @@ def test_another_ray_dataset_is_not_resumed_with(tmp_path):
     rows = pq.read_table(numbered_input(tmp_path, 20_000))
     pool = ended_run(tmp_path, ray.data.from_arrow(rows))
     other = ray.data.from_arrow(rows.take(np.arange(20_000)[::-1]))
-    with pytest.raises(DataError, match=r"Ray dataset gives other rows .* block \d+ holds other rows.* start a new run"):
+    with pytest.raises(
+        DataError, match=r"Ray dataset gives other rows .* block \d+ holds other rows.* start a new run"
+    ):
         cauc_ray.run(pool, two_model_policy(), other, tmp_path / "out", resume=True)
     assert not (tmp_path / "out" / "summary.json").exists()
     same = ray.data.from_arrow(rows)
@@ -104,3 +109,18 @@ def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_
     assert killed
     rows = by_example(read_all(tmp_path / "out" / "predictions"))  # what was committed before stays, each row once
     assert len(rows) >= 768
+
+
+@pytest.mark.slow
+def test_a_first_block_that_takes_longer_than_files_may_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "DEADLINE_S", 1.0)
+
+    def slow(batch):
+        time.sleep(5)
+        return {"example_id": batch["id"].astype(str), "x": batch["id"] % 7 - 3.0}
+
+    import ray.data
+
+    dataset = ray.data.range(40, override_num_blocks=1).map_batches(slow)
+    pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    assert cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out")["n"] == 40

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import yaml
 from runs import (
     MODELS,
     by_example,
@@ -19,6 +20,7 @@ from runs import (
     two_model_policy,
     write_pool,
 )
+from stored import damage
 from synthetic import write_table
 
 import cauc_ray
@@ -157,6 +159,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tm
     with pytest.raises(ConfigError, match="stage 'large': factory 'user_models:absent' cannot be imported"):
         run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_column_that_no_model_reads_may_be_damaged(tmp_path):
+    inputs = numbered_input(tmp_path)
+    pq.write_table(pq.read_table(inputs).append_column("y", [list(range(40))]), inputs)
+    damage(inputs, 0, 2)
+    pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    assert run(tmp_path, pool, two_model_policy(), inputs)["n_failed"] == 40
+    declared = yaml.safe_load(pool.read_text()) | {"inputs": {"x": {"datatype": "FP64", "shape": []}}}
+    pool.write_text(yaml.safe_dump(declared))
+    assert cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "new")["n_failed"] == 0
 
 
 @pytest.mark.slow
@@ -302,6 +316,11 @@ def test_faults_of_the_call_are_told_before_ray_is_asked(tmp_path):
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["mine.txt"]
     with pytest.raises(DataError, match="there is no file"):
         cauc_ray.run(pool, policy, tmp_path / "absent", tmp_path / "new")
+    images = [{"name": name, "model": {"kind": "torchvision", "arch": "resnet18"}} for name in ("small", "large")]
+    with pytest.raises(
+        DataError, match=r"stage 'small' needs a column 'image', .*input\.parquet has only example_id, x"
+    ):
+        cauc_ray.run(write_pool(tmp_path, images), policy, inputs, tmp_path / "new")
     stages = [{"name": "smal", "model": {"kind": "python", "factory": "user_models:by_x"}}]
     with pytest.raises(ConfigError, match="unknown stage 'small'; did you mean 'smal'"):
         cauc_ray.run(write_pool(tmp_path, stages), policy, inputs, tmp_path / "new")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -12,7 +13,7 @@ import yaml
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.kinds import BUILT_IN, ENTRY_POINTS, RegisteredSpec, known_kinds
-from cauc_ray.models.pool import load_pool
+from cauc_ray.models.pool import load_pool, pool_of
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.schemas import schema_path
 
@@ -77,6 +78,25 @@ def loaded(folder, **model):
 
 
 BATCH = {"x": np.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "read"),
+    [
+        ({"kind": "torchvision", "arch": "resnet18"}, {}, {"image"}),
+        ({"kind": "saved", "logits": "L", "model": "m", "split": "s"}, {}, set()),
+        ({"kind": "openai", "model": "m"}, {}, {"question", "context", "subject", "task"}),
+        ({"kind": "python", "factory": "a:b"}, {"x": {"datatype": "FP64", "shape": []}}, {"x"}),
+        ({"kind": "python", "factory": "a:b"}, {}, None),
+    ],
+)
+def test_a_run_reads_the_columns_that_its_models_read(model, inputs, read):
+    stages = [
+        {"name": "s", "model": model},
+        {"name": "t", "model": {"kind": "saved", "logits": "L", "model": "m", "split": "s"}},
+    ]
+    pool = pool_of({"name": "p", "task": "image-classification", "inputs": inputs, "stages": stages}, Path())
+    assert pool.columns_read(pool.stages) == (None if read is None else {"example_id", "label", "choices", *read})
 
 
 def refused(act):
