@@ -45,7 +45,7 @@ WHOLE, GUILTY, DEGRADED, FAILED, AGAIN, SERVES_OWN = "whole", "guilty", "degrade
 
 @dataclass(slots=True)
 class Answers:
-    """Asks a service for the rows of a scene, and keeps what it answers.   why: what it said where it refused."""
+    """Asks a service for the rows of a scene, and keeps what it answers.   why: with which status and reason."""
 
     url: str
     scene: Scene
@@ -79,12 +79,12 @@ class Answers:
             said = json.loads(body)
         except ValueError:
             return SERVES_OWN
+        self.why[f"{status} {said.get('error') or said['parameters'].get('reason')}"] += 1
         if status == OK:
             outputs = {output["name"]: output["data"][0] for output in said["outputs"]}
             numbers = {name: float(np.float32(outputs[name])) for name in ("confidence", "cost")}
             self.rows.append({"example_id": example, **outputs, **numbers})
             return GUILTY if guilty else DEGRADED if outputs["degraded"] else WHOLE
-        self.why[f"{status} {said.get('error')}"] += 1
         if status in (429, 503) and not guilty:
             return AGAIN
         self.failed.append(example)
