@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from cauc_ray.cascade.health import DOWN_AFTER_S, PAUSE_S, StageHealth
-from cauc_ray.cascade.pace import Pace
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Rows, Trouble
+from cauc_ray.cascade.service_time import ServiceTime
 from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE, StageLimits, StageQueue
 from cauc_ray.cascade.suspects import Suspects
 
@@ -25,9 +25,9 @@ OVERDUE, OVERDUE_CALLS = 0.5, 4.0
 CROWDED = 2.5
 # What has computed alone for less than this does not hang.
 HANGS_S = 1.0
-# Where there are several replicas, suspected rows wait until two of them run, so that one is left for the others, or
-# for this share of their time.
-HOLD = 0.35
+# Suspected rows wait for this share of their time where others wait for the only replica; where there are several,
+# until two of them run, so that one is left for the others, or for so much.
+HOLD, HOLD_FOR_OTHERS = 0.35, 0.75
 # A bad replica is replaced only so long after the last one where no other answers: then it may be the stage.
 REPLACE_PAUSE_S = 30.0
 
@@ -52,7 +52,7 @@ class RequestQueue(StageQueue):
     limits: RequestLimits
     health: StageHealth = field(init=False)
     suspects: Suspects = field(default_factory=Suspects)
-    pace: Pace = field(default_factory=Pace)
+    service_time: ServiceTime = field(default_factory=ServiceTime)
     _hung: set[int] = field(default_factory=set)
     _replaced_at: float = -inf
 
@@ -106,7 +106,7 @@ class RequestQueue(StageQueue):
 
     def _wait_s(self, n: int) -> float:
         """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet."""
-        if not self.pace.long_call_s:
+        if not self.service_time.long_call_s:
             return 0.0
         n_replicas, n_calls = max(1, self.n_replicas), self.n_calls
         n_free = max(0, n_replicas - n_calls)
@@ -116,7 +116,7 @@ class RequestQueue(StageQueue):
         if n_free and n_waiting <= 0:
             return 0.0
         # Where more calls than replicas are under way at once, one of them ends so often.
-        return self.pace.long_call_s * (1 + n_waiting / max(n_replicas, n_calls))
+        return self.service_time.long_call_s * (1 + n_waiting / max(n_replicas, n_calls))
 
     # What goes
 
@@ -160,7 +160,7 @@ class RequestQueue(StageQueue):
     def _wanted_at(self, replica: int) -> float:
         """Return when a replica will have use for a batch that is not full."""
         at = self._replicas[replica]
-        return at.busy_since + self.pace.compute_s if at.calls else 0.0
+        return at.busy_since + self.service_time.compute_s if at.calls else 0.0
 
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
@@ -180,7 +180,7 @@ class RequestQueue(StageQueue):
     @property
     def _most_calls(self) -> int:
         # Where other routers' calls wait there too, rows are better kept here, where more can join them.
-        return 1 if self.pace.call_s > CROWDED * self.pace.compute_s > 0 else CALLS_PER_REPLICA
+        return 1 if self.service_time.call_s > CROWDED * self.service_time.compute_s > 0 else CALLS_PER_REPLICA
 
     def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
         return StageQueue._free_replica(self, avoided | self._hung if self._hung else avoided)
@@ -198,7 +198,8 @@ class RequestQueue(StageQueue):
         if self.n_replicas - len(self._hung) >= 2 or call.suspected_at is None:
             return -inf
         left_s = min(rows.owner.deadline for rows in call.rows) - call.suspected_at
-        return call.suspected_at + HOLD * min(left_s, self.limits.timeout_s)
+        hold = HOLD_FOR_OTHERS if self.health.most_replicas > 1 else HOLD
+        return call.suspected_at + hold * min(left_s, self.limits.timeout_s)
 
     # What comes back
 
@@ -206,7 +207,7 @@ class RequestQueue(StageQueue):
         """Note a call whose model answered rows."""
         self.health.succeeded(now)
         if not (call.isolated or call.probe):
-            self.pace.note(now - call.sent_at, result.compute_s or 0.0, len(call))
+            self.service_time.note(now - call.sent_at, result.compute_s or 0.0, len(call))
 
     def take_back(self, call: Call, now: float) -> None:
         """Note that a call is at its replica no more."""
@@ -257,13 +258,13 @@ class RequestQueue(StageQueue):
     def _overdue_at(self, replica: int) -> float | None:
         """Return when the call that a replica computes may be taken to hang, None if it has none or is known to."""
         at = self._replicas[replica]
-        if not at.calls or at.calls[0].isolated or replica in self._hung or not self.pace.call_s:
+        if not at.calls or at.calls[0].isolated or replica in self._hung or not self.service_time.call_s:
             return None
         return at.busy_since + self._longest_s
 
     @property
     def _longest_s(self) -> float:
-        return max(OVERDUE * self.limits.timeout_s, OVERDUE_CALLS * self.pace.call_s)
+        return max(OVERDUE * self.limits.timeout_s, OVERDUE_CALLS * self.service_time.call_s)
 
     def may_hang(self, call: Call, now: float) -> bool:
         """Say whether a call has taken suspiciously long."""
@@ -271,7 +272,7 @@ class RequestQueue(StageQueue):
 
     def hangs(self, call: Call, now: float) -> bool:
         """Say whether an isolated call that has not ended in time hangs."""
-        longest_s = max(HANGS_S, 10 * self.pace.compute_s)
+        longest_s = max(HANGS_S, 10 * self.service_time.compute_s)
         return call.isolated and call.began_at is not None and now - call.began_at > longest_s
 
     def _find_bad(self, replica: int, reason: str, now: float) -> None:

@@ -73,7 +73,7 @@ class RequestScheduler(Scheduler):
         if int(now) != self._reckoned_at:
             self._reckoned_at, self._reached = int(now), self._reach(now)
         at = self.stages[stage]
-        return (self._reached[stage] + at.n_waiting) / WINDOW_S * at.pace.row_s
+        return (self._reached[stage] + at.n_waiting) / WINDOW_S * at.service_time.row_s
 
     def _reach(self, now: float) -> list[float]:
         """Return how many of the rows that came in the last window's time are likely to reach each stage."""
@@ -228,7 +228,7 @@ class RequestScheduler(Scheduler):
             at.broken(call, reason, now)
         if call.probe:
             return
-        others = len(tried) < min(MOST_ATTEMPTS, at.n_replicas)
+        others = len(tried) < MOST_ATTEMPTS and at.has_other(tried)
         # With a good row, the only replica finds out whether it is broken.
         finds_out = result.fault == "unknown" and not call.failed_on and known
         at.doubt(call)

@@ -488,8 +488,11 @@ class StageQueue:
         failed_on = set(call.failed_on)
         if call.n_unproven:
             failed_on |= {number for number, replica in self._replicas.items() if replica.n_failed}
-        others = any(replica.open and number not in failed_on for number, replica in self._replicas.items())
-        return failed_on if others else frozenset()
+        return failed_on if self.has_other(failed_on) else frozenset()
+
+    def has_other(self, numbers: Set[int]) -> bool:
+        """Say whether there are other replicas than these, which are not being replaced."""
+        return any(replica.open and number not in numbers for number, replica in self._replicas.items())
 
     def _in_doubt(self) -> list[int]:
         """Return the replicas that must answer a probe: they have failed, or are to take an isolated call."""

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.bundles import Bundle, Part, chosen, gathered, states_of
 from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
-from cauc_ray.cascade.parcels import Parcel, Part, chosen, gathered, states_of
 from cauc_ray.cascade.results import CallResult, Fault
 from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import (
@@ -120,7 +120,7 @@ class Worker:
         self._as_declared = _as_they_are if self._embeds else AsDeclared(self._model.facts)
         return replace(self._model.facts, prepares=self.prepares)
 
-    def prepare(self, parts: Sequence[Part], parcels: Sequence[Parcel]) -> Prepared | None:
+    def prepare(self, parts: Sequence[Part], bundles: Sequence[Bundle]) -> Prepared | None:
         """Prepare a call ahead, while the model answers another in its own thread.
 
         Returns what decide and collect take as ahead. None where there is nothing to prepare, or where that failed:
@@ -129,24 +129,24 @@ class Worker:
         if not self.prepares:
             return None
         try:
-            return self._prepared(gathered(parts, parcels))
+            return self._prepared(gathered(parts, bundles))
         except BaseException:  # a model may raise what it likes
             return None
 
     def decide(
         self,
         parts: Sequence[Part],
-        parcels: Sequence[Parcel],
+        bundles: Sequence[Bundle],
         *,
         policies: Mapping[str, Policy] | None = None,
         carries_columns: bool = True,
         good_row: Batch | None = None,
         stopped: Callable[[], bool] = lambda: False,
         ahead: Prepared | None = None,
-    ) -> tuple[CallResult, Parcel]:
+    ) -> tuple[CallResult, Bundle]:
         """Answer a call's rows and decide which of them stop.
 
-        parcels: what the parts point into.   policies: by key, those that this worker may not have yet.
+        bundles: what the parts point into.   policies: by key, those that this worker may not have yet.
         carries_columns: whether rows that go on bring their columns, too.   good_row: one that the stage has answered
         before, each column (1, ...), which tells a bad row from a broken replica; the worker keeps the first that it
         knows of.
@@ -158,23 +158,23 @@ class Worker:
         self._learn(policies or {})
         unknown = next((part.policy for part in parts if part.policy not in self._policies), None)
         if unknown is not None:
-            return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Parcel({})
+            return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Bundle({})
         try:
-            found = self._found(self._as_declared, parts, parcels, good_row, ahead, stopped)
+            found = self._found(self._as_declared, parts, bundles, good_row, ahead, stopped)
             if found.answers is None:
-                return self._broken(clock, found.error, found.fault or "unknown"), Parcel({})
-            return self._decided(parts, parcels, found, clock, carries_columns)
+                return self._broken(clock, found.error, found.fault or "unknown"), Bundle({})
+            return self._decided(parts, bundles, found, clock, carries_columns)
         except (ConfigError, ExecutionError, SystemExit):
             raise
         except BaseException as error:  # a model may raise what it likes
-            return self._broken(clock, reason_of(error), "unknown"), Parcel({})
+            return self._broken(clock, reason_of(error), "unknown"), Bundle({})
         finally:
             self._ended = time.perf_counter()
 
     def collect(
         self,
         parts: Sequence[Part],
-        parcels: Sequence[Parcel],
+        bundles: Sequence[Bundle],
         *,
         good_row: Batch | None = None,
         ahead: Prepared | None = None,
@@ -185,14 +185,14 @@ class Worker:
         that failed. Arguments and errors are those of decide.
         """
         clock = self._clock(ahead)
-        found = self._found(_as_they_are, parts, parcels, good_row, ahead)  # the table says of which kind
+        found = self._found(_as_they_are, parts, bundles, good_row, ahead)  # the table says of which kind
         answers = found.answers
         if answers is None:
             return self._broken(clock, found.error, found.fault or "unknown"), None
         compute_s = clock.elapsed_s
         if self._gflops is None and answers.costs is None:
             assert self._model is not None
-            self._gflops = measured_gflops(self._model, gathered(parts, parcels)) or 0.0
+            self._gflops = measured_gflops(self._model, gathered(parts, bundles)) or 0.0
         n = len(answers.logits)
         result = CallResult(
             predictions=np.full(n, -1, dtype=np.int32),
@@ -221,13 +221,13 @@ class Worker:
         self,
         taken: Callable[[Answers], Answers],
         parts: Sequence[Part],
-        parcels: Sequence[Parcel],
+        bundles: Sequence[Bundle],
         good_row: Batch | None,
         ahead: Prepared | None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Isolated:
         """Have the model answer a call's rows, and keep the first row that it answers.   taken: reads its answers."""
-        batch = partial(gathered, parts, parcels)
+        batch = partial(gathered, parts, bundles)
         self._good_row = self._good_row or good_row
 
         def ask(rows: Batch) -> Answers:
@@ -278,8 +278,8 @@ class Worker:
         )
 
     def _decided(
-        self, parts: Sequence[Part], parcels: Sequence[Parcel], found: Isolated, clock: _Clock, carries_columns: bool
-    ) -> tuple[CallResult, Parcel]:
+        self, parts: Sequence[Part], bundles: Sequence[Bundle], found: Isolated, clock: _Clock, carries_columns: bool
+    ) -> tuple[CallResult, Bundle]:
         """Take the policies' steps for answers, and put them together."""
         answers = found.answers
         assert answers is not None
@@ -288,7 +288,7 @@ class Worker:
         steps = [
             one
             for key, own_parts, rows in _by_policy(parts)
-            for one in self._steps(self._policies[key], rows, answers.logits, states_of(own_parts, parcels), failures)
+            for one in self._steps(self._policies[key], rows, answers.logits, states_of(own_parts, bundles), failures)
         ]
         policy_s = time.perf_counter() - began
         predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
@@ -311,10 +311,10 @@ class Worker:
                 [np.zeros(len(part), dtype=bool) if part.keeps is None else part.keeps for part in parts]
             )
         states = [(rows, step.state) for _, rows, step in steps]
-        goes_on = Parcel({})
+        goes_on = Bundle({})
         if carried.any():
-            columns = chosen(parts, parcels, carried) if carries_columns else {}
-            goes_on = Parcel(columns, _laid_out(states, carried))
+            columns = chosen(parts, bundles, carried) if carries_columns else {}
+            goes_on = Bundle(columns, _laid_out(states, carried))
         result = CallResult(
             predictions=predictions,
             confidences=confidences,

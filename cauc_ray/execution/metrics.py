@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ray.util.metrics import Counter, Gauge
 
-from cauc_ray.execution.pace import Pace, accepted_share
 from cauc_ray.execution.progress import RunProgress, StageProgress
+from cauc_ray.execution.rates import ServiceTime, accepted_share
 
 _OUTCOMES = ("accepted", "deferred", "failed", "degraded")
 _STAGE_GAUGES = {
@@ -45,7 +45,7 @@ class RunMetrics:
         self._rows = Counter("cauc_run_rows", "Rows that left a stage, by outcome", tag_keys=(*of_stage, "outcome"))
         self._cost = Counter("cauc_run_cost", "What a stage's calls cost, in the policy's unit", tag_keys=of_stage)
         self._busy = Counter("cauc_run_busy_seconds", "Seconds that a stage's replicas computed", tag_keys=of_stage)
-        self._pace = Pace()
+        self._pace = ServiceTime()
         self._last = tuple(StageProgress(name) for name in self._stages)
 
     def report(self, progress: RunProgress) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.cascade.parcels import Parcel, packed
+from cauc_ray.cascade.bundles import Bundle, packed
 from cauc_ray.data.blocks import BlockSource, Done, InputBlock, ids_digest
 from cauc_ray.numbers.types import Ints
 
@@ -62,7 +62,7 @@ def read_blocks(source: BlockSource, piece: Piece, n_away: int, chunk_rows: int)
         ids = pa.array(block.example_ids, pa.string())
         yield BlockHeader(piece.group, number, ids, block.labels, sizes, digest, block.unreadable, block.may_return)
         for start in starts:  # Ray cannot take "yield from"
-            yield Parcel(packed({name: c[start : start + chunk_rows] for name, c in block.columns.items()}))
+            yield Bundle(packed({name: c[start : start + chunk_rows] for name, c in block.columns.items()}))
         yield None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cauc_ray.cascade.parcels import Part
+from cauc_ray.cascade.bundles import Part
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler

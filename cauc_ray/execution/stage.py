@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import ray
 
-from cauc_ray.cascade.parcels import Parcel, Part, gathered
+from cauc_ray.cascade.bundles import Bundle, Part, gathered
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Collected, Worker, prepare_process
 from cauc_ray.execution.output import STAGE
@@ -25,7 +25,7 @@ class StageWorker:
     """Loads a model and answers calls; a fault of a call is an answer, not an exception.
 
     Ray has it take two calls at a time: one is prepared while the model answers the other in a thread of its own.
-    Loading is a call of its own: of what a constructor raises, Ray keeps only the text. Parcels are arguments of their
+    Loading is a call of its own: of what a constructor raises, Ray keeps only the text. Bundles are arguments of their
     own, so that Ray fetches them.
     """
 
@@ -49,23 +49,23 @@ class StageWorker:
         """Load the model, as Worker does."""
         return self._model.submit(self._worker.load).result()
 
-    def decide(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> tuple[CallResult, Parcel]:
+    def decide(self, parts: Sequence[Part], good: Part | None, *bundles: Bundle) -> tuple[CallResult, Bundle]:
         """Answer a call's rows and decide which of them stop, as Worker does.   good: a row known to be good."""
-        return self._answered(self._worker.decide, parts, good, parcels)
+        return self._answered(self._worker.decide, parts, good, bundles)
 
-    def decide_last(self, parts: Sequence[Part], good: Part | None, *parcels: Parcel) -> CallResult:
+    def decide_last(self, parts: Sequence[Part], good: Part | None, *bundles: Bundle) -> CallResult:
         """Answer a call's rows after which nothing comes: all of them stop."""
-        return self.decide(parts, good, *parcels)[0]
+        return self.decide(parts, good, *bundles)[0]
 
     def collect(
-        self, parts: Sequence[Part], good: Part | None, *parcels: Parcel
+        self, parts: Sequence[Part], good: Part | None, *bundles: Bundle
     ) -> tuple[CallResult, Collected | None]:
         """Answer a call's rows, deciding nothing, as Worker.collect does."""
-        return self._answered(self._worker.collect, parts, good, parcels)
+        return self._answered(self._worker.collect, parts, good, bundles)
 
     def _answered(
-        self, ask: Callable[..., T], parts: Sequence[Part], good: Part | None, parcels: Sequence[Parcel]
+        self, ask: Callable[..., T], parts: Sequence[Part], good: Part | None, bundles: Sequence[Bundle]
     ) -> T:
-        ahead = self._worker.prepare(parts, parcels)
-        good_row = None if good is None else gathered([good], parcels)
-        return self._model.submit(ask, parts, parcels, good_row=good_row, ahead=ahead).result()
+        ahead = self._worker.prepare(parts, bundles)
+        good_row = None if good is None else gathered([good], bundles)
+        return self._model.submit(ask, parts, bundles, good_row=good_row, ahead=ahead).result()

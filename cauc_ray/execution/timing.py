@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from cauc_ray.cascade.parcels import Parcel, Part, packed
+from cauc_ray.cascade.bundles import Bundle, Part, packed
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.data.inputs import RunInput
 from cauc_ray.errors import DataError, ExecutionError
@@ -67,19 +67,19 @@ def _timed(stage: StageSpec, columns: Batch) -> TimedCalls:
     try:
         result_of(worker.load.remote(), START_DEADLINE_S, who)
         sizes = timed_sizes(stage.batch_size)
-        parcels = {n: ray.put(Parcel(packed({name: column[:n] for name, column in columns.items()}))) for n in sizes}
-        _called(worker, parcels[sizes[-1]], sizes[-1], stage)
+        bundles = {n: ray.put(Bundle(packed({name: column[:n] for name, column in columns.items()}))) for n in sizes}
+        _called(worker, bundles[sizes[-1]], sizes[-1], stage)
         # In turns, so that what changes meanwhile changes all sizes alike.
         rows = np.tile(np.array(sizes, dtype=np.int64), REPEATS)
-        seconds = [_called(worker, parcels[n], n, stage) for n in rows.tolist()]
+        seconds = [_called(worker, bundles[n], n, stage) for n in rows.tolist()]
         return TimedCalls(rows, np.array(seconds))
     finally:
         ray.kill(worker)
 
 
-def _called(worker: Any, parcel: Any, n: int, stage: StageSpec) -> float:
+def _called(worker: Any, bundle: Any, n: int, stage: StageSpec) -> float:
     who = f"stage {stage.name!r}"
-    ref, _ = worker.collect.options(num_returns=2).remote([Part(0, slice(0, n))], None, parcel)
+    ref, _ = worker.collect.options(num_returns=2).remote([Part(0, slice(0, n))], None, bundle)
     result: CallResult = result_of(ref, stage.call_timeout_s, who)
     if result.error is not None or result.failures:
         why = result.error if result.error is not None else next(iter(result.failures.values()))

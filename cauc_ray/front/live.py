@@ -23,8 +23,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.execution.pace import Pace, RunRates, accepted_share
 from cauc_ray.execution.progress import RunProgress
+from cauc_ray.execution.rates import RunRates, ServiceTime, accepted_share
 from cauc_ray.front.tables import amount
 
 # What takes less than this needs no progress bar.
@@ -130,7 +130,7 @@ def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
         return
     # Drawn at each look and at no other time. Standard output is not Live's to redirect: see _progress.
     live = Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
-    pace, started = Pace(), time.monotonic()
+    pace, started = ServiceTime(), time.monotonic()
 
     def on_progress(progress: RunProgress) -> None:
         # Only now is there something to show: an error before this shall be one line.

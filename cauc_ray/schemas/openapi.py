@@ -1,4 +1,4 @@
-"""The OpenAPI description of a service's HTTP face, made of the types of its messages."""
+"""The OpenAPI description of a service's HTTP application, made of the types of its messages."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cauc_ray.cascade.parcels import n_bytes
+from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
 from cauc_ray.cascade.requests import RequestScheduler
 from cauc_ray.cascade.results import CallResult
@@ -25,10 +25,10 @@ from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.crowd import Crowd
 from cauc_ray.serving.faults import RequestError, StageError
-from cauc_ray.serving.flight import Flight, Observer
+from cauc_ray.serving.open_requests import OpenRequests
 from cauc_ray.serving.packing import StageCall, packed
+from cauc_ray.serving.request_state import Observer, RequestState
 from cauc_ray.serving.shadows import Shadows, Tell
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
@@ -70,7 +70,7 @@ class Cascade:
         self._observer, self._clients = observer, clients
         self._id = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
-        self._crowd = Crowd(self._loop.time)
+        self._open_requests = OpenRequests(self._loop.time)
         self.scheduler = RequestScheduler(
             [
                 RequestLimits(
@@ -84,7 +84,7 @@ class Cascade:
                 )
                 for stage, spec in enumerate(stages)
             ],
-            self._crowd.expects_more,
+            self._open_requests.expects_more,
         )
         # A request has as long as its slowest stage.
         self._timeout_s = max(spec.serving.timeout_s for spec in stages)
@@ -102,7 +102,7 @@ class Cascade:
 
     async def answer(
         self, policy: Policy, columns: Batch, n: int, *, last_stage: int | None = None, wants_scores: bool = False
-    ) -> Flight:
+    ) -> RequestState:
         """Answer a request of n rows; if the caller is cancelled, so is what has not begun.
 
         columns: each (n, ...).   last_stage: the deepest to call, by its number.   wants_scores: keep them.
@@ -111,7 +111,7 @@ class Cascade:
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
         if last_stage < len(self.names) - 1 and not policy.in_turn:
             raise RequestError("the policy in force does not call stages in turn, so none of them can be the last", 422)
-        flight = Flight(
+        request = RequestState(
             policy,
             self._key(policy),
             columns,
@@ -121,34 +121,34 @@ class Cascade:
             degrades=self._degrades,
             wants_scores=wants_scores,
         )
-        with self._crowd.one_more():
+        with self._open_requests.one_more():
             first = policy.first(n)
-            await self.follow(flight, 0 if first is None else first, None)
-        return flight
+            await self.follow(request, 0 if first is None else first, None)
+        return request
 
-    async def follow(self, flight: Flight, stages: int | Ints, state: Floats | None) -> None:
+    async def follow(self, request: RequestState, stages: int | Ints, state: Floats | None) -> None:
         """Have a request's rows wait, with the state (n, S) that they bring along; return at its end.
 
         stages: for which one, all of them or each, int8 (n,). Raises RequestError.
         """
         now = self._loop.time()
-        flight.deadline = now + self._timeout_s
+        request.deadline = now + self._timeout_s
         try:
-            row_bytes = n_bytes(flight.columns) / flight.n
-            self.scheduler.start(flight, stages, state, row_bytes, now, counts=not flight.shadow)
+            row_bytes = n_bytes(request.columns) / request.n
+            self.scheduler.start(request, stages, state, row_bytes, now, counts=not request.shadow)
             self._take_done()
             self.pump_soon()
-            await flight.done
+            await request.done
         finally:
-            self.scheduler.cancel(flight)
+            self.scheduler.cancel(request)
             self.pump_soon()
 
-    def shadow_of(self, policy: Policy, columns: Batch, n: int) -> Flight:
+    def shadow_of(self, policy: Policy, columns: Batch, n: int) -> RequestState:
         """Return a request that nobody waits for, which is to be asked to the last stage."""
         last = len(self.names) - 1
-        return Flight(policy, self._key(policy), columns, n, last, self._observer, shadow=True)
+        return RequestState(policy, self._key(policy), columns, n, last, self._observer, shadow=True)
 
-    def compare(self, flight: Flight, tell: Tell) -> None:
+    def compare(self, request: RequestState, tell: Tell) -> None:
         """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
 
         tell: told the stages and whether they agree; not called for what comes to nothing.
@@ -158,7 +158,7 @@ class Cascade:
             self._observer.shadow_rows("compared", len(stages))
             tell(stages, agreed)
 
-        self._shadows.offer(flight, compared)
+        self._shadows.offer(request, compared)
 
     def dropped(self, n: int) -> None:
         """Count early answers that were to be compared, and are not."""
@@ -243,7 +243,7 @@ class Cascade:
 
     def _take_done(self) -> None:
         for owner in self.scheduler.done:
-            assert isinstance(owner, Flight)
+            assert isinstance(owner, RequestState)
             owner.finish()
         self.scheduler.done.clear()
 
@@ -276,7 +276,7 @@ class Cascade:
         except Exception:  # whatever it is, nobody shall wait for ever
             logger.exception("answers could not be taken")
             for rows in call.rows:
-                assert isinstance(rows.owner, Flight)
+                assert isinstance(rows.owner, RequestState)
                 rows.owner.fail(RequestError("an internal error; the service's log has it", 500))
         finally:
             self._tasks.pop(call, None)
@@ -305,14 +305,14 @@ class Cascade:
         told, shadows = np.zeros(len(call), dtype=bool), np.zeros(len(call), dtype=bool)
         waits_s = []
         for rows, places in call.pieces():
-            flight = rows.owner
-            assert isinstance(flight, Flight)
-            if not flight.wants(call.stage):
+            request = rows.owner
+            assert isinstance(request, RequestState)
+            if not request.wants(call.stage):
                 continue
-            (shadows if flight.shadow else told)[places] = True
-            if not flight.shadow:
+            (shadows if request.shadow else told)[places] = True
+            if not request.shadow:
                 waits_s.append(now - rows.ready_at)
-                flight.ready(call.stage, waits_s[-1])
+                request.ready(call.stage, waits_s[-1])
         failed = list(result.failures)
         told[failed] = shadows[failed] = False
         if waits_s:

@@ -1,4 +1,4 @@
-"""What the HTTP face takes and answers, as types: the code is checked against them, openapi.json is made of them."""
+"""What the HTTP application takes and gives, as types: the code is checked by them, openapi.json is made of them."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from cauc_ray.numbers.softmax import softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.documents import AnswerParameters, ModelMetadata, RequestParameters, TensorMetadata
 from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.flight import Flight
 from cauc_ray.serving.inputs import Inputs
 from cauc_ray.serving.messages import InferRequest, read_infer_request, write_infer_response
+from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.tensors import Tensor
 from cauc_ray.serving.tracing import Spans
 
@@ -71,18 +71,18 @@ class Inference:
         started_ns = time.time_ns()
         in_force = await self._service.policy_for_request()  # once: a request has one policy to the end
         request, columns, n = await self._read(body, json_length)
-        flight = await self._service.cascade.answer(
+        answered = await self._service.cascade.answer(
             in_force.policy,
             columns,
             n,
             last_stage=last_stage(request.parameters, in_force.policy),
             wants_scores="probabilities" in request.outputs,
         )
-        self._service.watching.answered(flight, in_force.id)
-        if flight.early:
-            self._service.cascade.compare(flight, partial(self._service.watching.agreements, in_force.id))
-        parameters = self._parameters(flight, in_force.id)
-        outputs = [Tensor(name, OUTPUTS[name], self._values(name, flight)) for name in request.outputs]
+        self._service.watching.answered(answered, in_force.id)
+        if answered.early:
+            self._service.cascade.compare(answered, partial(self._service.watching.agreements, in_force.id))
+        parameters = self._parameters(answered, in_force.id)
+        outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
         binary = frozenset(name for name, is_binary in request.outputs.items() if is_binary)
         write = partial(
             write_infer_response,
@@ -96,7 +96,7 @@ class Inference:
         n_values = sum(tensor.values.size for tensor in outputs if tensor.name not in binary)
         written, length = await self._service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
         told = {"rows": n, **parameters}
-        self._spans.tell(headers, started_ns, flight, told)
+        self._spans.tell(headers, started_ns, answered, told)
         return Reply(written, length, told)
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
@@ -131,41 +131,41 @@ class Inference:
             },
         )
 
-    def _parameters(self, flight: Flight, policy_id: str) -> AnswerParameters:
-        called = [name for name, was in zip(flight.policy.models, flight.called, strict=True) if was]
+    def _parameters(self, answered: RequestState, policy_id: str) -> AnswerParameters:
+        called = [name for name, was in zip(answered.policy.models, answered.called, strict=True) if was]
         told = AnswerParameters(
             policy_id=policy_id,
             answer_id=uuid.uuid4().hex,
-            stage=int(flight.stages.max()),
+            stage=int(answered.stages.max()),
             stages_called=",".join(called),
-            cost=float(flight.costs.sum()),
-            cost_unit=flight.policy.cost_unit,
-            degraded=bool(flight.degraded.any()),
+            cost=float(answered.costs.sum()),
+            cost_unit=answered.policy.cost_unit,
+            degraded=bool(answered.degraded.any()),
         )
-        if flight.reason is not None:
-            told["reason"] = flight.reason
+        if answered.reason is not None:
+            told["reason"] = answered.reason
         return told
 
-    def _values(self, name: str, flight: Flight) -> npt.NDArray[Any]:
+    def _values(self, name: str, answered: RequestState) -> npt.NDArray[Any]:
         if name == "prediction":
-            return flight.predictions
+            return answered.predictions
         if name == "label":
-            return self._labels(flight)
+            return self._labels(answered)
         if name == "probabilities":
-            assert flight.scores is not None
-            return softmax(flight.scores).astype(np.float32)
+            assert answered.scores is not None
+            return softmax(answered.scores).astype(np.float32)
         if name == "stage":
-            return flight.stages
+            return answered.stages
         if name == "degraded":
-            return flight.degraded
-        return (flight.confidences if name == "confidence" else flight.costs).astype(np.float32)
+            return answered.degraded
+        return (answered.confidences if name == "confidence" else answered.costs).astype(np.float32)
 
-    def _labels(self, flight: Flight) -> npt.NDArray[Any]:
+    def _labels(self, answered: RequestState) -> npt.NDArray[Any]:
         """Return what the options are called: the chosen text of a question, a class's name, else its number."""
-        texts = np.empty(flight.n, dtype=object)
-        choices = flight.columns.get("choices")
+        texts = np.empty(answered.n, dtype=object)
+        choices = answered.columns.get("choices")
         names = self._service.labels
-        for row, option in enumerate(flight.predictions.tolist()):
+        for row, option in enumerate(answered.predictions.tolist()):
             known = choices[row] if choices is not None else names
             text = known[option] if known is not None and option < len(known) else str(option)
             texts[row] = text.encode()

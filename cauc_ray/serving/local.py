@@ -24,8 +24,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.parcels import Parcel
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.user_code import import_paths
@@ -33,8 +33,8 @@ from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.face import build_face
 from cauc_ray.serving.faults import StageError
+from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import Kind
 from cauc_ray.serving.packing import StageCall
 from cauc_ray.serving.replica import Replica
@@ -96,7 +96,7 @@ class LocalClient:
             if on_begin is not None:
                 loop.call_soon_threadsafe(on_begin)
 
-        return await replica.answer(call, [Parcel(columns) for columns in call.parcels], begin)
+        return await replica.answer(call, [Bundle(columns) for columns in call.bundles], begin)
 
     def replace(self, replica: str) -> None:
         """Load the model anew in another thread; a thread cannot be ended, and the old one stays where it hangs."""
@@ -162,12 +162,12 @@ class LocalService(Service):
         return [len(await stage.replicas()) for stage in self._stages]
 
     def app(self) -> ASGIApp:
-        """Return the HTTP face, with the metrics as Prometheus reads them."""
+        """Return the HTTP application, with the metrics as Prometheus reads them."""
 
         async def metrics(_: Request) -> Response:
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-        return _like_serve(build_face(self, Route("/metrics", metrics)))
+        return _like_serve(http_app(self, Route("/metrics", metrics)))
 
 
 def _like_serve(app: ASGIApp) -> ASGIApp:

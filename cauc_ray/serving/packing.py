@@ -8,30 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from cauc_ray.cascade.bundles import Part
 from cauc_ray.cascade.isolation import row_of
-from cauc_ray.cascade.parcels import Part
 from cauc_ray.cascade.rows import Call, Rows
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.flight import Flight, Payload
+from cauc_ray.serving.request_state import Payload, RequestState
 
 # Which of some rows at a stage shall bring back their state even if they stop, bool (m,); None for none.
-Keeps = Callable[[Flight, int, int], Bools | None]
+Keeps = Callable[[RequestState, int, int], Bools | None]
 
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
     """What a stage is asked.
 
-    parcels: what the parts point into, each columns or a reference to some.   policies: that decide, by the parts'
+    bundles: what the parts point into, each columns or a reference to some.   policies: that decide, by the parts'
     keys.   good_row: one that the stage has answered before, to tell a bad input from a broken replica; None where the
     replica has one.   replica: which one is asked.   router: who asks.   needed_replicas: of this stage, by it.
     """
 
     parts: Sequence[Part]
-    parcels: Sequence[Any]
+    bundles: Sequence[Any]
     policies: Mapping[str, Policy]
     good_row: Batch | None = None
     replica: str = ""
@@ -40,7 +40,7 @@ class StageCall:
 
 
 def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps) -> StageCall:
-    """Return a call as a stage takes it: what is shared already by reference, all else gathered in one parcel.
+    """Return a call as a stage takes it: what is shared already by reference, all else gathered in one bundle.
 
     share: puts columns where every stage reads them and returns the reference; None for what is too small. Requests
     point to the gathered columns from then on.
@@ -48,63 +48,63 @@ def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps
     good_row = None if call.good_row is None else row_of(call.good_row.owner.columns, int(call.good_row.indices[0]))  # type: ignore[attr-defined]
     if call.probe:  # its request may be over
         (rows,) = call.rows
-        flight, state = _flight(rows), None if rows.source is None else rows.source[rows.places]
-        part = Part.of(0, np.zeros(1, dtype=np.intp), flight.key, state=state)
-        one = row_of(flight.columns, int(rows.indices[0]))
-        return StageCall([part], [one], {flight.key: flight.policy}, good_row, replica)
+        request, state = _request(rows), None if rows.source is None else rows.source[rows.places]
+        part = Part.of(0, np.zeros(1, dtype=np.intp), request.key, state=state)
+        one = row_of(request.columns, int(rows.indices[0]))
+        return StageCall([part], [one], {request.key: request.policy}, good_row, replica)
     _gather(call.rows, share)
     numbers: dict[int, int] = {}
-    parcels: list[Any] = []
+    bundles: list[Any] = []
     parts = []
     for rows in call.rows:
-        flight = _flight(rows)
-        kept = keeps(flight, call.stage, len(rows))
-        held_by = flight.held_by[rows.indices]
+        request = _request(rows)
+        kept = keeps(request, call.stage, len(rows))
+        held_by = request.held_by[rows.indices]
         alike = len(rows) == 1 or bool((held_by == held_by[0]).all())
         for held in held_by[:1] if alike else np.unique(held_by):
             own = slice(None) if alike else held_by == held
-            payload = flight.payloads[held]
+            payload = request.payloads[held]
             if id(payload) not in numbers:
-                numbers[id(payload)] = len(parcels)
-                parcels.append(payload.columns if payload.ref is None else payload.ref)
+                numbers[id(payload)] = len(bundles)
+                bundles.append(payload.columns if payload.ref is None else payload.ref)
             parts.append(
                 Part.of(
                     numbers[id(payload)],
-                    flight.places[rows.indices[own]],
-                    flight.key,
+                    request.places[rows.indices[own]],
+                    request.key,
                     state=None if rows.source is None else rows.source[rows.places[own]],
                     keeps=None if kept is None else kept[own],
-                    wants_scores=flight.wants_scores,
+                    wants_scores=request.wants_scores,
                 )
             )
-    policies = {flight.key: flight.policy for flight in map(_flight, call.rows)}
-    return StageCall(parts, parcels, policies, good_row, replica)
+    policies = {request.key: request.policy for request in map(_request, call.rows)}
+    return StageCall(parts, bundles, policies, good_row, replica)
 
 
 def _gather(batch: Sequence[Rows], share: Callable[[Batch], Any]) -> None:
-    local = [(flight, rows.indices[own]) for rows in batch if (own := _local(flight := _flight(rows), rows)).any()]
+    local = [(request, rows.indices[own]) for rows in batch if (own := _local(request := _request(rows), rows)).any()]
     if not local:
         return
     columns = {
-        name: concat_column([flight.columns[name][indices] for flight, indices in local])
+        name: concat_column([request.columns[name][indices] for request, indices in local])
         for name in local[0][0].columns
     }
     ref = share(columns)
     gathered = Payload(columns if ref is None else None, ref)
     start = 0
-    for flight, indices in local:
-        flight.payloads.append(gathered)
-        flight.held_by[indices] = len(flight.payloads) - 1
-        flight.places[indices] = np.arange(start, start + len(indices))
+    for request, indices in local:
+        request.payloads.append(gathered)
+        request.held_by[indices] = len(request.payloads) - 1
+        request.places[indices] = np.arange(start, start + len(indices))
         start += len(indices)
 
 
-def _local(flight: Flight, rows: Rows) -> Bools:
+def _local(request: RequestState, rows: Rows) -> Bools:
     """Return which rows' columns lie in this process, bool (m,)."""
-    here = np.array([payload.ref is None for payload in flight.payloads])
-    return here[flight.held_by[rows.indices]]
+    here = np.array([payload.ref is None for payload in request.payloads])
+    return here[request.held_by[rows.indices]]
 
 
-def _flight(rows: Rows) -> Flight:
-    assert isinstance(rows.owner, Flight)
+def _request(rows: Rows) -> RequestState:
+    assert isinstance(rows.owner, RequestState)
     return rows.owner

@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
+from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.parcels import Parcel
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import Prepared, Worker
 from cauc_ray.errors import ConfigError, ExecutionError
@@ -42,7 +42,7 @@ class Replica:
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 
     async def answer(
-        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None] = lambda: None
+        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None] = lambda: None
     ) -> tuple[CallResult, Floats | None]:
         """Answer a call's rows; what has not begun when the caller is cancelled is not done.
 
@@ -51,8 +51,8 @@ class Replica:
         """
         ahead = None
         if self._worker.prepares:
-            ahead = await self._done_in(self._host, partial(self._prepare, call, parcels, begin))
-        return await self._done_in(self._model, partial(self._decide, call, parcels, begin, ahead))
+            ahead = await self._done_in(self._host, partial(self._prepare, call, bundles, begin))
+        return await self._done_in(self._model, partial(self._decide, call, bundles, begin, ahead))
 
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
@@ -80,15 +80,15 @@ class Replica:
                 await asyncio.wait([asyncio.wrap_future(future)])
 
     def _prepare(
-        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None], stopped: Callable[[], bool]
+        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None], stopped: Callable[[], bool]
     ) -> Prepared | None:
         begin()
-        return None if stopped() else self._worker.prepare(call.parts, parcels)
+        return None if stopped() else self._worker.prepare(call.parts, bundles)
 
     def _decide(
         self,
         call: StageCall,
-        parcels: Sequence[Parcel],
+        bundles: Sequence[Bundle],
         begin: Callable[[], None],
         ahead: Prepared | None,
         stopped: Callable[[], bool],
@@ -100,7 +100,7 @@ class Replica:
         try:
             result, goes_on = self._worker.decide(
                 call.parts,
-                parcels,
+                bundles,
                 policies=call.policies,
                 carries_columns=False,
                 good_row=call.good_row,

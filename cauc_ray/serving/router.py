@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.models.pool import Pool
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.face import build_face
+from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import Kind
 from cauc_ray.serving.ray_store import RayStore
 from cauc_ray.serving.service import LEASE_S, Service
@@ -61,8 +61,8 @@ class Router(Service):
         super().__init__(model, pool, policy, clients, key=key, name=self._app)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Return the HTTP face."""
-        face = build_face(self)
+        """Return the HTTP application."""
+        app = http_app(self)
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             async def received() -> Message:
@@ -71,7 +71,7 @@ class Router(Service):
                 except RayError:  # Serve's proxy has heard first that the client is gone
                     return {"type": "http.disconnect"}
 
-            await face(scope, received, send)
+            await app(scope, received, send)
 
         return answer
 

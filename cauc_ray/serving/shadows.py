@@ -18,7 +18,7 @@ from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.request_state import RequestState
 
 if TYPE_CHECKING:
     from cauc_ray.serving.cascade import Cascade
@@ -59,25 +59,25 @@ class Shadows:
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks = False
 
-    def keeps(self, flight: Flight, stage: int, n: int) -> Bools | None:
+    def keeps(self, request: RequestState, stage: int, n: int) -> Bools | None:
         """Return which of n rows at a stage are chosen if they stop early, bool (n,); all of those that were once."""
-        if flight.shadow:
+        if request.shadow:
             return np.ones(n, dtype=bool)
-        if self.share == 0 or stage == flight.last_stage or flight.capped or not flight.policy.in_turn:
+        if self.share == 0 or stage == request.last_stage or request.capped or not request.policy.in_turn:
             return None
         chosen: Bools = self._lot.random(n) < self.share
         return chosen
 
-    def offer(self, flight: Flight, tell: Tell) -> None:
+    def offer(self, request: RequestState, tell: Tell) -> None:
         """Take what was chosen of a request that has been answered.   tell: told what became of it, if anything."""
         until = self._loop.time() + PATIENCE_S
-        for early in flight.early:
+        for early in request.early:
             if sum(len(waiting.predictions) for waiting in self._waiting) + len(early.rows) > MOST_WAITING:
                 self._cascade.dropped(len(early.rows))
                 continue
-            columns = {name: column[early.rows] for name, column in flight.columns.items()}
-            predictions = flight.predictions[early.rows]
-            self._waiting.append(_Waiting(flight.policy, early.stage, columns, predictions, early.state, tell, until))
+            columns = {name: column[early.rows] for name, column in request.columns.items()}
+            predictions = request.predictions[early.rows]
+            self._waiting.append(_Waiting(request.policy, early.stage, columns, predictions, early.state, tell, until))
         if self._waiting and not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
@@ -105,10 +105,10 @@ class Shadows:
 
     async def _ask(self, waiting: _Waiting) -> None:
         n = len(waiting.predictions)
-        flight = self._cascade.shadow_of(waiting.policy, waiting.columns, n)
+        request = self._cascade.shadow_of(waiting.policy, waiting.columns, n)
         try:
-            await self._cascade.follow(flight, waiting.stage + 1, waiting.state)
+            await self._cascade.follow(request, waiting.stage + 1, waiting.state)
         except RequestError:
             self._cascade.dropped(n)
         else:
-            waiting.tell(np.full(n, waiting.stage), flight.predictions == waiting.predictions)
+            waiting.tell(np.full(n, waiting.stage), request.predictions == waiting.predictions)

@@ -1,4 +1,4 @@
-"""A stage behind Serve: a loaded model that answers rows of parcels, and how the router calls it."""
+"""A stage behind Serve: a loaded model that answers rows of bundles, and how the router calls it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cauc_ray.cascade.parcels import Parcel, n_bytes, packed
+from cauc_ray.cascade.bundles import Bundle, n_bytes, packed
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import prepare_process
 from cauc_ray.errors import printable
@@ -66,19 +66,19 @@ class StageServer:
         Returns the result, and the states of the rows that go on.
         """
         self._require_meant(call)
-        return await self._answer(call, [Parcel(await _fetched(parcel)) for parcel in call.parcels])
+        return await self._answer(call, [Bundle(await _fetched(bundle)) for bundle in call.bundles])
 
     async def answer_watched(self, call: StageCall) -> AsyncIterator[tuple[CallResult, Floats | None] | None]:
         """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
         self._require_meant(call)
-        parcels = [Parcel(await _fetched(parcel)) for parcel in call.parcels]
+        bundles = [Bundle(await _fetched(bundle)) for bundle in call.bundles]
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
         def begin() -> None:
             loop.call_soon_threadsafe(begins.set)
             sent.wait(ASK_S)
 
-        answering = asyncio.ensure_future(self._answer(call, parcels, begin))
+        answering = asyncio.ensure_future(self._answer(call, bundles, begin))
         try:
             await begins.wait()
             yield None
@@ -112,17 +112,17 @@ class StageServer:
             os._exit(1)  # to ask it to stop would be to wait for the call
 
     async def _answer(
-        self, call: StageCall, parcels: Sequence[Parcel], begin: Callable[[], None] = lambda: None
+        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None] = lambda: None
     ) -> tuple[CallResult, Floats | None]:
         try:
-            return await self._replica.answer(call, parcels, begin)
+            return await self._replica.answer(call, bundles, begin)
         except StageError as error:
             logger.error(f"this replica ends, and another is started: {error.message}")
             os._exit(1)
 
 
-async def _fetched(parcel: Any) -> Any:
-    return await parcel if isinstance(parcel, ray.ObjectRef) else parcel
+async def _fetched(bundle: Any) -> Any:
+    return await bundle if isinstance(bundle, ray.ObjectRef) else bundle
 
 
 class ServeClient:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cauc_ray.models.python import imported
-from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.request_state import RequestState
 
 
 class Spans:
@@ -28,7 +28,7 @@ class Spans:
         imported(setup)()
         return cls(trace.get_tracer("cauc_ray"))
 
-    def tell(self, headers: Mapping[str, str], started_ns: int, flight: Flight, told: Mapping[str, Any]) -> None:
+    def tell(self, headers: Mapping[str, str], started_ns: int, request: RequestState, told: Mapping[str, Any]) -> None:
         """Make the spans of an answered request, as a child of the caller's (header traceparent).
 
         started_ns: of the request, since the epoch.   told: attributes of its span.
@@ -42,8 +42,8 @@ class Spans:
         context = extract(dict(headers))
         span = self._tracer.start_span("cauc.infer", context, start_time=started_ns, attributes=attributes)
         inside = trace.set_span_in_context(span, context)
-        for stage, (ready_ns, answered_ns) in sorted(flight.spans_ns.items()):
-            name = flight.policy.models[stage]
-            own = {"cauc.stage": name, "cauc.rows": int((flight.stages >= stage).sum())}
+        for stage, (ready_ns, answered_ns) in sorted(request.spans_ns.items()):
+            name = request.policy.models[stage]
+            own = {"cauc.stage": name, "cauc.rows": int((request.stages >= stage).sum())}
             self._tracer.start_span(f"cauc.stage {name}", inside, start_time=ready_ns, attributes=own).end(answered_ns)
         span.end()

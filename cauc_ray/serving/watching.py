@@ -16,7 +16,7 @@ from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_r
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.documents import WatchReport
-from cauc_ray.serving.flight import Flight
+from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.store import Store
 
 # Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and so many
@@ -78,16 +78,16 @@ class Watching:
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
         self._kept = _Kept(policy_id, _digest(policy), watch)
 
-    def answered(self, flight: Flight, policy_id: str) -> None:
+    def answered(self, request: RequestState, policy_id: str) -> None:
         """Keep a request's answers, unless they are another policy's, or not those that it would have given."""
         kept = self._of(policy_id)
-        if kept is None or kept.n_rows >= MOST_KEPT or flight.capped:
+        if kept is None or kept.n_rows >= MOST_KEPT or request.capped:
             return
-        if flight.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
+        if request.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
             return
-        answered = Answered(flight.predictions, flight.confidences, flight.stages, flight.costs, flight.likeliest)
-        kept.answers.append(answered.of_rows(~flight.degraded) if flight.degraded.any() else answered)
-        kept.n_rows += flight.n
+        answered = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
+        kept.answers.append(answered.of_rows(~request.degraded) if request.degraded.any() else answered)
+        kept.n_rows += request.n
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Keep what became known of answers, as Watch.add_outcomes takes it."""

@@ -8,7 +8,7 @@ from routed import routed
 from synthetic import chain
 from told_models import worker_of
 
-from cauc_ray.cascade.parcels import Parcel, Part
+from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.cascade.rows import Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageLimits
@@ -40,7 +40,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=()):
     owners = []
     for block, rows in enumerate(np.array_split(np.arange(len(DATA.labels)), 7)):
         owners.append(Owner(block, len(rows), names=rows))
-        source = Parcel({"row": rows})
+        source = Bundle({"row": rows})
         scheduler.submit(owners[-1], [Chunk(source, len(rows), len(rows))], now, policy.first(len(rows)))
     scheduler.end_input()
     calls, sizes = [], [[], [], [], []]
@@ -110,7 +110,7 @@ def test_an_embedding_is_not_held_against_the_number_of_choices_nor_taken_for_pr
     choices = np.empty(6, dtype=object)
     choices[:] = [["a", "b"]] * 6
     worker = worker_of(lambda batch: Answers(np.full((6, 4), 0.25, np.float32)), 0, {"": policy}, facts=FACTS[0])
-    result, goes_on = worker.decide([Part.of(0, rows)], [Parcel({"row": rows, "choices": choices})])
+    result, goes_on = worker.decide([Part.of(0, rows)], [Bundle({"row": rows, "choices": choices})])
     assert (result.n_answered, result.n_deferred, list(result.failures)) == (6, 6, [])
     assert len(goes_on.columns["row"]) == 6
 
@@ -123,8 +123,8 @@ def test_rows_that_come_by_different_ways_share_a_call(stage):
     been = np.zeros((4, 4))
     been[:, 2] = 1.0
     parts = [Part.of(0, rows[:2]), Part.of(0, rows[2:], state=been[2:])]
-    result, _ = worker.decide(parts, [Parcel({"row": rows})])
-    alone = [worker.decide([part], [Parcel({"row": rows})])[0] for part in parts]
+    result, _ = worker.decide(parts, [Bundle({"row": rows})])
+    alone = [worker.decide([part], [Bundle({"row": rows})])[0] for part in parts]
     for name in ("predictions", "accepted", "next"):
         assert np.array_equal(getattr(result, name), np.concatenate([getattr(one, name) for one in alone]))
     assert not (result.next[2:] == 2).any()

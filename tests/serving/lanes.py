@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from told_models import worker_of
 
-from cauc_ray.cascade.parcels import Parcel, gathered
+from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
@@ -59,15 +59,15 @@ class Stage:
             raise
 
     async def answered(self, call, on_begin):
-        parcels = [Parcel(SHARED[one] if isinstance(one, int) else one) for one in call.parcels]
-        batch = dict(gathered(call.parts, parcels))
+        bundles = [Bundle(SHARED[one] if isinstance(one, int) else one) for one in call.bundles]
+        batch = dict(gathered(call.parts, bundles))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
         if on_begin is not None:
             on_begin()
         compute_s = None if self.before is None else await self.before(len(self.batches), batch)
         worker = worker_of(self.answers, stage_of(self.column))
-        result, goes_on = worker.decide(call.parts, parcels, policies=call.policies, carries_columns=False)
+        result, goes_on = worker.decide(call.parts, bundles, policies=call.policies, carries_columns=False)
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
 
@@ -212,8 +212,8 @@ class Fleet:
 
     async def computed(self, replica, call, on_begin):
         """Compute a call when its turn comes. A caller that goes away does not end it."""
-        parcels = [Parcel(one) for one in call.parcels]
-        rows = gathered(call.parts, parcels)["row"].tolist()
+        bundles = [Bundle(one) for one in call.bundles]
+        rows = gathered(call.parts, bundles)["row"].tolist()
         async with replica.free:
             if replica.ended.done():
                 return None
@@ -230,7 +230,7 @@ class Fleet:
             before = self.n_asked
             result, goes_on = replica.worker.decide(
                 call.parts,
-                parcels,
+                bundles,
                 policies=call.policies,
                 carries_columns=False,
                 good_row=call.good_row,

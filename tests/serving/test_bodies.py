@@ -3,9 +3,9 @@ import asyncio
 import pytest
 from starlette.requests import Request
 
-from cauc_ray.serving import face
-from cauc_ray.serving.face import CLIENT_GONE, Bodies
+from cauc_ray.serving import http_app
 from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.http_app import CLIENT_GONE, Bodies
 
 
 def sending(*messages):
@@ -43,7 +43,7 @@ def test_a_client_that_goes_away_before_it_has_sent_all_is_no_fault_of_the_servi
 
 
 def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
-    monkeypatch.setattr(face, "BODY_S", 0.05)
+    monkeypatch.setattr(http_app, "BODY_S", 0.05)
 
     async def receive():
         await asyncio.sleep(0.02)
@@ -56,7 +56,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
 
 def test_no_more_is_read_at_once_than_there_is_room_for(monkeypatch):
     """A body that comes slowly holds its room; one alone may be as long as its limit."""
-    monkeypatch.setattr(face, "READING_BYTES", 10)
+    monkeypatch.setattr(http_app, "READING_BYTES", 10)
 
     async def main():
         bodies, goes_on = Bodies(), asyncio.Event()

@@ -59,17 +59,17 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, shares
     async def main():
         mine = stages(before=before, shares=shares)
         cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), mine)
-        flights = await asyncio.gather(*(answered(cascade, policy, rows, wants_scores=True) for rows in requests))
-        return mine, counts, flights
+        answers = await asyncio.gather(*(answered(cascade, policy, rows, wants_scores=True) for rows in requests))
+        return mine, counts, answers
 
-    mine, counts, flights = run_virtually(main())
-    for rows, flight in zip(requests, flights, strict=True):
-        assert np.array_equal(flight.predictions, expected.predictions[rows])
-        assert np.array_equal(flight.confidences, expected.confidences[rows])
-        assert np.array_equal(flight.stages, expected.stages[rows])
-        assert np.array_equal(flight.costs, expected.costs[rows])
-        assert not flight.degraded.any()
-        assert (flight.scores.argmax(axis=1) == flight.predictions).all()
+    mine, counts, answers = run_virtually(main())
+    for rows, answer in zip(requests, answers, strict=True):
+        assert np.array_equal(answer.predictions, expected.predictions[rows])
+        assert np.array_equal(answer.confidences, expected.confidences[rows])
+        assert np.array_equal(answer.stages, expected.stages[rows])
+        assert np.array_equal(answer.costs, expected.costs[rows])
+        assert not answer.degraded.any()
+        assert (answer.scores.argmax(axis=1) == answer.predictions).all()
     for stage, own in enumerate(mine):
         seen = [row for batch in own.batches for row in batch]
         assert sorted(seen) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
@@ -113,13 +113,13 @@ def test_a_request_keeps_its_policy_to_the_end_and_may_share_calls_with_another(
         mine = stages()
         cascade, _ = cascade_of(a_pool(NAMES, batch_wait_s=0.05), mine)
         rows = np.arange(4), np.arange(4, 8)
-        flights = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, other, rows[1]))
+        answers = await asyncio.gather(answered(cascade, POLICIES["rf"], rows[0]), answered(cascade, other, rows[1]))
         assert mine[0].batches[0] == list(range(8))
-        return zip(flights, both, rows, strict=True)
+        return zip(answers, both, rows, strict=True)
 
-    for flight, expected, rows in run_virtually(main()):
-        assert np.array_equal(flight.stages, expected.stages[rows])
-        assert np.array_equal(flight.predictions, expected.predictions[rows])
+    for answer, expected, rows in run_virtually(main()):
+        assert np.array_equal(answer.stages, expected.stages[rows])
+        assert np.array_equal(answer.predictions, expected.predictions[rows])
 
 
 def test_a_cap_stops_rows_with_the_answer_so_far():
@@ -132,14 +132,14 @@ def test_a_cap_stops_rows_with_the_answer_so_far():
         return mine, counts, await answered(cascade, policy, rows, last_stage=last)
 
     for last in range(3):
-        mine, counts, flight = run_virtually(main(last))
-        assert flight.stages.max() <= last
+        mine, counts, answer = run_virtually(main(last))
+        assert answer.stages.max() <= last
         assert all(not own.batches for own in mine[last + 1 :])
         step = policy.start(DATA.logits[0][rows])
         if last == 0:
-            assert np.array_equal(flight.predictions, step.predictions)
+            assert np.array_equal(answer.predictions, step.predictions)
             assert counts.outcomes[0, "capped"] == (~step.accepted).sum()
-        assert not flight.degraded.any()
+        assert not answer.degraded.any()
 
 
 def hanging(stage):
@@ -164,16 +164,16 @@ def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
         again = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
         return result, again, first, asyncio.get_running_loop().time() - started - first, counts
 
-    flight, again, first, second, counts = run_virtually(main("degrade"))
-    assert np.array_equal(flight.degraded, expected.stages[rows] > 0)
-    assert np.array_equal(flight.stages, first_two)
-    assert np.array_equal(flight.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
-    assert "'m1' has not answered within 0.2 s" in flight.reason
+    answer, again, first, second, counts = run_virtually(main("degrade"))
+    assert np.array_equal(answer.degraded, expected.stages[rows] > 0)
+    assert np.array_equal(answer.stages, first_two)
+    assert np.array_equal(answer.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
+    assert "'m1' has not answered within 0.2 s" in answer.reason
     assert counts.troubles[1, "timeout"] > 0
-    assert sum(counts.troubles.values()) == flight.degraded.sum() + again.degraded.sum()
+    assert sum(counts.troubles.values()) == answer.degraded.sum() + again.degraded.sum()
     assert 0.15 < first < 1.0
     assert second < 0.1  # the stage is left alone for a while
-    assert np.array_equal(again.degraded, flight.degraded)
+    assert np.array_equal(again.degraded, answer.degraded)
     assert "is down" in again.reason
 
     error, again, *_ = run_virtually(main("fail"))
@@ -228,9 +228,9 @@ def test_a_replica_that_dies_is_replaced_by_another_call():
         cascade, _ = cascade_of(a_pool(NAMES), mine)
         return await answered(cascade, POLICIES["rf"], np.arange(100))
 
-    flight = run_virtually(main())
-    assert np.array_equal(flight.predictions, replay(POLICIES["rf"], DATA).predictions[:100])
-    assert not flight.degraded.any()
+    answer = run_virtually(main())
+    assert np.array_equal(answer.predictions, replay(POLICIES["rf"], DATA).predictions[:100])
+    assert not answer.degraded.any()
 
 
 def test_rows_that_kill_every_replica_are_given_up_and_others_are_not():
@@ -276,11 +276,11 @@ def test_a_stage_that_always_fails_is_not_called_for_every_row():
         mine = stages()
         mine[1].before = before
         cascade, _ = cascade_of(a_pool(NAMES, "degrade"), mine)
-        flight = await answered(cascade, POLICIES["rf"], np.arange(200))
-        return mine, flight
+        answer = await answered(cascade, POLICIES["rf"], np.arange(200))
+        return mine, answer
 
-    mine, flight = run_virtually(main())
-    assert flight.degraded.sum() > 60
+    mine, answer = run_virtually(main())
+    assert answer.degraded.sum() > 60
     assert len(mine[1].batches) < 20
 
 

@@ -139,6 +139,30 @@ def test_a_replica_that_always_fails_is_replaced_and_its_rows_answered_by_anothe
     assert fleets[0].n_ended == 1
 
 
+@pytest.mark.parametrize("clients", [3, 40])
+def test_no_answer_lacks_a_stage_for_one_of_its_replicas_that_breaks(clients):
+    """Whatever its calls are when it is found bad, the others answer their rows."""
+
+    async def main():
+        fleet = Fleet("logits0", 2, {})
+        later = Fleet("logits1", 2, {})
+        cascade, _ = cascade_of(a_pool(DATA.models, "degrade"), [fleet, later])
+        polls = [asyncio.ensure_future(own.poll()) for own in (fleet, later)]
+
+        async def client(first):
+            return [await asked(cascade, 0.0, (row % 240,)) for row in range(first, 2400, clients)]
+
+        asyncio.get_running_loop().call_later(0.3, setattr, later.replicas[0], "fails", True)
+        answers = await asyncio.gather(*map(client, range(clients)))
+        for poll in polls:
+            poll.cancel()
+        return [one for own in answers for one in own], later.n_ended
+
+    answers, n_ended = run_virtually(main())
+    assert not [one for one in answers if isinstance(one, RequestError) or one.degraded.any()]
+    assert n_ended == 1
+
+
 def test_a_stage_that_breaks_is_left_alone_and_its_replica_replaced():
     async def main():
         fleet = Fleet("logits0", 1, {})

@@ -35,17 +35,17 @@ def test_every_request_is_answered_as_in_the_replay(begins):
     async def main():
         mine = stages()
         cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.01), mine)
-        flights = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
-        return flights, mine, counts
+        answers = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
+        return answers, mine, counts
 
-    flights, mine, counts = run_virtually(main())
+    answers, mine, counts = run_virtually(main())
     expected = {id(policy): replay(policy, DATA) for policy in policies}
-    for flight, (policy, rows) in zip(flights, requests, strict=True):
+    for answer, (policy, rows) in zip(answers, requests, strict=True):
         of = expected[id(policy)]
-        assert np.array_equal(flight.predictions, of.predictions[rows])
-        assert np.array_equal(flight.confidences, of.confidences[rows])
-        assert np.array_equal(flight.stages, of.stages[rows])
-        assert np.array_equal(flight.costs, of.costs[rows])
+        assert np.array_equal(answer.predictions, of.predictions[rows])
+        assert np.array_equal(answer.confidences, of.confidences[rows])
+        assert np.array_equal(answer.stages, of.stages[rows])
+        assert np.array_equal(answer.costs, of.costs[rows])
     n_calls = sum(len(own.batches) for own in mine)
     assert n_calls < 400  # of some 1,000 rows' calls: they share them
     left = sum(counts.outcomes.get((stage, "accepted"), 0) for stage in range(4))

@@ -12,7 +12,7 @@ from runs import two_model_policy
 from synthetic import chain
 from user_models import hanging
 
-from cauc_ray.cascade.parcels import Part
+from cauc_ray.cascade.bundles import Part
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.fitting import ThresholdRule, fit_base
 from cauc_ray.serving.packing import StageCall

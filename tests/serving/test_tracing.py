@@ -33,10 +33,10 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
         cascade, _ = cascade_of(a_pool(DATA.models), [Stage(f"logits{stage}") for stage in range(3)])
         return await cascade.answer(policy, columns_of(DATA.logits, np.arange(40)), 40)
 
-    flight = asyncio.run(main())
-    first_ns = min(ready for ready, _ in flight.spans_ns.values())
+    answer = asyncio.run(main())
+    first_ns = min(ready for ready, _ in answer.spans_ns.values())
     caller = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    spans.tell({"traceparent": caller}, first_ns - 1000, flight, {"rows": 40, "policy_id": policy.id})
+    spans.tell({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
     import test_tracing  # as the configuration names it
 
     found = {span.name: span for span in test_tracing.EXPORTER.get_finished_spans()}
@@ -49,7 +49,7 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
         assert span.parent.span_id == request.context.span_id
         assert request.start_time < span.start_time <= span.end_time <= request.end_time
     assert [span.attributes["cauc.rows"] for span in stages] == [
-        int((flight.stages >= stage).sum()) for stage in range(3)
+        int((answer.stages >= stage).sum()) for stage in range(3)
     ]
 
 

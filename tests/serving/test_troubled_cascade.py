@@ -107,7 +107,7 @@ class Troubled:
 
 
 async def asked(cascade, ask):
-    """Return the request's flight or error and the seconds that it took; None where its client gave up."""
+    """Return the request's answer or error and the seconds that it took; None where its client gave up."""
     clock = asyncio.get_running_loop().time
     await asyncio.sleep(ask.at_s)
     rows, started = np.array(ask.rows), clock()

@@ -53,20 +53,20 @@ def shadowed(share):
     async def main():
         mine = [Stage(f"logits{stage}") for stage in range(3)]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=share), mine)
-        told, flights = Told(), []
+        told, answers = Told(), []
         for rows in np.arange(len(DATA)).reshape(-1, 5):
-            flights.append(await ask(cascade, rows))
+            answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
-            cascade.compare(flights[-1], told.agreements)
+            cascade.compare(answers[-1], told.agreements)
             assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
         await asyncio.sleep(PATIENCE_S + 1)
-        return counts, told, [sum(map(len, stage.batches)) for stage in mine], flights
+        return counts, told, [sum(map(len, stage.batches)) for stage in mine], answers
 
     return run_virtually(main())
 
 
 def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_them():
-    counts, told, had, flights = shadowed(1.0)
+    counts, told, had, answers = shadowed(1.0)
     early = EXPECTED.stages < 2
     agreed = EXPECTED.predictions == TRACE.predictions[:, -1]
     assert sorted(zip(told.stages, told.agreed, strict=True)) == sorted(
@@ -79,7 +79,7 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
     assert counts.cost == pytest.approx(EXPECTED.costs.sum())
     assert sum(counts.shadow_cost.values()) == pytest.approx(COSTS.sum() * len(DATA) - EXPECTED.costs.sum())
     assert sum(n for (_, outcome), n in counts.outcomes.items() if outcome == "accepted") == len(DATA)
-    predictions = np.concatenate([flight.predictions for flight in flights])
+    predictions = np.concatenate([answer.predictions for answer in answers])
     assert np.array_equal(predictions, EXPECTED.predictions)
 
 
@@ -99,14 +99,14 @@ def test_a_share_is_chosen_by_lot_and_always_the_same():
 def test_rows_that_a_request_caps_are_not_compared():
     async def main():
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), [Stage(f"logits{stage}") for stage in range(3)])
-        flight = await ask(cascade, np.arange(100), last_stage=1)
-        cascade.compare(flight, Told().agreements)
+        answer = await ask(cascade, np.arange(100), last_stage=1)
+        cascade.compare(answer, Told().agreements)
         await asyncio.sleep(PATIENCE_S)
-        return flight, counts
+        return answer, counts
 
-    flight, counts = run_virtually(main())
-    assert flight.capped
-    assert (flight.early, counts.shadows) == ([], {})
+    answer, counts = run_virtually(main())
+    assert answer.capped
+    assert (answer.early, counts.shadows) == ([], {})
 
 
 def test_a_stage_that_is_busy_is_left_alone():
@@ -169,8 +169,8 @@ def answered(rows, data=DATA, policy=POLICY, **options):
 
 
 def test_a_flight_knows_the_likeliest_options_of_its_answers_where_they_are_watched():
-    flight = answered(np.arange(len(DATA)))
-    assert np.array_equal(flight.likeliest, TRACE.likeliest[np.arange(len(DATA)), flight.stages])
+    answer = answered(np.arange(len(DATA)))
+    assert np.array_equal(answer.likeliest, TRACE.likeliest[np.arange(len(DATA)), answer.stages])
     unwatched = answered(np.arange(20), policy=POLICY.with_threshold(0.5))
     assert (unwatched.likeliest == -1).all()
 
@@ -221,11 +221,11 @@ def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
 
 def test_a_flood_is_watched_in_part():
     watch = Watching(POLICY, POLICY.id, Told(), n_routers=1)
-    flight = answered(np.arange(len(DATA)))
+    answer = answered(np.arange(len(DATA)))
     for _ in range(20):
-        watch.answered(flight, POLICY.id)
+        watch.answered(answer, POLICY.id)
     assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT
-    watch.answered(flight, POLICY.id)
+    watch.answered(answer, POLICY.id)
     assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT + len(DATA)
 
 

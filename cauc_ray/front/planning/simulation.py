@@ -27,7 +27,7 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.front.planning.measures import Latency, Simulation, StageFigures, StageMeter, Window
 from cauc_ray.front.planning.stages import PlannedStage, loads, reaches
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.serving.crowd import Crowd
+from cauc_ray.serving.open_requests import OpenRequests
 
 SEED = 0
 # Of a simulation of arriving requests: rows that the first stage and the last one get in the window at least, and
@@ -157,7 +157,7 @@ class _Cascade:
 
     def __init__(self, stages: Sequence[PlannedStage], window: Window) -> None:
         self.now = 0.0
-        self.crowd = Crowd(lambda: self.now)
+        self.crowd = OpenRequests(lambda: self.now)
         self.n_arrived = 0
         self.latencies: list[Floats] = []
         self._stages, self._window = stages, window

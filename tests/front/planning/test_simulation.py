@@ -10,7 +10,7 @@ from lanes import Counts, a_pool
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.cascade.parcels import Parcel, gathered
+from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.errors import ConfigError
 from cauc_ray.front.planning.measures import Window
@@ -63,7 +63,7 @@ class Sleeping:
         self.sizes = []
 
     async def answer(self, call, on_begin=None):
-        answered_by = gathered(call.parts, [Parcel(one) for one in call.parcels])["answered_by"]
+        answered_by = gathered(call.parts, [Bundle(one) for one in call.bundles])["answered_by"]
         n, takes = len(answered_by), self.seconds.of(len(answered_by))
         self.sizes.append(n)
         async with self.turns[int(call.replica)]:

@@ -19,7 +19,7 @@ Column: TypeAlias = npt.NDArray[Any] | pa.Array
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Bundle:
     """Columns by name, numbers as numpy arrays, bytes in Arrow; state: float64 (n, S), of the rows that carry one."""
 
     columns: Mapping[str, Column]
@@ -30,13 +30,13 @@ class Parcel:
 class Part:
     """Some rows of a call, and what is asked of them.
 
-    parcel: which argument of the call holds them.   places: int (n,), positions there in rising order, or a slice of
-    neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the parcel
+    bundle: which argument of the call holds them.   places: int (n,), positions there in rising order, or a slice of
+    neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the bundle
     does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants_scores:
     whether calibrated logits are wanted.
     """
 
-    parcel: int
+    bundle: int
     places: Ints | slice
     policy: str = ""
     state: Floats | None = None
@@ -47,10 +47,10 @@ class Part:
         return self.places.stop - self.places.start if isinstance(self.places, slice) else len(self.places)
 
     @classmethod
-    def of(cls, parcel: int, places: Ints, policy: str = "", **asked: Any) -> Part:
-        """Return rows at rising positions of a parcel."""
+    def of(cls, bundle: int, places: Ints, policy: str = "", **asked: Any) -> Part:
+        """Return rows at rising positions of a bundle."""
         first, last = int(places[0]), int(places[-1])
-        return cls(parcel, slice(first, last + 1) if last - first + 1 == len(places) else places, policy, **asked)
+        return cls(bundle, slice(first, last + 1) if last - first + 1 == len(places) else places, policy, **asked)
 
 
 def packed(columns: Batch) -> dict[str, Column]:
@@ -75,31 +75,31 @@ def _column_bytes(column: npt.NDArray[Any]) -> int:
     )
 
 
-def gathered(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Batch:
+def gathered(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
     """Gather the parts' rows, column by column, into arrays that the model may write to."""
     return {
-        name: concat_column([_plain(_take(parcels[part.parcel].columns[name], part.places)) for part in parts])
-        for name in parcels[parts[0].parcel].columns
+        name: concat_column([_plain(_take(bundles[part.bundle].columns[name], part.places)) for part in parts])
+        for name in bundles[parts[0].bundle].columns
     }
 
 
-def chosen(parts: Sequence[Part], parcels: Sequence[Parcel], mask: Bools) -> dict[str, Column]:
+def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dict[str, Column]:
     """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
     masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
-    kept = [(part.parcel, _places(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
+    kept = [(part.bundle, _places(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
     columns: dict[str, Column] = {}
-    for name in parcels[parts[0].parcel].columns:
-        taken = [_take(parcels[parcel].columns[name], _neighbours(places)) for parcel, places in kept]
+    for name in bundles[parts[0].bundle].columns:
+        taken = [_take(bundles[bundle].columns[name], _neighbours(places)) for bundle, places in kept]
         arrow = all(isinstance(column, pa.Array) for column in taken)
         columns[name] = pa.concat_arrays(taken) if arrow else concat_column([_plain(column) for column in taken])
     return columns
 
 
-def states_of(parts: Sequence[Part], parcels: Sequence[Parcel]) -> Floats | None:
+def states_of(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Floats | None:
     """Gather what the parts' rows carry, padded with -inf to the widest; None where they carry nothing."""
     carried: list[tuple[int, Floats | None]] = []
     for part in parts:
-        held = parcels[part.parcel].state if part.state is None else None
+        held = bundles[part.bundle].state if part.state is None else None
         carried.append((len(part), part.state if held is None else held[part.places]))
     return joined_states(carried)
 

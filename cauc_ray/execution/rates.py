@@ -28,7 +28,7 @@ class RunRates:
     eta_s: float | None
 
 
-class Pace:
+class ServiceTime:
     """Rates from the progress of a run that is looked at again and again."""
 
     def __init__(self) -> None:

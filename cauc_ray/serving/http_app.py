@@ -1,4 +1,4 @@
-"""The HTTP face: the Open Inference Protocol v2, and errors as JSON of one sentence."""
+"""The HTTP application: the Open Inference Protocol v2, and errors as JSON of one sentence."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cauc_ray.errors import PolicyError, printable
 from cauc_ray.serving import documents
 from cauc_ray.serving.access import authorize, log_request, token_of
 from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.flight import RETRY_AFTER_S
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.messages import decoded_body
 from cauc_ray.serving.policies_live import PolicyChange
+from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -44,25 +44,25 @@ CLIENT_GONE = 499
 logger = logging.getLogger(__name__)
 
 
-def build_face(service: Service, *more: Route) -> ASGIApp:
+def http_app(service: Service, *more: Route) -> ASGIApp:
     """Return the application that answers a service's HTTP requests.   more: addresses of the shell's own."""
-    face = _Face(service)
+    handlers = _Handlers(service)
     model = "/v2/models/{name}"
     app = Starlette(
         routes=[
-            Route(f"{model}/infer", face.infer, methods=["POST"]),
-            Route(f"{model}/versions/{{version}}/infer", face.infer, methods=["POST"]),
-            Route("/v2", face.server),
-            Route("/v2/health/live", face.live),
-            Route("/v2/health/ready", face.ready),
-            Route(model, face.metadata),
-            Route(f"{model}/versions/{{version}}", face.metadata),
-            Route(f"{model}/ready", face.model_ready),
-            Route(f"{model}/versions/{{version}}/ready", face.model_ready),
-            Route(f"{model}/policy", face.policy, methods=["GET", "PUT"]),
-            Route(f"{model}/watch", face.watch),
-            Route(f"{model}/feedback", face.feedback, methods=["POST"]),
-            Route("/openapi.json", face.openapi),
+            Route(f"{model}/infer", handlers.infer, methods=["POST"]),
+            Route(f"{model}/versions/{{version}}/infer", handlers.infer, methods=["POST"]),
+            Route("/v2", handlers.server),
+            Route("/v2/health/live", handlers.live),
+            Route("/v2/health/ready", handlers.ready),
+            Route(model, handlers.metadata),
+            Route(f"{model}/versions/{{version}}", handlers.metadata),
+            Route(f"{model}/ready", handlers.model_ready),
+            Route(f"{model}/versions/{{version}}/ready", handlers.model_ready),
+            Route(f"{model}/policy", handlers.policy, methods=["GET", "PUT"]),
+            Route(f"{model}/watch", handlers.watch),
+            Route(f"{model}/feedback", handlers.feedback, methods=["POST"]),
+            Route("/openapi.json", handlers.openapi),
             *more,
         ],
         exception_handlers={RequestError: _refused, HTTPException: _refused, Exception: _broken},
@@ -71,7 +71,7 @@ def build_face(service: Service, *more: Route) -> ASGIApp:
     return app
 
 
-class _Face:
+class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:

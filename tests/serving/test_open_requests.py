@@ -1,6 +1,6 @@
 from contextlib import ExitStack
 
-from cauc_ray.serving.crowd import WINDOW_S, Crowd
+from cauc_ray.serving.open_requests import WINDOW_S, OpenRequests
 
 
 class Clock:
@@ -12,7 +12,7 @@ class Clock:
 
 def test_more_are_expected_while_fewer_are_open_than_lately():
     clock = Clock()
-    crowd = Crowd(clock)
+    crowd = OpenRequests(clock)
     with crowd.one_more():
         assert not crowd.expects_more()  # a client that is alone
     with ExitStack() as open_ones:

@@ -65,7 +65,7 @@ class Payload:
     ref: Any = None
 
 
-class Flight(Owner):
+class RequestState(Owner):
     """A request of n rows. Its policy is the one that was in force when it came, to the end.
 
     key: what stages know the policy by.   columns: the input, each (n, ...).   last_stage: none of its rows goes

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 WINDOW_S = 0.5
 
 
-class Crowd:
+class OpenRequests:
     """Counts open requests.
 
     Clients that send their next request when they have their answer come back in a crowd: it is worth waiting for

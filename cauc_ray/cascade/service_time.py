@@ -9,7 +9,7 @@ from statistics import median
 CALLS, FEWEST = 9, 3
 
 
-class Pace:
+class ServiceTime:
     """Remembers the last calls of a stage. All figures are seconds, and 0 before they are known.
 
     call_s: a call, its wait for those of other routers included.   long_call_s: what one in five takes, or longer.
