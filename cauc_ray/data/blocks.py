@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -18,9 +17,8 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Ints
 
-# Blocks that are committed, by number, with the digests of their ids.
-Done: TypeAlias = Mapping[int, str]
-NOTHING_DONE: Done = MappingProxyType({})
+# Blocks that were read before, by number, with the digests of their ids; "" where these could not be read.
+Seen: TypeAlias = Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +50,14 @@ class InputBlock:
 
 
 class BlockSource(Protocol):
-    """The blocks of an input that are not done, in groups; plain, so that any process can read from it.
+    """The blocks of an input in groups; plain, so that any process can read from it.
 
     A group is read by one process from its start to its end, different groups by several at once.
     """
+
+    @property
+    def name(self) -> str:
+        """What it is, for errors."""
 
     @property
     def anywhere(self) -> bool:
@@ -67,15 +69,15 @@ class BlockSource(Protocol):
 
     @property
     def n_groups(self) -> int:
-        """How many groups there are, those included whose blocks are all done."""
+        """How many groups there are."""
 
-    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
-        """Yield a group's blocks with their numbers, which rise and are the same every time; None for one that is done.
+    def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
+        """Yield a group's blocks with their numbers, which rise and are the same every time.
 
-        seen: blocks of the group that are left out, too, with the digests of their ids, "" where these are unknown.
-        Numbers count all the input's blocks from 0. What cannot be read comes as unreadable blocks.
-        Raises DataError for content that no run can take (a null id, a negative label, a column that no model can
-        read), and where blocks that are done or seen hold other rows than at first.
+        seen: blocks of which only the ids are needed; they may come without columns, or not at all where what is read
+        cannot have changed. Numbers count all the input's blocks from 0. What cannot be read comes as unreadable
+        blocks. Raises DataError for content that no run can take (a null id, a negative label, a column that no model
+        can read).
         """
 
 
@@ -135,11 +137,6 @@ def _is_int32(value: pa.Scalar) -> bool:
 def ids_digest(example_ids: Sequence[str | None]) -> str:
     """Return a hash of rows' ids in their order: what a block's next reading is compared with."""
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
-
-
-def is_seen(table: pa.Table, digest: str) -> bool:
-    """Return whether rows have the ids whose digest was noted, "" where none was."""
-    return not digest or digest == ids_digest(id_texts(table.column("example_id")).tolist())
 
 
 def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, id_texts, is_seen, other_rows, table_block
+from cauc_ray.data.blocks import BlockSource, InputBlock, id_texts, table_block
 from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
@@ -46,11 +46,8 @@ class RunInput(Protocol):
     def identity(self) -> dict[str, int]:
         """Rows by a text that changes when what is read does: what a resumed run compares."""
 
-    def source(self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None) -> BlockSource:
-        """Return the blocks of at most so many rows, without those that are done.
-
-        columns: those that are read, as far as there are such; None for all.
-        """
+    def source(self, block_rows: int, columns: frozenset[str] | None = None) -> BlockSource:
+        """Return the blocks of at most so many rows.   columns: those that are read if they are there, None for all."""
 
 
 def open_input(path: str | AnyPath) -> RunInput:
@@ -115,21 +112,21 @@ class FileInput:
         """The columns that there are."""
         return self.rows.columns
 
-    def source(self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None) -> FileBlocks:
-        """Return the blocks of at most so many rows that are not done; files are opened again where they are read."""
+    def source(self, block_rows: int, columns: frozenset[str] | None = None) -> FileBlocks:
+        """Return the blocks of at most so many rows; files are opened again where they are read."""
         starts, firsts = [0], [0]
         while starts[-1] < self.n_rows:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
             starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
         return FileBlocks(
+            str(self.path),
             self.rows,
             tuple(self.identity),
             tuple(name for name in self.columns if columns is None or name in columns),
             tuple(starts),
             tuple(firsts),
             block_rows,
-            dict(done),
             anywhere=isinstance(self.path, RemotePath),
             deadline_s=DEADLINE_S,
         )
@@ -141,16 +138,15 @@ class FileBlocks:
 
     names: of the files, in ids of rows that are not read.   columns: those that are read.   starts: the first row of
     each group, and the number of all rows.   firsts: the number of each group's first block, and of all blocks.
-    done: see BlockSource.
     """
 
+    name: str
     rows: ParquetRows | ImageRows
     names: tuple[str, ...]
     columns: tuple[str, ...]
     starts: tuple[int, ...]
     firsts: tuple[int, ...]
     block_rows: int
-    done: Done
     anywhere: bool
     deadline_s: float | None
 
@@ -159,23 +155,20 @@ class FileBlocks:
         """How many groups there are."""
         return len(self.starts) - 1
 
-    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
-        """Yield a group's blocks, read as a stream; of done ones before and after the others, only the ids are read."""
+    def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
+        """Yield a group's blocks, read as a stream; of seen ones before and after the others, only the ids are read."""
         numbers = range(self.firsts[group], self.firsts[group + 1])
-        done = {**seen, **{number: self.done[number] for number in numbers if number in self.done}}
-        wanted = [number for number in numbers if number not in done]
+        wanted = [number for number in numbers if number not in seen]
 
         def columns(number: int) -> tuple[str, ...]:
             among = bool(wanted) and wanted[0] <= number <= wanted[-1]
             return self.columns if among else ("example_id",)
 
         for names, run in groupby(numbers, columns):
-            yield from self._read(group, list(run), names, done)
+            yield from self._read(group, list(run), names)
 
-    def _read(
-        self, group: int, numbers: list[int], columns: tuple[str, ...], done: Done
-    ) -> Iterator[tuple[int, InputBlock | None]]:
-        """Read neighbouring blocks. Raises DataError naming file and row where a done one has other ids."""
+    def _read(self, group: int, numbers: list[int], columns: tuple[str, ...]) -> Iterator[tuple[int, InputBlock]]:
+        """Read neighbouring blocks."""
 
         def span(number: int) -> tuple[int, int]:
             start = self.starts[group] + (number - self.firsts[group]) * self.block_rows
@@ -190,15 +183,9 @@ class FileBlocks:
                 table = next(tables)
             except UnreadableError as error:
                 tables = None
-                # Nothing is known of rows that are done and cannot be read now.
-                yield number, None if number in done else self._unreadable(start, end, error)
-                continue
-            if number not in done:
-                yield number, table_block(table, self.rows.name_of, start)
-            elif is_seen(table, done[number]):
-                yield number, None
+                yield number, self._unreadable(start, end, error)
             else:
-                raise other_rows(f"{self.rows.name_of(start)} and on", f"block {number} holds other rows")
+                yield number, table_block(table, self.rows.name_of, start)
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
         """Name the rows of a block that cannot be read: by ids where their row group can be, else by file and row."""

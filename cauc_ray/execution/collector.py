@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 
-from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock
+from cauc_ray.data.blocks import InputBlock
 from cauc_ray.data.datasets import Dataset
 from cauc_ray.data.inputs import DEADLINE_S
 from cauc_ray.errors import ExecutionError
@@ -26,12 +26,15 @@ GROUP_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class _DatasetBlocks:
-    """The blocks of a dataset's splits that are not done; that the rows are the same is checked with the dataset."""
+    """The blocks of a dataset's splits; that their rows are the same is checked with the dataset."""
 
     dataset: Dataset
     layout: Layout
-    done: frozenset[int]
     deadline_s: float | None = DEADLINE_S
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
 
     @property
     def anywhere(self) -> bool:
@@ -41,10 +44,10 @@ class _DatasetBlocks:
     def n_groups(self) -> int:
         return -(-self.layout.n_blocks // GROUP_BLOCKS)
 
-    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock]]:
+    def blocks(self, group: int, seen: Container[int] = ()) -> Iterator[tuple[int, InputBlock]]:
         first = group * GROUP_BLOCKS
         last = min(first + GROUP_BLOCKS, self.layout.n_blocks)
-        wanted = [number for number in range(first, last) if number not in self.done and number not in seen]
+        wanted = [number for number in range(first, last) if number not in seen]
         for split, numbers in groupby(wanted, lambda number: self.layout.place(number)[0]):
             blocks = {self.layout.place(number)[1] for number in numbers}
             n_blocks = -(-self.layout.sizes[split] // BLOCK_ROWS)
@@ -76,7 +79,8 @@ def plan_collection(work: Collection, dataset: Dataset) -> RunPlan | None:
         run_id=work.target.name,
         stages=(work.stage,),
         policy=None,
-        source=_DatasetBlocks(dataset, layout, frozenset(done)),
+        source=_DatasetBlocks(dataset, layout),
+        done=dict.fromkeys(done, ""),
         sink=CollectedTables(work.target, work.stage, layout, work.records, answered),
         n_rows=n_rows,
         n_done=sum(done.values()),

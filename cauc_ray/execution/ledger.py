@@ -190,6 +190,7 @@ class RunTables:
         reasons = [(row, self._stages[at] if at >= 0 else None, reason) for row, (at, reason) in block.failures.items()]
         failed, by_stage = failed_rows(names, reasons)
         before = self._retried.get(block.block)
+        digest = "" if by_stage[""] else ids_digest(names)  # what could not be read has no ids to be compared
         if before is not None:
             by_stage.subtract(before.by_stage)
         costs = block.costs[answered]
@@ -203,8 +204,10 @@ class RunTables:
             },
             "cost": {"sum": float(costs.sum()), "squares": float(np.square(costs).sum())},
         }
-        digest = None if before is not None and before.ids is not None else ids_digest(names)
-        (self._new if before is None else self._again).add(block.block, table, failed, digest, totals)
+        partly = before is not None and before.ids is not None
+        (self._new if before is None else self._again).add(
+            block.block, table, failed, None if partly else digest, totals
+        )
 
     def commit(self) -> None:
         """Write what has been taken: first the calls that led there."""

@@ -53,8 +53,8 @@ def add_totals(totals: Totals, more: Mapping[str, Mapping[str, float]]) -> None:
 class Entry(BaseModel):
     """A part's entry in the manifest.
 
-    blocks: number, rows and the digest of all its ids of each block; no digest where failed rows of a block that
-    another part has were done again.
+    blocks: number, rows and the digest of all its ids of each block; "" where it could not be read, and no digest where
+    failed rows of a block that another part has were done again.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

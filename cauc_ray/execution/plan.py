@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
-from cauc_ray.data.blocks import BlockSource
+from cauc_ray.data.blocks import BlockSource, Seen
 from cauc_ray.execution.committing import Sink
+from cauc_ray.execution.manifest import FailedBlock
 from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
@@ -28,7 +30,8 @@ class RunPlan:
 
     policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
     input, None where nobody knows.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
-    rows in a block of input.   degrade: answer without a stage that is down.   first_replica: number of the first
+    rows in a block of input.   done: blocks that are committed.   again: those of which failed rows are done again.
+    degrade: answer without a stage that is down.   first_replica: number of the first
     replica, above those that the ledger has.
     """
 
@@ -40,7 +43,9 @@ class RunPlan:
     n_rows: int | None
     n_done: int
     block_rows: int
+    done: Seen
     import_paths: ImportPaths
+    again: Mapping[int, FailedBlock] = field(default_factory=dict)
     degrade: bool = False
     first_replica: int = 0
 

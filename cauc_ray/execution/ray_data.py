@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import pyarrow as pa
 from ray.data import Dataset, ExecutionResources
 from ray.data.dataset import MaterializedDataset
 
-from cauc_ray.data.blocks import NOTHING_DONE, Done, InputBlock, is_seen, other_rows, table_block
+from cauc_ray.data.blocks import InputBlock, other_rows, table_block
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution.session import store_bytes
 
@@ -52,11 +52,9 @@ class DatasetInput:
                 raise DataError(f"{_SOURCE} holds no rows")
             self.row_bytes = dataset.size_bytes() / self.n_rows
 
-    def source(
-        self, block_rows: int, done: Done = NOTHING_DONE, columns: frozenset[str] | None = None
-    ) -> DatasetSource:
-        """Return the dataset's rows in its own order, in blocks of so many, without those that are done."""
-        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, dict(done), columns)
+    def source(self, block_rows: int, columns: frozenset[str] | None = None) -> DatasetSource:
+        """Return the dataset's rows in its own order, in blocks of so many."""
+        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,8 @@ class DatasetSource:
     dataset: Dataset
     object_store_bytes: int | None
     block_rows: int
-    done: Done
     columns: frozenset[str] | None
+    name: str = _SOURCE
     anywhere: bool = False
     deadline_s: float | None = None
 
@@ -79,25 +77,20 @@ class DatasetSource:
         """One."""
         return 1
 
-    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
-        """Execute the dataset and yield its blocks; of done ones, which are computed too, the ids are compared.
+    def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
+        """Execute the dataset and yield its blocks; seen ones are computed, too.
 
-        Raises DataError for content that no run can take and where done blocks hold other rows or are missing,
-        ExecutionError where the dataset's execution fails.
+        Raises DataError for content that no run can take and where seen blocks are missing, ExecutionError where the
+        dataset's execution fails.
         """
-        n_blocks, done = 0, {**self.done, **seen}
         with _as_an_input(self.dataset, self.object_store_bytes):
+            number = -1
             for number, table in enumerate(self._tables()):
-                n_blocks += 1
                 _require_ids(table.column_names)
-                if number not in done:
-                    read = [name for name in table.column_names if self.columns is None or name in self.columns]
-                    yield number, table_block(table.select(read), lambda row: _SOURCE)
-                elif is_seen(table, done[number]):
-                    yield number, None
-                else:
-                    raise other_rows(_SOURCE, f"its block {number} holds other rows")
-        missing = [number for number in done if number >= n_blocks]
+                wanted = {"example_id"} if number in seen else self.columns
+                read = [name for name in table.column_names if wanted is None or name in wanted]
+                yield number, table_block(table.select(read), lambda row: _SOURCE)
+        missing = [other for other in seen if other > number]
         if missing:
             raise other_rows(_SOURCE, f"it ends before block {min(missing)}")
 

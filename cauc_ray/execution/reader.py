@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from cauc_ray.cascade.bundles import Bundle, packed
-from cauc_ray.data.blocks import BlockSource, Done, InputBlock, ids_digest
+from cauc_ray.data.blocks import BlockSource, InputBlock, Seen, ids_digest, other_rows
+from cauc_ray.errors import DataError
+from cauc_ray.execution.manifest import FailedBlock
 from cauc_ray.numbers.types import Ints
 
 # The pauses before each further try at a block that cannot be read: damage does not heal, but a file that cannot be
@@ -38,23 +41,32 @@ class BlockHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What is read of an input: its blocks but those that are done, and rows that failed of some that are."""
+
+    source: BlockSource
+    done: Seen
+    again: Mapping[int, FailedBlock]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What a task reads of a group.
 
-    seen: blocks that are left out, as BlockSource has them.   only: the one block that is wanted, None for all.
+    seen: blocks that have come already.   only: the one block that is wanted, None for all others.
     """
 
     group: int
-    seen: Done
+    seen: Seen
     only: int | None = None
 
 
-def read_blocks(source: BlockSource, piece: Piece, n_away: int, chunk_rows: int) -> Iterator[Any]:
+def read_blocks(work: Work, piece: Piece, n_away: int, chunk_rows: int) -> Iterator[Any]:
     """Yield, for each block: its header, its rows in chunks of at most so many, and None for its end.
 
     n_away: blocks that could not be opened so far.
     """
-    for number, block, digest in _settled(source, piece, n_away):
+    for number, block, digest in _settled(work, piece, n_away):
         n = len(block.example_ids) if block.unreadable is None else 0
         starts = range(0, n, chunk_rows)
         rows = [min(chunk_rows, n - start) for start in starts]
@@ -66,13 +78,22 @@ def read_blocks(source: BlockSource, piece: Piece, n_away: int, chunk_rows: int)
         yield None
 
 
-def _settled(source: BlockSource, piece: Piece, n_away: int) -> Iterator[tuple[int, InputBlock, str]]:
-    """Yield a piece's blocks and the digests of their ids, once they could be read or are given up."""
-    seen, n_tries = dict(piece.seen), 0
+def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, InputBlock, str]]:
+    """Yield a piece's blocks and the digests of all their ids, once they could be read or are given up.
+
+    Raises DataError where a block that was read before holds other rows than then.
+    """
+    source, again = work.source, {number: failed.ids for number, failed in work.again.items()}
+    seen = {number: digest for number, digest in work.done.items() if number not in again} | dict(piece.seen)
+    first = {**work.done, **seen}
+    n_tries = 0
     blocks = source.blocks(piece.group, seen)
     while (found := next(blocks, None)) is not None:
         number, block = found
-        if block is None or piece.only not in (None, number):
+        digest = ids_digest(block.example_ids) if block.unreadable is None else ""
+        if digest and first.get(number) and digest != first[number] and again.get(number, "") is not None:
+            raise other_rows(source.name, f"its block {number} holds other rows")
+        if number in seen or piece.only not in (None, number):
             continue
         pauses = LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - n_away)] if block.may_return else PAUSES_S
         if block.unreadable is not None and n_tries < len(pauses):
@@ -81,7 +102,17 @@ def _settled(source: BlockSource, piece: Piece, n_away: int) -> Iterator[tuple[i
             blocks = source.blocks(piece.group, seen)
             continue
         n_away, n_tries = n_away + block.may_return, 0
-        seen[number] = ids_digest(block.example_ids) if block.unreadable is None else ""
-        yield number, block, seen[number]
+        seen[number] = digest
+        ids = again.get(number)
+        yield number, block if ids is None else _failed_rows(source.name, number, block, ids), digest
         if number == piece.only:
             return
+
+
+def _failed_rows(name: str, number: int, block: InputBlock, ids: frozenset[str]) -> InputBlock:
+    """Return the rows of a block that failed."""
+    failed = np.array([example in ids for example in block.example_ids])
+    if block.unreadable is not None or failed.sum() != len(ids):
+        why = block.unreadable or "an example_id is there twice"
+        raise DataError(f"{name}: failed rows of block {number} cannot be tried again: {why}")
+    return block.where(failed)

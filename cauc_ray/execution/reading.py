@@ -12,7 +12,7 @@ from cauc_ray.data.blocks import other_rows
 from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told
 from cauc_ray.execution.plan import RunPlan
-from cauc_ray.execution.reader import BlockHeader, Piece, read_blocks
+from cauc_ray.execution.reader import BlockHeader, Piece, Work, read_blocks
 from cauc_ray.execution.session import live_nodes
 
 # So many tasks read on a node at most; another is started where the first stage has waited so long for rows.
@@ -54,7 +54,7 @@ class Reading:
 
     def __init__(self, plan: RunPlan, here: dict[str, str]) -> None:
         """Take what is to be read, and the label of the node whose files are read where others may not have them."""
-        self._plan, self._source = plan, ray.put(plan.source)
+        self._plan, self._work = plan, ray.put(Work(plan.source, plan.done, plan.again))
         anywhere = plan.source.anywhere
         place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": here}
         # Deaths are counted here: Ray would begin a group anew without knowing what has been taken of it.
@@ -143,7 +143,7 @@ class Reading:
                 ray.get(task.chunks[-1])  # in place of which came what the task died of
             del self._tasks[stream]
             if task.piece.only is not None:
-                raise other_rows("the input", f"its block {task.piece.only} is no longer there")
+                raise other_rows(self._plan.source.name, f"its block {task.piece.only} is no longer there")
         return None
 
     def failed(self, stream: Any, error: RayError) -> None:
@@ -167,13 +167,13 @@ class Reading:
             self._most, self._starved_since = min(len(self._tasks) + 1, self._limit), None
 
     def _start(self, piece: Piece, now: float) -> None:
-        stream = self._remote.remote(self._source, piece, self._n_away, self._plan.chunk_rows)
+        stream = self._remote.remote(self._work, piece, self._n_away, self._plan.chunk_rows)
         self._tasks[stream] = _Task(piece, now)
 
     def _whole(self, task: _Task, header: BlockHeader) -> ReadBlock:
         known = self._read.setdefault(header.group, {})
         if header.digest and known.get(header.number, header.digest) != header.digest:
-            raise other_rows("the input", f"its block {header.number} holds other rows")
+            raise other_rows(self._plan.source.name, f"its block {header.number} holds other rows")
         known[header.number] = header.digest
         chunks, task.chunks = task.chunks, []
         task.header, task.asked_at, task.has_read = None, None, True

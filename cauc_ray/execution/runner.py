@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from cauc_ray.data.blocks import NOTHING_DONE, BlockSource, Done, InputBlock, ids_digest
 from cauc_ray.data.inputs import RunInput
-from cauc_ray.errors import CaucError, DataError, ExecutionError
+from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, next_attempt, parts_of
 from cauc_ray.execution.live import LiveRun, follow
 from cauc_ray.execution.manifest import Committed, FailedBlock, common_reason
@@ -76,11 +73,6 @@ class _Before:
     again: Mapping[int, FailedBlock]
 
     @property
-    def done(self) -> dict[int, str]:
-        """Return the blocks of which nothing is left to do, with the digests of their ids."""
-        return {block: ids for block, ids in self.committed.ids.items() if block not in self.again}
-
-    @property
     def n_done(self) -> int:
         """Return the rows that are done with."""
         rows = self.committed.rows
@@ -135,12 +127,13 @@ def run_cascade(
         if there.n_done == inputs.n_rows:
             return None
         attempt = next_attempt(out)
-        source = inputs.source(record.block_rows, there.done, columns)
         return RunPlan(
             run_id=record.run_id,
             stages=stages,
             policy=policy,
-            source=FailedRows(source, there.again, there.committed.ids) if there.again else source,
+            source=inputs.source(record.block_rows, columns),
+            done=there.committed.ids,
+            again=there.again,
             sink=RunTables(out, record, policy.models, degrade=degrade, attempt=attempt, retried=there.again),
             n_rows=inputs.n_rows,
             n_done=there.n_done,
@@ -169,46 +162,3 @@ def run_cascade(
     after = look(retry=False)
     check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
     return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class FailedRows:
-    """The blocks of a source, and of some of them only the rows that failed; plain.
-
-    again: of blocks, which rows.   digests: of all ids of these blocks, as committed.
-    """
-
-    source: BlockSource
-    again: Mapping[int, FailedBlock]
-    digests: Mapping[int, str]
-
-    @property
-    def anywhere(self) -> bool:
-        """Return what the source states."""
-        return self.source.anywhere
-
-    @property
-    def deadline_s(self) -> float | None:
-        """Return what the source states."""
-        return self.source.deadline_s
-
-    @property
-    def n_groups(self) -> int:
-        """How many groups there are."""
-        return self.source.n_groups
-
-    def blocks(self, group: int, seen: Done = NOTHING_DONE) -> Iterator[tuple[int, InputBlock | None]]:
-        """Yield a group's blocks. Raises DataError where a block that is done again has other rows, or one twice."""
-        whole = {number: "" if number in self.again else digest for number, digest in seen.items()}
-        for number, block in self.source.blocks(group, whole):
-            ids = self.again[number].ids if number in self.again else None
-            if block is None or ids is None:
-                yield number, block
-                continue
-            wanted = np.array([example in ids for example in block.example_ids])
-            if ids_digest(block.example_ids) != self.digests[number] or wanted.sum() != len(ids):
-                raise DataError(
-                    f"block {number} of the input has other rows than those that are committed, or an example_id "
-                    "twice: try failed rows again with the input that the run was started with"
-                )
-            yield number, block.where(wanted)

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
@@ -87,18 +86,10 @@ def test_done_blocks_are_left_out_unconverted():
     opened = dataset_input(data)
     assert opened.n_rows == 10
     assert opened.row_bytes > 1
-    first = ids_digest(list("0123"))
-    left = list(opened.source(4, {0: first}).blocks(0))
-    found = [(number, block and block.example_ids) for number, block in left]
-    assert found == [(0, None), (1, list("4567")), (2, list("89"))]
-    source = opened.source(4, {0: first, 1: ids_digest(list("4567"))})
-    assert [number for number, block in source.blocks(0) if block] == [2]
-    for done, said in (
-        ({0: ids_digest(list("0132"))}, "block 0 holds other rows"),
-        ({3: first}, "ends before block 3"),
-    ):
-        with pytest.raises(DataError, match=f"the Ray dataset gives other rows .*{said}.*start a new run"):
-            list(opened.source(4, {0: first} | done).blocks(0))
+    found = {number: (block.example_ids, "label" in block.columns) for number, block in opened.source(4).blocks(0, [0])}
+    assert found == {0: (list("0123"), False), 1: (list("4567"), True), 2: (list("89"), True)}
+    with pytest.raises(DataError, match=r"the Ray dataset gives other rows .*ends before block 3.*start a new run"):
+        list(opened.source(4).blocks(0, [0, 3]))
     with pytest.raises(DataError, match="the Ray dataset: column 'label' holds negative numbers"):
         list(opened.source(4).blocks(0))
 

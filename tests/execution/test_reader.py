@@ -2,7 +2,8 @@
 
 import os
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import ray
 from cauc_ray.data.blocks import InputBlock, ids_digest
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import reader
-from cauc_ray.execution.reader import LONG_PAUSES_S, PAUSES_S, Piece, read_blocks
+from cauc_ray.execution.manifest import FailedBlock
+from cauc_ray.execution.reader import LONG_PAUSES_S, PAUSES_S, BlockHeader, Piece, Work, read_blocks
 from cauc_ray.execution.reading import Reading
 
 
 class Source:
     """Two blocks of five rows; each cannot be read for a number of tries."""
+
+    name = "the input"
 
     def __init__(self, bad_tries, *, may_return):
         self.left, self.may_return = list(bad_tries), may_return
@@ -24,9 +28,7 @@ class Source:
     def blocks(self, group, seen):
         for number in range(2):
             ids = [f"row-{5 * number + row}" for row in range(5)]
-            if number in seen:
-                yield number, None
-            elif self.left[number]:
+            if number not in seen and self.left[number]:
                 self.left[number] -= 1
                 yield number, InputBlock(ids, None, {}, 0, "damaged", self.may_return)
             else:
@@ -41,7 +43,9 @@ def pauses(monkeypatch):
 
 
 def test_a_block_comes_in_chunks():
-    header, first, second, end, *others = read_blocks(Source([0, 0], may_return=False), Piece(0, {}), 0, 3)
+    header, first, second, end, *others = read_blocks(
+        Work(Source([0, 0], may_return=False), {}, {}), Piece(0, {}), 0, 3
+    )
     assert (header.number, header.unreadable, header.chunks) == (0, None, ((3, 24), (2, 16)))
     assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
     assert header.digest == ids_digest(header.example_ids.to_pylist())
@@ -49,18 +53,18 @@ def test_a_block_comes_in_chunks():
     assert end is None
     assert others[0].number == 1
     for piece in (Piece(0, {0: ""}), Piece(0, {}, 1)):
-        header, _, end = read_blocks(Source([0, 0], may_return=False), piece, 0, 5)
+        header, _, end = read_blocks(Work(Source([0, 0], may_return=False), {}, {}), piece, 0, 5)
         assert (header.number, end) == (1, None)
 
 
 def test_a_file_that_comes_back_is_waited_for(pauses):
-    header, _, _, other, _ = read_blocks(Source([3, 99], may_return=True), Piece(0, {}), 0, 5)
+    header, _, _, other, _ = read_blocks(Work(Source([3, 99], may_return=True), {}, {}), Piece(0, {}), 0, 5)
     assert [header.unreadable, other.unreadable] == [None, "damaged"]
     assert pauses == [*LONG_PAUSES_S[:3], *LONG_PAUSES_S]  # the first outage passed, and says nothing of the second
 
 
 def test_damage_is_not_waited_for_and_the_rows_are_named(pauses):
-    header, end, other, *_ = read_blocks(Source([99, 0], may_return=False), Piece(0, {}), 0, 5)
+    header, end, other, *_ = read_blocks(Work(Source([99, 0], may_return=False), {}, {}), Piece(0, {}), 0, 5)
     assert (header.unreadable, header.chunks, header.digest, end) == ("damaged", (), "", None)
     assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
     assert pauses == list(PAUSES_S)
@@ -68,8 +72,40 @@ def test_damage_is_not_waited_for_and_the_rows_are_named(pauses):
 
 
 def test_what_stays_away_is_waited_for_less_each_time(pauses):
-    list(read_blocks(Source([99, 99], may_return=True), Piece(0, {}), 1, 5))
+    list(read_blocks(Work(Source([99, 99], may_return=True), {}, {}), Piece(0, {}), 1, 5))
     assert pauses == [*LONG_PAUSES_S[:-1], *LONG_PAUSES_S[:-2]]
+
+
+DIGESTS = {number: ids_digest([f"row-{5 * number + row}" for row in range(5)]) for number in range(2)}
+
+
+def numbers(done, again=None, bad_tries=(0, 0)):
+    work = Work(Source(bad_tries, may_return=False), done, again or {})
+    return [each.number for each in read_blocks(work, Piece(0, {}), 0, 5) if isinstance(each, BlockHeader)]
+
+
+def test_blocks_that_are_done_are_compared_with_what_was_committed(pauses):
+    assert numbers({0: DIGESTS[0]}) == [1]
+    assert numbers(DIGESTS) == []
+    assert numbers({0: "", 1: DIGESTS[1]}) == []  # it could not be read when it was committed
+    assert numbers(DIGESTS, bad_tries=(9, 0)) == []
+    with pytest.raises(DataError, match=r"the input gives other rows.*block 1 holds other rows.*start a new run"):
+        numbers({0: DIGESTS[0], 1: "of other rows"})
+
+
+def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
+    failed = FailedBlock(Counter(small=2), frozenset({"row-1", "row-3"}))
+    work = Work(Source([0, 0], may_return=False), DIGESTS, {0: failed})
+    header, chunk, _ = read_blocks(work, Piece(0, {}), 0, 5)
+    assert header.example_ids.to_pylist() == ["row-1", "row-3"]
+    assert chunk.columns["x"].tolist() == [1, 3]
+    assert numbers({0: "as it was named", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), None)}) == [0]
+    with pytest.raises(DataError, match="block 0 holds other rows"):
+        numbers({0: "of other rows"}, {0: failed})
+    with pytest.raises(DataError, match="block 0 cannot be tried again: an example_id is there twice"):
+        numbers(DIGESTS, {0: FailedBlock(Counter(small=2), frozenset({"row-1", "row-9"}))})
+    with pytest.raises(DataError, match="block 0 cannot be tried again: damaged"):
+        numbers(DIGESTS, {0: failed}, bad_tries=(9, 0))
 
 
 @dataclass(frozen=True)
@@ -81,6 +117,7 @@ class Groups:
 
     folder: object
     fault: str = ""
+    name: str = "the input"
     n_groups: int = 2
     anywhere: bool = True
     deadline_s: float | None = None
@@ -96,7 +133,7 @@ class Groups:
                     os._exit(1)
                 if self.fault == "hangs":
                     time.sleep(600)
-            yield number, None if number in seen else InputBlock(ids, None, {"x": np.arange(2.0)}, 16)
+            yield number, InputBlock(ids, None, {"x": np.arange(2.0)}, 16)
 
 
 @dataclass
@@ -104,6 +141,8 @@ class Plan:
     source: object
     chunk_rows: int = 1
     n_chunks: int = 2
+    done: dict = field(default_factory=dict)
+    again: dict = field(default_factory=dict)
 
 
 def taken(read, n):
@@ -150,7 +189,7 @@ def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
 def test_what_is_read_again_must_be_the_same_rows(tmp_path):
     read = Reading(Plan(Groups(tmp_path)), {})
     block = taken(read, 1)[0]
-    read._source = ray.put(replace(Groups(tmp_path), first_id=1))
+    read._work = ray.put(Work(Groups(tmp_path, first_id=1), {}, {}))
     read.ask_again(block.header)
     with pytest.raises(DataError, match=r"other rows than before: its block 0 holds other rows.*start a new run"):
         taken(read, 3)

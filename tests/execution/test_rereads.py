@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from runs import by_example, numbered_input, python_pool, read_all, two_model_policy
+from stored import damage
 
 import cauc_ray
 from cauc_ray.data import inputs as files
@@ -44,7 +45,7 @@ def test_a_file_of_as_many_rows_in_another_order_is_not_resumed_with(tmp_path):
     pool = ended_run(tmp_path, inputs)
     before, rows = inputs.read_bytes(), pq.read_table(inputs)
     pq.write_table(rows.take(np.arange(20_000)[::-1]), inputs)
-    with pytest.raises(DataError, match=r"input\.parquet.*block \d+ holds other rows.* start a new run"):
+    with pytest.raises(DataError, match=r"input\.parquet gives .*block \d+ holds other rows.* start a new run"):
         cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True)
     assert not (tmp_path / "out" / "summary.json").exists()
     inputs.write_bytes(before)
@@ -124,3 +125,22 @@ def test_a_first_block_that_takes_longer_than_files_may_is_waited_for(tmp_path, 
     dataset = ray.data.range(40, override_num_blocks=1).map_batches(slow)
     pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
     assert cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out")["n"] == 40
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_what_could_not_be_read_is_there_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "BLOCK_ROWS", 64)
+    inputs = numbered_input(tmp_path, 640)
+    pq.write_table(pq.read_table(inputs), inputs, row_group_size=64)
+    whole = inputs.read_bytes()
+    damage(inputs, 0, 1)
+    pool = python_pool(tmp_path, [("gives_up_on", {"example": "row-639"}), ("by_x", {})])
+    with pytest.raises(ExecutionError, match="is down"):
+        cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out")
+    inputs.write_bytes(whole)
+    pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
+    summary = cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True)
+    assert (summary["n"], summary["n_failed"]) == (640, 64)
+    summary = cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out", resume=True, retry_failed=True)
+    assert (summary["n"], summary["n_failed"]) == (640, 0)
+    assert answered(tmp_path / "out") == {f"row-{row}" for row in range(640)}
