@@ -19,6 +19,7 @@ def test_the_queues_of_all_stages_fill_a_fifth_of_the_store_at_most(n_stages):
         n_rows=None,
         n_done=0,
         block_rows=64,
+        done=None,
         import_paths=import_paths([]),
     ).limits(1e9)
     assert sum(at.queue_bytes for at in limits) <= 0.2 * 1e9
