@@ -21,7 +21,7 @@ def write_inputs(folder):
     policy = cauc_ray.fit(folder / "sets" / "planted", models=MODELS, method="rf", budget=8.0)
     (folder / "policy.json").write_text(policy.to_json())
     write_pool(folder / "pool.yaml", [saved_stage(model) for model in MODELS])
-    write_pool(folder / "slow.yaml", [saved_stage(model, seconds_per_call=1.0) for model in MODELS])
+    write_pool(folder / "slow.yaml", [saved_stage(model, seconds_per_call=0.5) for model in MODELS])
     ids = [f"test-{example}" for example in chains["test"].example_ids]
     # Wide rows, so that a run has several blocks; a footer counts what is not compressed.
     rows = pa.table({"example_id": ids, "label": chains["test"].labels, "padding": [b"\0" * 200_000] * len(ids)})

@@ -155,8 +155,8 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_before_it_leaves_anything(tm
     with pytest.raises(CaucError, match=r"stage 'small' failed: OSError: weights\.pt is not there"):
         cauc_ray.run(pool, two_model_policy(), numbered_input(tmp_path), tmp_path / "new" / "deep" / "out")
     assert not (tmp_path / "new").exists()
-    pool = python_pool(tmp_path, [("by_x", {}), ("absent", {})])
-    with pytest.raises(ConfigError, match="stage 'large': factory 'user_models:absent' cannot be imported"):
+    pool = python_pool(tmp_path, [("absent", {}), ("by_x", {})])
+    with pytest.raises(ConfigError, match="stage 'small': factory 'user_models:absent' cannot be imported"):
         run(tmp_path, pool, two_model_policy(), numbered_input(tmp_path))
     assert not (tmp_path / "out").exists()
 
