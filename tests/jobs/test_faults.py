@@ -67,9 +67,7 @@ def test_models_do_as_ordered(cascade, tmp_path):
     [
         ("run", ["replicas-killed", "replica-turns-bad", "replica-hangs-on", "row-kills", "stage-down"]),
         ("run", ["reader-killed", "controller-killed", "driver-killed", "input-damaged", "node-replaced"]),
-        # Not row-kills: where a row ends both replicas of a stage, good requests are answered without it until others
-        # are there. The job counts those as refused, and does not call that sound.
-        ("service", ["replica-killed", "row-raises", "replica-turns-nan", "stage-down", "router-killed"]),
+        ("service", ["replica-killed", "row-kills", "replica-turns-bad", "router-killed"]),
     ],
 )
 def test_faults_change_no_row(where, kinds):
