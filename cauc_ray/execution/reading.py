@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,7 +70,10 @@ class Reading:
         self._limit = MOST_TASKS * (len(live_nodes()) if anywhere else 1)
         self._tasks: dict[Any, _Task] = {}  # by their streams
         self._again: list[Piece] = []
-        self._read: dict[int, dict[int, str]] = {}  # by group, the blocks that have come with their digests
+        # By group, while it is read or blocks of it are open: the blocks that have come, with their digests.
+        self._read: dict[int, dict[int, str]] = {}
+        self._n_open: Counter[int] = Counter()
+        self._ended: set[int] = set()
         self._n_away = self._deaths = 0
         self._starved_since: float | None = None
 
@@ -108,6 +112,18 @@ class Reading:
         others = {number: digest for number, digest in self._read[block.group].items() if number != block.number}
         self._again.append(Piece(block.group, others, block.number))
 
+    def forget(self, block: BlockHeader) -> None:
+        """Note that a block is done."""
+        self._n_open[block.group] -= 1
+        self._drop(block.group)
+
+    def _drop(self, group: int) -> None:
+        """Forget a group of which nothing will be asked again: the memory that this takes shall not grow."""
+        if group in self._ended and not self._n_open[group]:
+            self._ended.remove(group)
+            self._read.pop(group, None)
+            del self._n_open[group]
+
     def ask(self, now: float) -> bool:
         """Ask for a block more. Returns whether there may be one."""
         waiting = next((task for task in self._tasks.values() if task.asked_at is None), None)
@@ -144,6 +160,8 @@ class Reading:
             del self._tasks[stream]
             if task.piece.only is not None:
                 raise other_rows(self._plan.source.name, f"its block {task.piece.only} is no longer there")
+            self._ended.add(task.piece.group)
+            self._drop(task.piece.group)
         return None
 
     def failed(self, stream: Any, error: RayError) -> None:
@@ -175,6 +193,7 @@ class Reading:
         if header.digest and known.get(header.number, header.digest) != header.digest:
             raise other_rows(self._plan.source.name, f"its block {header.number} holds other rows")
         known[header.number] = header.digest
+        self._n_open[header.group] += task.piece.only is None
         chunks, task.chunks = task.chunks, []
         task.header, task.asked_at, task.has_read = None, None, True
         self._n_away += header.may_return

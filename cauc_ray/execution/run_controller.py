@@ -271,6 +271,7 @@ class RunController:
         """Have blocks written whose last row is done."""
         while self._scheduler.done:
             owner = self._scheduler.done.pop(0)
+            self._reading.forget(owner.names)
             self._restarts.pop(owner.block, None)
             self._committer.add_block(owner)
 
