@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from cauc_ray.front.samples import sample_logits
     from cauc_ray.front.serving import serve, set_policy
     from cauc_ray.front.sharding import calibrate
-    from cauc_ray.front.submitting import submit
     from cauc_ray.policies.policy import Policy
 
 # Loaded at first use, so that importing the package costs nothing.
@@ -48,7 +47,6 @@ _PUBLIC = {
     "sample_logits": "cauc_ray.front.samples",
     "serve": "cauc_ray.front.serving",
     "set_policy": "cauc_ray.front.serving",
-    "submit": "cauc_ray.front.submitting",
     "sweep": "cauc_ray.front.offline",
     "write_logits": "cauc_ray.data.writing",
 }
@@ -71,7 +69,6 @@ __all__ = [
     "sample_logits",
     "serve",
     "set_policy",
-    "submit",
     "sweep",
     "write_logits",
 ]

@@ -13,7 +13,7 @@ from cauc_ray.execution.progress import RunProgress
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.front import show
 from cauc_ray.front.collecting import collect
-from cauc_ray.front.config import FilePath, folder_of, located
+from cauc_ray.front.config import Location, folder_of, located
 from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 
 
@@ -41,7 +41,7 @@ class CollectJob(JobConfig):
     encoder, whose embeddings are collected into the table after the logits.   seed: of the splits.
     """
 
-    pool: FilePath
+    pool: Location
     dataset: Annotated[str, AfterValidator(_dataset)]
     split: str | None = None
     models: tuple[str, ...] | None = Field(default=None, min_length=1)
@@ -53,9 +53,8 @@ class CollectJob(JobConfig):
         """Return the pool and what its models come from, and dataset and encoder where they are paths."""
         name, _, path = self.dataset.partition("=")
         named = (path if name in BENCHMARKS else self.dataset, *([] if self.embedding is None else [self.embedding]))
-        return {at for at in map(path_of, named) if isinstance(at, RemotePath) or at.is_absolute()} | pool_files(
-            self.pool
-        )
+        paths = {at for at in map(path_of, named) if isinstance(at, RemotePath) or at.is_absolute()}
+        return paths | pool_files(self.pool)
 
     def fixed(self) -> set[AnyPath]:
         """Return all but the pool's file: rows are kept by their model's settings, whatever else it says."""
@@ -73,7 +72,7 @@ def work(config: CollectJob, run: JobRun) -> JobResult:
 
     def collected(**what: Any) -> dict[str, Any]:
         return collect(
-            config.pool,
+            str(config.pool),
             config.dataset,
             str(run.folder),
             split=config.split,

@@ -10,7 +10,7 @@ from cauc_ray.execution.progress import RunProgress
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.front import online, show
-from cauc_ray.front.config import FilePath, Location
+from cauc_ray.front.config import Location
 from cauc_ray.front.evaluated import evaluation_summary
 from cauc_ray.front.options import EvaluateOptions
 from cauc_ray.front.sharding import evaluate_shards
@@ -25,7 +25,7 @@ class LiveEvaluation(JobConfig):
     input: Parquet with example_id, or images, a file or folder.
     """
 
-    pool: FilePath
+    pool: Location
     policy: Location
     input: Location
 
@@ -72,7 +72,7 @@ def _live(config: LiveEvaluation, run: JobRun) -> JobResult:
 
     out = run.folder / "run"
     summary = online.run(
-        config.pool,
+        str(config.pool),
         Policy.load(config.policy),
         str(config.input),
         str(out),

@@ -143,7 +143,7 @@ def run(job: Job[Any], path: str | Path, address: str | None) -> int:
     return 1 if ended["results"]["failed"] else 0
 
 
-def pool_files(path: Path) -> set[AnyPath]:
+def pool_files(path: AnyPath) -> set[AnyPath]:
     """Return a pool's file, and the files and folders that its models' settings name; it alone where it is no pool."""
     try:
         pool = load_pool(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,11 +46,58 @@ class Part:
     def __len__(self) -> int:
         return self.places.stop - self.places.start if isinstance(self.places, slice) else len(self.places)
 
+    def cut(self, start: int, end: int) -> Part:
+        """Return some of the rows, from one position in the part to another."""
+        if start == 0 and end >= len(self):
+            return self
+        if isinstance(self.places, slice):
+            places: Ints | slice = slice(self.places.start + start, min(self.places.start + end, self.places.stop))
+        else:
+            places = self.places[start:end]
+        state = None if self.state is None else self.state[start:end]
+        keeps = None if self.keeps is None else self.keeps[start:end]
+        return replace(self, places=places, state=state, keeps=keeps)
+
     @classmethod
     def of(cls, bundle: int, places: Ints, policy: str = "", **asked: Any) -> Part:
         """Return rows at rising positions of a bundle."""
         first, last = int(places[0]), int(places[-1])
         return cls(bundle, slice(first, last + 1) if last - first + 1 == len(places) else places, policy, **asked)
+
+
+def in_batches(parts: Sequence[Part], batch_size: int) -> list[list[Part]]:
+    """Return the rows of parts, in their order, in batches of a size at most."""
+    batches: list[list[Part]] = []
+    room = 0
+    for part in parts:
+        start = 0
+        while start < len(part):
+            if not room:
+                batches.append([])
+                room = batch_size
+            own = part.cut(start, start + room)
+            batches[-1].append(own)
+            start += len(own)
+            room -= len(own)
+    return batches
+
+
+def joined(bundles: Sequence[Bundle]) -> Bundle:
+    """Return the rows of bundles, in their order, as one."""
+    bundles = [bundle for bundle in bundles if bundle.columns or bundle.state is not None]
+    if len(bundles) < 2:
+        return bundles[0] if bundles else Bundle({})
+    columns = {name: _concatenated([bundle.columns[name] for bundle in bundles]) for name in bundles[0].columns}
+    return Bundle(columns, joined_states([(_n_rows(bundle), bundle.state) for bundle in bundles]))
+
+
+def _n_rows(bundle: Bundle) -> int:
+    return len(next(iter(bundle.columns.values()))) if bundle.state is None else len(bundle.state)
+
+
+def _concatenated(columns: Sequence[Column]) -> Column:
+    arrow = all(isinstance(column, pa.Array) for column in columns)
+    return pa.concat_arrays(columns) if arrow else concat_column([_plain(column) for column in columns])
 
 
 def packed(columns: Batch) -> dict[str, Column]:
@@ -89,9 +136,9 @@ def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dic
     kept = [(part.bundle, _places(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
     columns: dict[str, Column] = {}
     for name in bundles[parts[0].bundle].columns:
-        taken = [_take(bundles[bundle].columns[name], _neighbours(places)) for bundle, places in kept]
-        arrow = all(isinstance(column, pa.Array) for column in taken)
-        columns[name] = pa.concat_arrays(taken) if arrow else concat_column([_plain(column) for column in taken])
+        columns[name] = _concatenated(
+            [_take(bundles[bundle].columns[name], _neighbours(places)) for bundle, places in kept]
+        )
     return columns
 
 

@@ -1,7 +1,8 @@
 """One stage of a service: rows for which somebody waits.
 
-Requests take turns: a batch's worth each. A batch that is not full goes to a replica that is free, or just in time for
-one that will be, so that rows can join it until then. What the stage cannot answer in time is refused as it comes.
+Requests take turns: a batch's worth each, half of one where shorter requests wait, which the next batch has. A batch
+that is not full goes to a replica that is free, or just in time for one that will be, so that rows can join it until
+then. What the stage cannot answer in time is refused as it comes.
 """
 
 from __future__ import annotations
@@ -131,23 +132,34 @@ class RequestQueue(StageQueue):
         return [call for replica in self._replicas.values() for call in replica.calls]
 
     def _pop(self, n: int) -> list[Rows]:
-        """Take rows of one kind, and of a request no more than its turn."""
+        """Take rows of one kind. Of those that would fill a batch alone, half of it where shorter ones wait, too."""
+        kind = self._queue[0].owner.kind
         taken: list[Rows] = []
+        longer: list[Rows] = []
         others: list[Rows] = []
-        while n and self._queue:
+        left = n
+        while self._queue and left > (n - n // 2 if longer else 0):
             rows = self._queue.popleft()
-            if taken and rows.owner.kind != taken[0].owner.kind:
+            if rows.owner.kind != kind:
                 others.append(rows)
-                continue
-            if len(rows) > n:
-                rows, rest = rows.cut(n)
-                self._queue.append(rest)
-            taken.append(rows)
-            n -= len(rows)
-            self.queued_rows -= len(rows)
-            self.queued_bytes -= rows.n_bytes
-        self._queue.extendleft(reversed(others))
+            elif len(rows) > self.limits.batch_size:
+                longer.append(rows)
+            else:
+                left -= self._take(rows, left - (n - n // 2 if longer else 0), taken)
+        while longer and left:
+            left -= self._take(longer.pop(0), left, taken)
+        self._queue.extendleft(reversed(others + longer))
         return taken
+
+    def _take(self, rows: Rows, n: int, taken: list[Rows]) -> int:
+        """Take up to n of some rows; the others wait for another turn. Returns how many are taken."""
+        if len(rows) > n:
+            rows, rest = rows.cut(n)
+            self._queue.append(rest)
+        taken.append(rows)
+        self.queued_rows -= len(rows)
+        self.queued_bytes -= rows.n_bytes
+        return len(rows)
 
     def _batch_rows(self, replica: int, now: float, more_can_come: bool) -> int:
         full = self.limits.batch_size

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class CallResult:
     error, fault: why no row was answered, and who is at fault; the arrays are empty then.   failures: why some rows
     have no answer, by position; they are neither accepted nor carried on.   raised: of those, rows on which the model
     raised while it answered others.
+    n_batches: that the model was given one after the other.
     next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
     carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
     scores: float64 (n, K), calibrated logits; None where no part wants them.   likeliest: int16 (n,), as Step.likeliest
@@ -52,6 +53,43 @@ class CallResult:
     scores: Floats | None = None
     likeliest: Ints | None = None
     next: Ints | None = None
+    n_batches: int = 1
+
+    @classmethod
+    def joined(cls, results: Sequence[CallResult]) -> CallResult:
+        """Return the results of a call's batches as one, the first one of which no row was answered if there is one.
+
+        Calibrated logits are left out.
+        """
+        failed = next((result for result in results if result.error is not None), None)
+        if len(results) == 1 or failed is not None:
+            return failed or results[0]
+        first, starts = results[0], np.cumsum([0, *(len(result.accepted) for result in results)]).tolist()
+        device_s = [result.device_s for result in results if result.device_s is not None]
+        return replace(
+            first,
+            predictions=np.concatenate([result.predictions for result in results]),
+            confidences=np.concatenate([result.confidences for result in results]),
+            accepted=np.concatenate([result.accepted for result in results]),
+            costs=np.concatenate([result.costs for result in results]),
+            compute_s=sum(result.compute_s or 0.0 for result in results),
+            policy_s=sum(result.policy_s for result in results),
+            device_s=sum(device_s) if device_s else None,
+            failures={
+                start + row: why
+                for start, result in zip(starts, results, strict=False)
+                for row, why in result.failures.items()
+            },
+            raised=frozenset(
+                start + row for start, result in zip(starts, results, strict=False) for row in result.raised
+            ),
+            state_bytes=max(result.state_bytes for result in results),
+            carried=_concatenated([result.carried for result in results], results, False),
+            scores=None,
+            likeliest=_concatenated([result.likeliest for result in results], results, -1),
+            next=_concatenated([result.next for result in results], results, -1),
+            n_batches=sum(result.n_batches for result in results),
+        )
 
     @classmethod
     def broken(
@@ -90,3 +128,16 @@ class CallResult:
     def n_deferred(self) -> int:
         """Return how many rows go on."""
         return self.n_answered - int(self.accepted.sum())
+
+
+def _concatenated(values: Sequence[Any], results: Sequence[CallResult], unknown: int) -> Any:
+    """Return arrays (n,) of batches as one; None if no batch has one, unknown for those of a batch that has none."""
+    known = next((own for own in values if own is not None), None)
+    if known is None:
+        return None
+    return np.concatenate(
+        [
+            np.full(len(result.accepted), unknown, known.dtype) if own is None else own
+            for own, result in zip(values, results, strict=True)
+        ]
+    )

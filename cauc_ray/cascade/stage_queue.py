@@ -23,6 +23,8 @@ from cauc_ray.models.answers import ModelFacts
 CALLS_PER_REPLICA = 2
 SHORT_CALL_S = 0.005
 SHORT_CALLS_PER_REPLICA = 5
+# Where a batch takes less than this, a call has several: the way there and back costs more than a millisecond of CPU.
+LONG_CALL_S = 0.02
 
 # What may wait before a stage: so many batches for each replica that it may have, and of the stage before.
 QUEUE_BATCHES = 8
@@ -61,6 +63,7 @@ class StageLimits:
     batch_wait_s: float
     queue_rows: int
     queue_bytes: float
+    batches_per_call: int = 1
 
 
 def queue_rows(batch_size: int, most_replicas: int, fed_by: int) -> int:
@@ -296,12 +299,13 @@ class StageQueue:
         full = self.limits.batch_size
         if not self._queue:
             return 0
+        share = -(-self.queued_rows // self.n_replicas)
+        most = full * self._batches_per_call
         if not more_can_come:
             # The last rows are shared out, so that no replica has a full batch while others idle.
-            share = -(-self.queued_rows // self.n_replicas)
-            return min(full, max(share, full // 4, 1))
+            return min(most, max(share, full // 4, 1))
         if self.queued_rows >= full:
-            return full
+            return min(most, max(share // full, 1) * full)
         waited = now - self._queue[0].ready_at >= self.limits.batch_wait_s
         return full if waited or not self.has_room else 0
 
@@ -375,7 +379,7 @@ class StageQueue:
     def count(self, result: CallResult) -> None:
         """Count a call whose model answered."""
         n_accepted = int(result.accepted.sum())
-        self.calls_done += 1
+        self.calls_done += result.n_batches
         self.accepted += n_accepted
         self.deferred += result.n_deferred
         self.busy_s += result.compute_s or 0.0
@@ -512,8 +516,17 @@ class StageQueue:
     @property
     def _most_calls(self) -> int:
         """Return how many calls a replica may have."""
-        short = self.calls_done and self.busy_s < SHORT_CALL_S * self.calls_done
+        short = self.calls_done and self.busy_s * self._batches_per_call < SHORT_CALL_S * self.calls_done
         return SHORT_CALLS_PER_REPLICA if short else CALLS_PER_REPLICA
+
+    @property
+    def _batches_per_call(self) -> int:
+        """Return how many batches a call may have: one where the next call is prepared while it is answered."""
+        most = self.limits.batches_per_call
+        if most == 1 or not self.calls_done or self.calls_at_work > 1:
+            return 1
+        batch_s = max(self.busy_s, 1e-9) / self.calls_done
+        return max(1, min(most, int(LONG_CALL_S / batch_s)))
 
     def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
         """Return the replica with the fewest calls that may take another."""

@@ -71,6 +71,11 @@ class Dataset:
         return "://" in self.source.dataset
 
     @property
+    def streamed(self) -> bool:
+        """Return whether some partition is read from its first row on, whichever are wanted."""
+        return any(part.streamed for part in self.parts.values())
+
+    @property
     def split_sizes(self) -> dict[str, int]:
         """Return the rows of each split."""
         return {split: len(picked.rows) for split, picked in self.splits.items()}

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from cauc_ray.data.rows import ImageRows, ParquetRows, Rows, TextRows, is_image
-from cauc_ray.data.text_files import read_csv
+import pyarrow as pa
+
+from cauc_ray.data.rows import TABLES, ImageRows, Rows, is_image, open_tables, require_one_format
+from cauc_ray.data.text_files import text_tables
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below, visible
 from cauc_ray.files.paths import AnyPath, RemotePath, readable
@@ -17,7 +19,6 @@ from cauc_ray.files.paths import AnyPath, RemotePath, readable
 # Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
 Openers: TypeAlias = dict[str, Callable[[], Rows]]
 
-_FORMATS = {".parquet": "Parquet", ".jsonl": "JSONL", ".json": "JSONL", ".csv": "CSV"}
 _PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
 _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<total>\d{5})(-[0-9a-f]+)?")
 
@@ -31,9 +32,9 @@ def find_partitions(path: AnyPath) -> Openers:
     with readable(path):
         if not path.is_file():
             return _in_folder(path)
-        if path.suffix.lower() not in _FORMATS:
-            raise DataError(f"{path} is not a Parquet (.parquet), JSONL (.jsonl, .json) or CSV (.csv) file")
-        return {_stem(path): partial(_open_tables, [path])}
+        if path.suffix.lower() not in TABLES:
+            raise DataError(f"{path} is not a Parquet (.parquet), JSONL (.jsonl, .ndjson, .json) or CSV (.csv) file")
+        return {_stem(path): partial(open_tables, [path])}
 
 
 def wilds_partitions(path: AnyPath) -> Openers:
@@ -47,7 +48,7 @@ def wilds_partitions(path: AnyPath) -> Openers:
     if folder is None:
         return find_partitions(path)
     file = folder / "metadata.csv"
-    table = read_csv(file)
+    table = pa.concat_tables(text_tables(file))
     missing = [name for name in ("split", "filename", "y") if name not in table.column_names]
     if missing:
         raise DataError(f"{file} has no column {missing[0]!r}; it has {', '.join(table.column_names)}")
@@ -97,18 +98,15 @@ def _in_folder(folder: AnyPath) -> Openers:
 
 
 def _tables(files: Iterable[AnyPath]) -> list[AnyPath]:
-    return [file for file in files if file.suffix.lower() in _FORMATS]
+    return [file for file in files if file.suffix.lower() in TABLES]
 
 
 def _of_tables(tables: Sequence[AnyPath], folders: Sequence[AnyPath]) -> Openers:
     inside = {path: [path] for path in tables}
     inside |= {folder: _tables(files_below(folder, follow_links=True)) for folder in folders}
-    formats = {_FORMATS[file.suffix.lower()]: file for files in inside.values() for file in files}
-    if len(formats) > 1:
-        one, other = list(formats.values())[:2]
-        raise DataError(f"{one} and {other} are of different formats; a dataset has one")
+    require_one_format(file for files in inside.values() for file in files)
     return {
-        name: partial(_open_tables, [file for path in paths for file in inside[path]])
+        name: partial(open_tables, [file for path in paths for file in inside[path]])
         for name, paths in _by_name(inside).items()
     }
 
@@ -132,10 +130,6 @@ def _of_images(folders: dict[str, AnyPath]) -> Openers:
     classes = sorted({sub.name for folder in folders.values() for sub in _visible_folders(folder)})
     numbers = {name: number for number, name in enumerate(classes)}
     return {name: partial(_open_images, folder, numbers) for name, folder in folders.items()}
-
-
-def _open_tables(files: Sequence[AnyPath]) -> Rows:
-    return ParquetRows(files) if files[0].suffix.lower() == ".parquet" else TextRows(files)
 
 
 def _open_images(folder: AnyPath, numbers: dict[str, int]) -> Rows:

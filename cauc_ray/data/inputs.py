@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from cauc_ray.data.blocks import BlockSource, InputBlock, id_texts, table_block
-from cauc_ray.data.rows import IMAGE_SUFFIXES, ImageRows, ParquetRows, is_image
+from cauc_ray.data.rows import IMAGE_SUFFIXES, TABLES, ImageRows, TableRows, is_image, open_tables, require_one_format
 from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
@@ -51,10 +51,12 @@ class RunInput(Protocol):
 
 
 def open_input(path: str | AnyPath) -> RunInput:
-    """Open a run's input by its path or URI: Parquet files (one, or all in a folder and below), else images.
+    """Open a run's input by its path or URI: one file, or all of one kind in a folder and below.
 
-    Of Parquet files the identity is the rows by file, named relative to the folder; of images, all names and sizes.
-    Raises DataError, in one line, where there is neither, and for files that are unreadable or do not fit together.
+    In a folder these are Parquet files if there are any, else images, else CSV or JSONL files. Of tables the identity
+    is the rows by file, named relative to the folder; of images, all names and sizes. CSV and JSONL are read through,
+    once, to count the rows and to find the types. Raises DataError, in one line, where there is nothing of the kind,
+    and for files that are unreadable or do not fit together.
 
     >>> open_input("absent.parquet")
     Traceback (most recent call last):
@@ -67,25 +69,31 @@ def open_input(path: str | AnyPath) -> RunInput:
             return _images(path, path.parent, [path]) if alone else _tables(path, parquet_files(path))
         # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
         files = list(files_below(path))
-        tables = list(filter(is_parquet, files))
-        return _tables(path, tables) if tables else _images(path, path, filter(is_image, files))
+        images = list(filter(is_image, files))
+        texts = [] if images else [file for file in files if file.suffix.lower() in TABLES]
+        if tables := list(filter(is_parquet, files)) or texts:
+            return _tables(path, tables)
+        if not images:
+            raise DataError(
+                f"there are no tables ({' '.join(TABLES)}) and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}"
+            )
+        return _images(path, path, images)
 
 
 def _tables(path: AnyPath, files: Sequence[AnyPath]) -> FileInput:
-    rows = ParquetRows(list(map(absolute, files)), "example_id")
+    require_one_format(files)
+    rows = open_tables(list(map(absolute, files)), "example_id")
     rows.schema(rows.columns)  # whose columns must fit together
     if rows.n_rows == 0:
         raise DataError(f"{path} holds no rows")
     names = [path_inside(file, path) or file.name for file in files]
     identity = dict(zip(names, np.diff(rows.starts).tolist(), strict=True))
     # A group is cut after so many blocks, so that most blocks do not end before their time at a group's end.
-    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.row_group_ends, 8)
+    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.ends, 8)
 
 
 def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInput:
     rows = ImageRows(absolute(folder), sorted(path_inside(file, folder) for file in files))
-    if rows.n_rows == 0:
-        raise DataError(f"there are no .parquet files and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}")
     n, digest = rows.identity
     row_bytes = sum(size for size in rows.sizes if size > 0) / n
     # Files cost alike wherever they are, so groups are small: several processes share even a small input.
@@ -103,7 +111,7 @@ class FileInput:
     n_rows: int
     row_bytes: float
     identity: dict[str, int]
-    rows: ParquetRows | ImageRows
+    rows: TableRows | ImageRows
     ends: Ints
     group_blocks: int
 
@@ -119,36 +127,39 @@ class FileInput:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
             starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
-        return FileBlocks(
-            str(self.path),
-            self.rows,
-            tuple(self.identity),
-            tuple(name for name in self.columns if columns is None or name in columns),
-            tuple(starts),
-            tuple(firsts),
-            block_rows,
-            anywhere=isinstance(self.path, RemotePath),
-            deadline_s=DEADLINE_S,
-        )
+        read = tuple(name for name in self.columns if columns is None or name in columns)
+        return FileBlocks(self, read, tuple(starts), tuple(firsts), block_rows, DEADLINE_S)
 
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
     """Blocks of files; plain.
 
-    names: of the files, in ids of rows that are not read.   columns: those that are read.   starts: the first row of
-    each group, and the number of all rows.   firsts: the number of each group's first block, and of all blocks.
+    columns: those that are read.   starts: the first row of each group, and the number of all rows.   firsts: the
+    number of each group's first block, and of all blocks.
     """
 
-    name: str
-    rows: ParquetRows | ImageRows
-    names: tuple[str, ...]
+    files: FileInput
     columns: tuple[str, ...]
     starts: tuple[int, ...]
     firsts: tuple[int, ...]
     block_rows: int
-    anywhere: bool
     deadline_s: float | None
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return str(self.files.path)
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether the path is a URI."""
+        return isinstance(self.files.path, RemotePath)
+
+    @property
+    def rows(self) -> TableRows | ImageRows:
+        """The files' rows."""
+        return self.files.rows
 
     @property
     def n_groups(self) -> int:
@@ -161,7 +172,8 @@ class FileBlocks:
         wanted = [number for number in numbers if number not in seen]
 
         def columns(number: int) -> tuple[str, ...]:
-            among = bool(wanted) and wanted[0] <= number <= wanted[-1]
+            # To leave columns out before what is wanted would have a file that is streamed read twice.
+            among = bool(wanted) and (self.rows.streamed or wanted[0] <= number <= wanted[-1])
             return self.columns if among else ("example_id",)
 
         for names, run in groupby(numbers, columns):
@@ -188,11 +200,12 @@ class FileBlocks:
                 yield number, table_block(table, self.rows.name_of, start)
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
-        """Name the rows of a block that cannot be read: by ids where their row group can be, else by file and row."""
-        assert isinstance(self.rows, ParquetRows)
+        """Name the rows of a block that cannot be read: by ids where these can be, else by file and row."""
+        assert isinstance(self.rows, TableRows)
         ids: list[str] = []
+        names = list(self.files.identity)
         may_return = isinstance(error, UnopenedError)
-        ends = self.rows.row_group_ends
+        ends = self.rows.ends
         for first, last in pairwise([start, *ends[(ends > start) & (ends < end)].tolist(), end]):
             try:
                 for table in self.rows.tables(self.columns, np.arange(first, last), self.block_rows):
@@ -200,6 +213,6 @@ class FileBlocks:
             except UnreadableError as other:
                 may_return |= isinstance(other, UnopenedError)
                 located = map(self.rows.locate, range(first, last))
-                ids += [f"{self.names[file]}:row {row}" for file, row in located]
+                ids += [f"{names[file]}:row {row}" for file, row in located]
         labels = np.full(len(ids), UNKNOWN_LABEL, np.int32) if "label" in self.rows.columns else None
         return InputBlock(ids, labels, {}, 0, str(error), may_return=may_return)

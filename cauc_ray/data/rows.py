@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from cauc_ray.data.text_files import read_csv, read_jsonl
+from cauc_ray.data.text_files import is_csv, text_tables
 from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.parquet import cast_table, footer_digest, open_parquet, plain_schema, read_rows
 from cauc_ray.files.paths import AnyPath, RemotePath
@@ -19,18 +23,21 @@ from cauc_ray.numbers.types import Ints
 
 # Of remote files.
 _OPENED_AT_ONCE = 16
+TABLES = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class Rows(Protocol):
     """Numbered rows with named columns; plain, so that any process can read them.
 
-    source: the file or folder, for errors.   columns: the names that the rows have there.
+    source: the file or folder, for errors.   columns: the names that the rows have there.   streamed: they are read
+    from the first one on, whichever are wanted.
     """
 
     source: str
     columns: Sequence[str]
     n_rows: int
+    streamed: bool
 
     @property
     def identity(self) -> list[Any]:
@@ -46,17 +53,67 @@ class Rows(Protocol):
         """Name a row's file and its number there."""
 
 
-class _Files:
-    """Files that follow one another, and which rows are in which."""
+@dataclass(frozen=True, slots=True)
+class _About:
+    """A file of a table as it was first seen.
 
-    def __init__(self, files: Sequence[AnyPath], n_rows: Sequence[int]) -> None:
+    group_rows: rows of each piece that can be read without what is before it.   n_bytes: of all rows, uncompressed.
+    digest: another one where the file was written anew.
+    """
+
+    schema: pa.Schema
+    group_rows: Sequence[int]
+    n_bytes: int
+    digest: str
+
+
+class TableRows(ABC):
+    """Files of one table, which have the same columns.
+
+    ends: int64 (G,), rows up to the end of each piece that can be read without what is before it.   n_bytes: of all
+    rows, uncompressed.
+    """
+
+    streamed = False
+
+    def __init__(self, files: Sequence[AnyPath], ids: str | None = None) -> None:
+        """Look at the files.   ids: a column that names every row.
+
+        Raises DataError when a file is unreadable, lacks ids, or has columns other than the first or types that
+        do not fit.
+        """
+        lengths: list[int] = []
+        ends: list[int] = []
+        self.n_bytes = 0
+        self._schemas: dict[pa.Schema, AnyPath] = {}
+        self._digests: list[str] = []
+        with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
+            # Opening a remote file is waiting; local ones would take twice as long in threads.
+            each = pool.map if isinstance(files[0], RemotePath) else map
+            for file, about in zip(files, each(partial(self._look, ids=ids), files), strict=True):
+                names = about.schema.names
+                first = next(iter(self._schemas), about.schema).names
+                if ids is not None and ids not in names:
+                    raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(names))}")
+                if ids is not None and pa.types.is_nested(about.schema.field(ids).type):
+                    raise DataError(f"{file}: column {ids!r} ({about.schema.field(ids).type}) holds no ids")
+                if sorted(names) != sorted(first):
+                    raise DataError(f"{file} has the columns {', '.join(names)}, but {files[0]} has {', '.join(first)}")
+                self._schemas.setdefault(about.schema, file)
+                self._digests.append(about.digest)
+                lengths.append(sum(about.group_rows))
+                ends += about.group_rows
+                self.n_bytes += about.n_bytes
         self.files = list(files)
         self.source = str(files[0] if len(files) == 1 else files[0].parent)
-        self.starts = np.cumsum([0, *n_rows], dtype=np.int64)
+        self.starts = np.cumsum([0, *lengths], dtype=np.int64)
         self.n_rows = int(self.starts[-1])
+        self.columns: Sequence[str] = next(iter(self._schemas)).names
+        self.ends = np.cumsum(ends, dtype=np.int64)
 
     @property
     def identity(self) -> list[Any]:
+        """Return the files' names, sizes and rows."""
         sizes = [_size(file) for file in self.files]
         names = [file.name for file in self.files]
         return [list(each) for each in zip(names, sizes, np.diff(self.starts).tolist(), strict=True)]
@@ -67,44 +124,9 @@ class _Files:
         return file, row - int(self.starts[file])
 
     def name_of(self, row: int) -> str:
+        """Name a row's file and its number there."""
         file, own = self.locate(row)
         return f"{self.files[file]}, row {own}"
-
-
-class ParquetRows(_Files):
-    """Parquet files, of which only row groups are read that hold wanted rows.
-
-    row_group_ends: int64 (G,), rows up to the end of each row group.   n_bytes: of all rows, uncompressed, as the
-    footers state it.
-    """
-
-    def __init__(self, files: Sequence[AnyPath], ids: str | None = None) -> None:
-        """Read the footers.   ids: a column that names every row.
-
-        Raises DataError when a file is unreadable, lacks ids or has other columns than the first.
-        """
-        lengths, ends = [], []
-        self.n_bytes = 0
-        self._schemas: dict[pa.Schema, AnyPath] = {}
-        self._digests: list[str] = []
-        with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-            # Opening a remote file is waiting; local ones would take twice as long in threads.
-            each = pool.map if isinstance(files[0], RemotePath) else map
-            footers = each(partial(_read_footer, ids=ids), files)
-            for file, (schema, group_rows, n_bytes, digest) in zip(files, footers, strict=True):
-                first = next(iter(self._schemas), schema)
-                if sorted(schema.names) != sorted(first.names):
-                    raise DataError(
-                        f"{file} has the columns {', '.join(schema.names)}, but {files[0]} has {', '.join(first.names)}"
-                    )
-                self._schemas.setdefault(schema, file)
-                self._digests.append(digest)
-                lengths.append(sum(group_rows))
-                ends += group_rows
-                self.n_bytes += n_bytes
-        super().__init__(files, lengths)
-        self.columns: Sequence[str] = next(iter(self._schemas)).names
-        self.row_group_ends = np.cumsum(ends, dtype=np.int64)
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
         """Return columns with the types that those of all files widen to. Raises DataError where there are none."""
@@ -118,7 +140,7 @@ class ParquetRows(_Files):
         return fitting
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Read the wanted rows' row groups, a batch at a time.
+        """Read the wanted rows, a little at a time, from the nearest places before them from which that can be.
 
         Raises UnreadableError where a file cannot be opened or decoded, DataError where it was rewritten since.
         """
@@ -127,7 +149,7 @@ class ParquetRows(_Files):
         for piece in self._pieces(self.schema(columns), rows, size):
             held.append(piece)
             n += len(piece)
-            if n >= size:
+            while n >= size:
                 joined = pa.concat_tables(held)
                 yield joined.slice(0, size)
                 held, n = [joined.slice(size)], n - size
@@ -135,69 +157,143 @@ class ParquetRows(_Files):
             yield pa.concat_tables(held)
 
     def _pieces(self, schema: pa.Schema, rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Yield the rows in tables of at most `size`."""
         for number in np.unique(np.searchsorted(self.starts, rows, side="right") - 1):
             file, start, end = self.files[number], self.starts[number], self.starts[number + 1]
             first, last = np.searchsorted(rows, [start, end])
-            with open_parquet(file, streamed=True) as opened:
-                if footer_digest(opened) != self._digests[number]:
-                    raise DataError(
-                        f"{file} has changed since it was first opened; restore it and go on with --resume, or start "
-                        "a new run"
-                    )
-                for table in read_rows(opened, file, rows[first:last] - start, schema.names, size):
-                    try:
-                        fitted = cast_table(table, schema)
-                    except pa.ArrowException as error:
-                        raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
-                    yield fitted
+            for table in self._read(file, self._digests[number], rows[first:last] - start, schema, size):
+                try:
+                    fitted = cast_table(table, schema)
+                except pa.ArrowException as error:
+                    raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
+                yield fitted
+
+    @staticmethod
+    @abstractmethod
+    def _look(file: AnyPath, ids: str | None) -> _About:
+        """Look at a file. Raises DataError where it is unreadable, or some row's id is known to be null."""
+
+    @staticmethod
+    @abstractmethod
+    def _read(file: AnyPath, digest: str, rows: Ints, schema: pa.Schema, size: int) -> Iterator[pa.Table]:
+        """Yield some rows of a file, given by their numbers there, which rise; tables of any length."""
 
 
-def _read_footer(file: AnyPath, ids: str | None) -> tuple[pa.Schema, list[int], int, str]:
-    """Return a file's plain schema, the rows of each row group, the bytes of all, and a digest of the footer.
+class ParquetRows(TableRows):
+    """Parquet files, of which only row groups are read that hold wanted rows."""
 
-    Raises DataError where the file is unreadable, or lacks the column ids for some row.
-    """
-    with open_parquet(file) as opened:
-        schema, meta = plain_schema(opened.schema_arrow), opened.metadata
-        row_groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
-        digest = footer_digest(opened)
-    if ids is not None:
-        if ids not in schema.names:
-            raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(schema.names))}")
-        if pa.types.is_nested(schema.field(ids).type):
-            raise DataError(f"{file}: column {ids!r} ({schema.field(ids).type}) holds no ids")
+    @staticmethod
+    def _look(file: AnyPath, ids: str | None) -> _About:
+        with open_parquet(file) as opened:
+            schema, meta = plain_schema(opened.schema_arrow), opened.metadata
+            row_groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+            digest = footer_digest(opened)
         for row_group in row_groups:
             columns = (row_group.column(number) for number in range(row_group.num_columns))
-            statistics = next(column for column in columns if column.path_in_schema == ids).statistics
+            statistics = next((column.statistics for column in columns if column.path_in_schema == ids), None)
             if statistics is not None and statistics.null_count:
                 raise DataError(f"{file}: a row has no {ids}")
-    n_bytes = sum(row_group.total_byte_size for row_group in row_groups)
-    return schema, [row_group.num_rows for row_group in row_groups], n_bytes, digest
+        n_bytes = sum(row_group.total_byte_size for row_group in row_groups)
+        return _About(schema, [row_group.num_rows for row_group in row_groups], n_bytes, digest)
+
+    @staticmethod
+    def _read(file: AnyPath, digest: str, rows: Ints, schema: pa.Schema, size: int) -> Iterator[pa.Table]:
+        with open_parquet(file, streamed=True) as opened:
+            if footer_digest(opened) != digest:
+                raise _changed(file)
+            yield from read_rows(opened, file, rows, schema.names, size)
 
 
-class TextRows(_Files):
-    """JSONL or CSV files, read whole."""
+class StreamedRows(TableRows):
+    """CSV and JSONL files, each read from its start on.
 
-    def __init__(self, files: Sequence[AnyPath]) -> None:
-        """Read the files. Raises DataError naming file and line when one is malformed."""
-        tables = [(read_csv if file.suffix.lower() == ".csv" else read_jsonl)(file) for file in files]
-        super().__init__(files, [len(table) for table in tables])
-        try:
-            self._table = pa.concat_tables(tables, promote_options="permissive")
-        except pa.ArrowException as error:
-            raise DataError(f"{self.source}: the files differ in a column's type: {first_line(error)}") from error
-        self.columns: Sequence[str] = self._table.column_names
+    A file's columns have the types that all of its values have: of JSON, what they are, and text where they are of
+    several kinds; of CSV, whole numbers, numbers or text where ids are named, which are text. Where none are, all
+    cells are text, for a reader that knows what they mean.
+    """
 
-    def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Yield the rows from memory."""
-        picked = self._table.select(list(columns))
-        for start in range(0, len(rows), size):
-            yield picked.take(rows[start : start + size])
+    streamed = True
+
+    @staticmethod
+    def _look(file: AnyPath, ids: str | None) -> _About:
+        digest, n_rows, n_bytes, kinds = str(_size(file)), 0, 0, dict[str, pa.DataType]()
+        for table in text_tables(file):
+            if ids in table.column_names and (null := pc.index(table.column(ids).is_null(), True).as_py()) >= 0:
+                raise DataError(f"{file}, row {n_rows + null}: the row has no {ids}")
+            for name in table.column_names:
+                own = table.column(name)
+                typed = ids in (None, name) or not is_csv(file)
+                kind = own.type if typed else narrowest(own, kinds.get(name))
+                kinds[name] = wider(kinds.get(name, pa.null()), kind)
+            n_rows, n_bytes = n_rows + len(table), n_bytes + table.nbytes
+        return _About(pa.schema(list(kinds.items())), [n_rows], n_bytes, digest)
+
+    @staticmethod
+    def _read(file: AnyPath, digest: str, rows: Ints, schema: pa.Schema, size: int) -> Iterator[pa.Table]:
+        first = start = 0
+        if str(_size(file)) not in (digest, "-1"):
+            raise _changed(file)
+        for table in text_tables(file, schema):
+            end = start + len(table)
+            upto = int(np.searchsorted(rows, end))
+            if first < upto:
+                yield table if upto - first == len(table) else table.take(rows[first:upto] - start)
+            first, start = upto, end
+            if first == len(rows):
+                return
+        raise _changed(file)
+
+
+def _changed(file: AnyPath) -> DataError:
+    return DataError(
+        f"{file} has changed since it was first opened; restore it and go on with --resume, or start a new run"
+    )
+
+
+def narrowest(texts: pa.ChunkedArray, at_least: pa.DataType | None = None) -> pa.DataType:
+    """Return the first type that texts are all of: null, whole numbers, numbers, text.   at_least: where to begin.
+
+    >>> [str(narrowest(pa.chunked_array([texts]))) for texts in (["1", None], ["1", "2.5"], ["1", "A"])]
+    ['int64', 'double', 'string']
+    """
+    kinds = [pa.null(), pa.int64(), pa.float64(), pa.string()]
+    for kind in kinds[0 if at_least is None else kinds.index(at_least) :]:
+        with suppress(pa.ArrowException):  # texts cannot be cast to null
+            if texts.null_count < len(texts):
+                texts.cast(kind)
+            return kind
+    raise AssertionError
+
+
+def wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return the type that the values of two types have together: text where there is no other.
+
+    >>> [str(wider(pa.int64(), other)) for other in (pa.null(), pa.float64(), pa.bool_())]
+    ['int64', 'double', 'string']
+    """
+    try:
+        both = pa.unify_schemas([pa.schema([("", one)]), pa.schema([("", other)])], promote_options="permissive")
+    except pa.ArrowException:
+        return pa.string()
+    return both.field(0).type
+
+
+def open_tables(files: Sequence[AnyPath], ids: str | None = None) -> TableRows:
+    """Open files of tables by the names' endings, all but CSV and JSONL as Parquet. Raises DataError as TableRows."""
+    return (StreamedRows if TABLES.get(files[0].suffix.lower(), "Parquet") != "Parquet" else ParquetRows)(files, ids)
+
+
+def require_one_format(files: Iterable[AnyPath]) -> None:
+    """Raise DataError where files of tables are of different formats by their names' endings."""
+    formats = {TABLES.get(file.suffix.lower()): file for file in files}
+    if len(formats) > 1:
+        one, other = list(formats.values())[:2]
+        raise DataError(f"{one} and {other} are of different formats; give files of one")
 
 
 class ImageRows:
     """Image files: example_id (the file's path relative to the folder), image (its bytes) and label, where known."""
+
+    streamed = False
 
     def __init__(
         self, folder: AnyPath, names: Sequence[str], labels: Sequence[int] | None = None, source: str = ""
@@ -244,6 +340,8 @@ class ImageRows:
 
 class HubRows:
     """A split of a loaded dataset: Arrow files that the library maps into memory."""
+
+    streamed = False
 
     def __init__(self, rows: Any, source: str) -> None:
         """Take a datasets.Dataset. As Arrow tables its images stay encoded."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cauc_ray.errors import DataError, explain
-from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.documents import read_model, write_json
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.logits import LogitKind, kind_of
 
@@ -65,12 +64,7 @@ class TableInfo(BaseModel):
 def read_info(table: str | AnyPath) -> TableInfo | None:
     """Return a table's pool.json, None where there is none. Raises DataError if it is malformed."""
     path = path_of(table) / "pool.json"
-    if not path.is_file():
-        return None
-    try:
-        return TableInfo.model_validate(read_json(path), strict=True)
-    except ValidationError as error:
-        raise DataError(f"{path}: {explain(error)}") from error
+    return read_model(path, TableInfo, strict=True) if path.is_file() else None
 
 
 def write_info(table: str | AnyPath, info: TableInfo) -> None:

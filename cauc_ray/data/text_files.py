@@ -1,73 +1,123 @@
-"""Tables in text files, CSV and JSONL, read whole."""
+"""Tables in text files, CSV and JSONL, read a little at a time."""
 
 from __future__ import annotations
 
 import io
 import json
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.csv
 
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.parquet import UnopenedError
+from cauc_ray.files.paths import AnyPath, open_bytes
+
+# So much of a file is read at once; a row of CSV is no longer.
+BLOCK_BYTES = 16 << 20
+# A JSON line takes several times its length while it is read.
+JSON_LETTERS = 4 << 20
 
 
-def read_csv(file: AnyPath) -> pa.Table:
-    """Read a CSV file with a header: every cell as text, null where it is empty. Raises DataError."""
+def is_csv(file: AnyPath) -> bool:
+    """Return whether a text file is CSV by its name; else it is JSONL."""
+    return file.suffix.lower() == ".csv"
+
+
+def text_tables(file: AnyPath, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
+    """Yield a CSV or JSONL file's rows in tables of some megabytes, at least one.
+
+    schema: the columns that are wanted, with the types that all of the file's values have or can be converted to; None
+    for all columns, with every cell of CSV as text and the types of JSON as each table's rows have them.
+    Raises DataError naming file and row, or line, where one is malformed; UnopenedError where the file is out of reach.
+    """
+    return (_csv_tables if is_csv(file) else _jsonl_tables)(file, schema)
+
+
+@contextmanager
+def _opened(file: AnyPath, kind: str) -> Iterator[BinaryIO]:
     try:
-        content = file.read_bytes()
-        # One block: a row may not straddle two of them. Types are not guessed: "007" is not a number.
-        options = pyarrow.csv.ReadOptions(block_size=min(max(len(content), 1) + 1, 2**31 - 1))
-        parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        with pyarrow.csv.open_csv(pa.BufferReader(content), read_options=options, parse_options=parsing) as opened:
-            names = opened.schema.names
-        texts = pyarrow.csv.ConvertOptions(
-            column_types={name: pa.string() for name in names},
-            null_values=[""],
-            strings_can_be_null=True,
-            quoted_strings_can_be_null=True,
-        )
-        table = pyarrow.csv.read_csv(
-            pa.BufferReader(content), read_options=options, parse_options=parsing, convert_options=texts
-        )
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a readable CSV file: {first_line(error)}") from error
+        if not file.is_file():
+            raise UnopenedError(f"there is no file {file}")
+        opened = open_bytes(file)
+    except (OSError, DataError) as error:
+        raise UnopenedError(f"{file} cannot be read: {error}" if isinstance(error, OSError) else str(error)) from error
+    try:
+        with opened:
+            yield opened
+    except (pa.ArrowException, UnicodeError) as error:
+        reason = first_line(error)
+        if "straddl" in reason:
+            reason = f"a row is longer than {BLOCK_BYTES >> 20} MiB, or a quote is not closed"
+        raise DataError(f"{file} is not a readable {kind} file: {reason}") from error
+    except OSError as error:
+        raise UnopenedError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def _csv_tables(file: AnyPath, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    # One thread: Arrow then names the row that is malformed, and reads ahead of nobody.
+    options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
+    parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    with _opened(file, "CSV") as content, pyarrow.csv.open_csv(content, options, parsing) as opened:
+        names = opened.schema.names
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{file} has two columns named {twice!r}")
-    return table
+    # Arrow would guess types from the first block: "007" is no number where another row has "A1".
+    kinds = pa.schema([(name, pa.string()) for name in names]) if schema is None else schema
+    converting = pyarrow.csv.ConvertOptions(
+        column_types=kinds,
+        include_columns=kinds.names,
+        null_values=[""],
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=True,
+    )
+    with _opened(file, "CSV") as content, pyarrow.csv.open_csv(content, options, parsing, converting) as opened:
+        yield kinds.empty_table()
+        for batch in opened:
+            yield pa.Table.from_batches([batch])
 
 
-def read_jsonl(file: AnyPath) -> pa.Table:
-    """Read a file of one JSON object a line. Raises DataError naming a line that is not."""
+def _jsonl_tables(file: AnyPath, schema: pa.Schema | None) -> Iterator[pa.Table]:
     rows: list[dict[str, Any]] = []
+    n_letters = 0
+    with _opened(file, "JSONL") as content, io.TextIOWrapper(content, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{file}, line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                kind = type(row).__name__
+                raise DataError(f"{file}, line {number}: one JSON object a line is expected, got a {kind}")
+            rows.append(row)
+            n_letters += len(line)
+            if n_letters >= JSON_LETTERS:
+                yield _table(file, rows, schema)
+                rows, n_letters = [], 0
+    yield _table(file, rows, schema)
+
+
+def _table(file: AnyPath, rows: list[dict[str, Any]], schema: pa.Schema | None) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row) if schema is None else schema.names
+    kinds = {} if schema is None else dict(zip(schema.names, schema.types, strict=True))
     try:
-        with io.TextIOWrapper(io.BytesIO(file.read_bytes()), encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{file}, line {number}: not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise DataError(
-                        f"{file}, line {number}: one JSON object a line is expected, got a {type(row).__name__}"
-                    )
-                rows.append(row)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} is not a readable JSONL file: {error}") from error
-    names = dict.fromkeys(name for row in rows for name in row)
-    try:
-        return pa.table({name: _array([row.get(name) for row in rows]) for name in names})
+        return pa.table({name: _array([row.get(name) for row in rows], kinds.get(name)) for name in names})
     except UnicodeEncodeError as error:
         raise DataError(f"{file} holds half a surrogate pair (such as \\ud800), which is no text") from error
+    except pa.ArrowException as error:
+        raise DataError(f"{file} has values that its column's type cannot hold: {first_line(error)}") from error
 
 
-def _array(values: list[Any]) -> pa.Array:
+def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     try:
-        return pa.array(values)
+        return pa.array(values, kind)
     except (pa.ArrowException, OverflowError):
+        if kind not in (None, pa.string()):
+            raise
         # Values of several kinds: a label column may hold "A" and 1, and columns that are not read may hold anything.
         return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())

@@ -83,7 +83,7 @@ def logit_columns(
     example_ids: Iterable[str], labels: Ints | None, logits: Floats | Sequence[Floats], costs: Floats | None
 ) -> pa.Table:
     """Return rows of a logit table; arguments and errors as of write_logits."""
-    ids, rows = pa.array(example_ids, pa.string()), [np.asarray(row, dtype=np.float32) for row in logits]
+    ids, rows = pa.array(example_ids, pa.string()), list(logits)
     known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
     for name, n in (
         ("labels", len(known)),
@@ -95,15 +95,16 @@ def logit_columns(
     columns = {
         "example_id": ids,
         "label": pa.array(known.astype(np.int32), mask=known == UNKNOWN_LABEL),
-        "logits": _lists(rows),
+        "logits": float_lists(rows),
     }
     if costs is not None:
         columns["cost"] = pa.array(np.asarray(costs, dtype=np.float32))
     return pa.table(columns)
 
 
-def _lists(rows: Sequence[Floats]) -> pa.Array:
+def float_lists(rows: Sequence[Floats]) -> pa.Array:
     """Return rows as list<float32>; as large lists where they are more values than int32 offsets count."""
+    rows = [np.asarray(row, dtype=np.float32) for row in rows]
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     values = np.concatenate(rows) if rows else np.empty(0, np.float32)
     kind = pa.LargeListArray if len(values) > MOST_VALUES else pa.ListArray

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import ray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.worker import Collected
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.data.logits import FAILED
-from cauc_ray.data.writing import logit_columns
-from cauc_ray.errors import ConfigError, DataError, ExecutionError, explain
+from cauc_ray.data.writing import float_lists, logit_columns
+from cauc_ray.errors import ConfigError, DataError, ExecutionError
 from cauc_ray.execution import manifest
+from cauc_ray.execution.actors import result_of
 from cauc_ray.execution.manifest import Committed, Parts, PartWriter, failed_rows
 from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.documents import read_model, write_json
 from cauc_ray.files.listing import hive_values
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import ModelFacts
@@ -32,6 +32,8 @@ from cauc_ray.numbers.types import Floats, Ints
 
 # Rows that are read and done together.
 BLOCK_ROWS = 256
+# For a call's answers to arrive from the replica's node, which has them when the call has ended.
+ANSWERS_DEADLINE_S = 300.0
 FORMAT: Literal["cauc-collect/2"] = "cauc-collect/2"
 # Other readers of hive-partitioned Parquet pass over names that begin so.
 RECORD, MANIFEST = "_collect.json", "_manifest"
@@ -139,18 +141,7 @@ class Target:
     def record(self, split: str) -> CollectRecord | None:
         """Return what a collected split says of itself, None where nothing was collected."""
         path = self.parts(split).rows / RECORD
-        if not path.is_file():
-            return None
-        content = read_json(path)
-        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
-            raise ConfigError(
-                f"{path.parent} was collected in the format {content['format']}, this version goes on with {FORMAT}; "
-                "remove it or choose another -o"
-            )
-        try:
-            return CollectRecord.model_validate(content)
-        except ValidationError as error:
-            raise DataError(f"{path}: {explain(error)}") from error
+        return read_model(path, CollectRecord, FORMAT) if path.is_file() else None
 
     def records(self) -> list[CollectRecord]:
         """Return what all collected splits say of themselves."""
@@ -223,7 +214,9 @@ class CollectedTables:
         """
         if result.error is not None or call.probe:
             return
-        collected: Collected = ray.get(extra)
+        collected: Collected = result_of(
+            extra, ANSWERS_DEADLINE_S, f"the node that has answers of {self._stage.name!r}"
+        )
         answers = collected.answers
         if not self._measured and result.accepted.any():
             self._take_measure(collected)
@@ -264,7 +257,7 @@ class CollectedTables:
             if costs is not None:
                 sums |= {"paid": len(costs), "cost": float(costs.sum())}
         else:
-            table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": _lists(vectors)})
+            table = pa.table({"example_id": pa.array(ids, pa.string()), "embedding": float_lists(vectors)})
         split, number = self._layout.place(block.block)
         if kept:
             self._answered.add(split)
@@ -308,7 +301,3 @@ def record_cost(stage: StageSpec, record: CollectRecord, per_call: float | None)
     """Return a model's cost of one example as models.costs.model_cost does, from what its record says."""
     facts = ModelFacts(record.source, record.logit_kind, record.gflops_published, record.params_b)
     return model_cost(stage.cost, facts, record.gflops_measured, per_call)
-
-
-def _lists(vectors: Sequence[Floats]) -> pa.Array:
-    return pa.array([np.asarray(vector, dtype=np.float32) for vector in vectors], pa.list_(pa.float32()))

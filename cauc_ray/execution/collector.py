@@ -20,7 +20,7 @@ from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.service import Replicas
 
-# Blocks that one task reads one after the other.
+# Blocks that one task reads one after the other; all, where a file is read from its start whichever are wanted.
 GROUP_BLOCKS = 16
 
 
@@ -42,11 +42,11 @@ class _DatasetBlocks:
 
     @property
     def n_groups(self) -> int:
-        return -(-self.layout.n_blocks // GROUP_BLOCKS)
+        return 1 if self.dataset.streamed else -(-self.layout.n_blocks // GROUP_BLOCKS)
 
     def blocks(self, group: int, seen: Container[int] = ()) -> Iterator[tuple[int, InputBlock]]:
         first = group * GROUP_BLOCKS
-        last = min(first + GROUP_BLOCKS, self.layout.n_blocks)
+        last = self.layout.n_blocks if group == self.n_groups - 1 else first + GROUP_BLOCKS
         wanted = [number for number in range(first, last) if number not in seen]
         for split, numbers in groupby(wanted, lambda number: self.layout.place(number)[0]):
             blocks = {self.layout.place(number)[1] for number in numbers}

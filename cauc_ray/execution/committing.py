@@ -36,27 +36,21 @@ class Sink(Protocol):
     @property
     def n_bytes(self) -> int:
         """Return the bytes that wait to be written."""
-        ...
 
     def start(self, facts: ModelFacts) -> None:
         """Take what the first stage's model says of itself, from each replica that has loaded it."""
-        ...
 
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
         """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
-        ...
 
     def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
         """Take a block that is done."""
-        ...
 
     def commit(self) -> None:
         """Write what has been taken."""
-        ...
 
     def close(self) -> None:
         """Write what is left after the last block."""
-        ...
 
 
 class Committer:

@@ -11,16 +11,16 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.data.blocks import ids_digest
-from cauc_ray.errors import ConfigError, explain
+from cauc_ray.errors import ConfigError
 from cauc_ray.execution import manifest
 from cauc_ray.execution.manifest import FailedBlock, Parts, PartWriter, failed_rows
 from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.documents import read_model, write_json
 from cauc_ray.files.listing import visible
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
@@ -75,16 +75,8 @@ def new_record(
 
 
 def read_record(out: AnyPath) -> RunRecord:
-    """Return the record of the run in a folder. Raises ConfigError where it is of another version or malformed."""
-    path = out / "run.json"
-    content = read_json(path)
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
-        raise ConfigError(f"{path} is of the format {found}, this version's runs are of {FORMAT}")
-    try:
-        return RunRecord.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
+    """Return the record of the run in a folder. Raises CaucError as read_model does, where it is of another version."""
+    return read_model(out / "run.json", RunRecord, FORMAT)
 
 
 def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
@@ -148,7 +140,7 @@ class RunTables:
         """Need nothing of what the models say of themselves."""
 
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
-        """Note a call for the ledger. A failed call, or a probe, accepted and deferred nothing and cost nothing."""
+        """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""
         self._write_record()
         n_accepted, n_deferred, cost = int(result.accepted.sum()), result.n_deferred, float(result.costs.sum())
         if call.probe:
@@ -160,7 +152,7 @@ class RunTables:
                 call.replica,
                 result.node,
                 int(1e6 * result.started_at),
-                len(call),
+                len(call) if result.error is not None else len(result.accepted),
                 n_accepted,
                 n_deferred,
                 max(0.0, result.started_at - call.ready_at),

@@ -18,11 +18,11 @@ from typing import TypeAlias
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from cauc_ray.errors import DataError, explain
+from cauc_ray.errors import DataError
 from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.files.documents import read_model, write_json
 from cauc_ray.files.listing import visible
 from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath
@@ -163,11 +163,7 @@ class Parts:
             return dict(zip(names, pool.map(self._entry, names), strict=True))
 
     def _entry(self, name: str) -> Entry:
-        path = self.manifest / f"{name}.json"
-        try:
-            return Entry.model_validate(read_json(path))
-        except ValidationError as error:
-            raise DataError(f"{path}: {explain(error)}") from error
+        return read_model(self.manifest / f"{name}.json", Entry)
 
 
 class PartWriter:
@@ -180,7 +176,6 @@ class PartWriter:
         self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
         self._totals: Totals = {}
         self.n_bytes = 0
-        self.n_rows = 0
 
     def add(
         self,
@@ -194,7 +189,6 @@ class PartWriter:
         self._blocks[block] = rows.num_rows + failed.num_rows, digest, rows, failed
         add_totals(self._totals, totals)
         self.n_bytes += rows.nbytes + failed.nbytes
-        self.n_rows += rows.num_rows
 
     def commit(self) -> None:
         """Write what was gathered. The file's name is of the first block, so that one that is done again overwrites."""
@@ -213,7 +207,7 @@ class PartWriter:
             totals={what: dict(counts) for what, counts in self._totals.items()},
         )
         write_json(parts.manifest / f"{name}.json", entry.model_dump())
-        self._blocks, self._totals, self.n_bytes, self.n_rows = {}, {}, 0, 0
+        self._blocks, self._totals, self.n_bytes = {}, {}, 0
 
 
 def failed_rows(

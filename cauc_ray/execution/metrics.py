@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ray.util.metrics import Counter, Gauge
 
-from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.execution.rates import ServiceTime, accepted_share
+from cauc_ray.execution.progress import RateMeter, RunProgress, StageProgress
 
 _OUTCOMES = ("accepted", "deferred", "failed", "degraded")
 _STAGE_GAUGES = {
@@ -45,12 +44,12 @@ class RunMetrics:
         self._rows = Counter("cauc_run_rows", "Rows that left a stage, by outcome", tag_keys=(*of_stage, "outcome"))
         self._cost = Counter("cauc_run_cost", "What a stage's calls cost, in the policy's unit", tag_keys=of_stage)
         self._busy = Counter("cauc_run_busy_seconds", "Seconds that a stage's replicas computed", tag_keys=of_stage)
-        self._pace = ServiceTime()
+        self._meter = RateMeter()
         self._last = tuple(StageProgress(name) for name in self._stages)
 
     def report(self, progress: RunProgress) -> None:
         """Tell how far the run is; cheap enough for once a second."""
-        rates = self._pace.add(progress)
+        rates = self._meter.add(progress)
         for stage, last, rows_per_s in zip(progress.stages, self._last, rates.stage_rows_per_s, strict=True):
             tags = {**self._run, "stage": stage.name}
             self._set(
@@ -60,7 +59,7 @@ class RunMetrics:
                 replicas=stage.replicas,
                 starting_replicas=stage.starting,
                 rows_per_second=rows_per_s or 0.0,
-                accepted_share=accepted_share(stage) or 0.0,
+                accepted_share=stage.accepted_share or 0.0,
             )
             for outcome in _OUTCOMES:
                 _add(self._rows, getattr(stage, outcome) - getattr(last, outcome), {**tags, "outcome": outcome})

@@ -20,6 +20,8 @@ OPEN_BLOCKS = 32
 # Of the object store, the share that waiting rows may fill; and bytes, where the store is large.
 STORE_SHARE = 0.2
 QUEUE_BYTES = 512 * 1024 * 1024
+# Batches that a call may have where they take next to no time. A collection has one: its answers are kept call by call.
+BATCHES_PER_CALL = 8
 # A block comes in so many objects at most.
 MOST_CHUNKS = 64
 
@@ -68,5 +70,6 @@ class RunPlan:
             # A stage's batches come from those of the stage before, the first one's from blocks.
             fed_by = fed_rows(self.stages[place - 1].batch_size) if place else QUEUE_BLOCKS * self.block_rows
             rows = queue_rows(stage.batch_size, stage.replicas.max, fed_by)
-            limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes))
+            per_call = 1 if self.policy is None else BATCHES_PER_CALL
+            limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes, per_call))
         return tuple(limits), max(OPEN_BLOCKS * self.block_rows, 2 * sum(at.queue_rows for at in limits))

@@ -1,8 +1,14 @@
-"""How far a run is: counted by its controller, shown to people, told to Ray's metrics."""
+"""How far a run is and how fast it goes: counted by its controller, shown to people, reported to Ray's metrics."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+RATE_WINDOW_S = 10.0
+# Batches, blocks and starting replicas make ten seconds too restless to foretell an end from.
+ETA_WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,12 @@ class StageProgress:
     cost: float = 0.0
     reason: str = ""
 
+    @property
+    def accepted_share(self) -> float | None:
+        """Return the share of its answers that the stage kept, None before the first."""
+        answers = self.accepted + self.deferred
+        return self.accepted / answers if answers else None
+
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
@@ -44,3 +56,80 @@ class RunProgress:
     n_rows: int | None
     n_finished: int
     stages: tuple[StageProgress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRates:
+    """How fast a run goes; None where that is not known yet.
+
+    n_done: rows that ended, in earlier attempts too; the last of them may not be committed yet.
+    rows_per_s: of those, over the last ten seconds.   stage_rows_per_s: rows that each stage's models had, likewise.
+    eta_s: seconds to the end at the pace of the last minute.
+    """
+
+    n_done: int
+    rows_per_s: float | None
+    stage_rows_per_s: tuple[float | None, ...]
+    eta_s: float | None
+
+
+class RateMeter:
+    """Rates from the progress of a run that is looked at again and again."""
+
+    def __init__(self) -> None:
+        self._seen: deque[RunProgress] = deque()
+        self._n_earlier = 0
+
+    def add(self, progress: RunProgress) -> RunRates:
+        """Take another look and return the rates up to it."""
+        if not any(stage.replicas for stage in progress.stages):
+            self._seen.clear()  # while nothing works yet, time says nothing of the pace
+        while self._seen and self._seen[-1].at >= progress.at:
+            self._seen.pop()  # the clock was set back
+        self._seen.append(progress)
+        while len(self._seen) > 2 and self._seen[1].at <= progress.at - ETA_WINDOW_S:
+            self._seen.popleft()
+        n_done = self._done(progress)
+        return RunRates(
+            n_done=n_done,
+            rows_per_s=self._rate(_ended, RATE_WINDOW_S),
+            stage_rows_per_s=tuple(
+                self._rate(lambda at, place=place: _handled(at.stages[place]), RATE_WINDOW_S)  # type: ignore[misc]
+                for place in range(len(progress.stages))
+            ),
+            eta_s=None if progress.n_rows is None else self._eta_s(progress.n_rows - n_done),
+        )
+
+    def _done(self, progress: RunProgress) -> int:
+        """Return the rows that ended: committed by earlier attempts, and since the start of this one.
+
+        n_finished counts both, but grows by whole blocks. It exceeds what ended here by the earlier attempts' rows
+        at most, and by just these when all that ended is committed, as at the start.
+        """
+        ended = _ended(progress)
+        self._n_earlier = max(self._n_earlier, progress.n_finished - ended)
+        return self._n_earlier + ended
+
+    def _rate(self, count: Callable[[RunProgress], int], window_s: float) -> float | None:
+        """Return what a count grew by each second, over a window or the shorter time that is known."""
+        now = self._seen[-1]
+        base = self._seen[0]
+        for seen in self._seen:
+            if seen.at > now.at - window_s:
+                break
+            base = seen
+        return max(0.0, (count(now) - count(base)) / (now.at - base.at)) if now.at > base.at else None
+
+    def _eta_s(self, n_left: int) -> float | None:
+        rate = self._rate(_ended, ETA_WINDOW_S)
+        if n_left <= 0:
+            return 0.0
+        return n_left / rate if rate else None
+
+
+def _ended(progress: RunProgress) -> int:
+    return sum(stage.accepted + stage.failed + stage.degraded for stage in progress.stages)
+
+
+def _handled(stage: StageProgress) -> int:
+    return stage.accepted + stage.deferred + stage.failed

@@ -30,15 +30,12 @@ class DatasetInput:
 
     path = Path(_SOURCE)
 
-    def __init__(self, dataset: Dataset, *, object_store_bytes: int | None = None) -> None:
+    def __init__(self, dataset: Dataset) -> None:
         """Take a dataset with a column example_id; nothing is executed.
 
-        object_store_bytes: what the dataset's own blocks may take of the object store; None, 15 % of the
-        smallest node's.
         Raises DataError where its columns are known and example_id is not among them, and where it has no rows.
         """
         self._dataset = dataset
-        self._object_store_bytes = object_store_bytes
         self.identity = {"ray dataset": 0}
         self.n_rows: int | None = None
         self.row_bytes = 0.0
@@ -54,7 +51,7 @@ class DatasetInput:
 
     def source(self, block_rows: int, columns: frozenset[str] | None = None) -> DatasetSource:
         """Return the dataset's rows in its own order, in blocks of so many."""
-        return DatasetSource(self._dataset, self._object_store_bytes, block_rows, columns)
+        return DatasetSource(self._dataset, block_rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,6 @@ class DatasetSource:
     """
 
     dataset: Dataset
-    object_store_bytes: int | None
     block_rows: int
     columns: frozenset[str] | None
     name: str = _SOURCE
@@ -83,7 +79,7 @@ class DatasetSource:
         Raises DataError for content that no run can take and where seen blocks are missing, ExecutionError where the
         dataset's execution fails.
         """
-        with _as_an_input(self.dataset, self.object_store_bytes):
+        with _as_an_input(self.dataset):
             number = -1
             for number, table in enumerate(self._tables()):
                 _require_ids(table.column_names)
@@ -105,7 +101,7 @@ class DatasetSource:
 
 
 @contextmanager
-def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[None]:
+def _as_an_input(dataset: Dataset) -> Iterator[None]:
     """Execute a dataset in order, within its part of the object store, without bars; then as its owner set it.
 
     Its own blocks are kept small beside that part: Ray's usual ones of 128 MB would have a small store spill.
@@ -113,7 +109,7 @@ def _as_an_input(dataset: Dataset, object_store_bytes: int | None) -> Iterator[N
     """
     context = dataset.context
     before = (context.execution_options, context.enable_progress_bars, context.target_max_block_size)
-    part = object_store_bytes or int(STORE_SHARE * store_bytes())
+    part = int(STORE_SHARE * store_bytes())
     own = copy.deepcopy(context.execution_options)
     own.preserve_order = True
     limits: ExecutionResources = own.resource_limits

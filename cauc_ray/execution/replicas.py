@@ -10,7 +10,6 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.cascade.scheduler import Scheduler
-from cauc_ray.errors import CaucError, ExecutionError
 from cauc_ray.execution.actors import kind_of, told, worker_class
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
@@ -221,10 +220,3 @@ class Replicas:
     def _await(self, replica: Replica, ref: Any) -> None:
         replica.ref = ref
         self.by_ref[ref] = replica
-
-
-def no_replica(name: str, seconds: float, why: str) -> CaucError:
-    """Return the error of a run whose stage is down."""
-    return ExecutionError(
-        f"stage {name!r} has had no live replica for {seconds:.0f} s; {why or 'none has loaded its model'}"
-    )

@@ -21,7 +21,7 @@ from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.reading import Reading
-from cauc_ray.execution.replicas import Replica, Replicas, no_replica
+from cauc_ray.execution.replicas import Replica, Replicas
 from cauc_ray.execution.session import draining_nodes, live_nodes, store_bytes
 from cauc_ray.models.pool import StageSpec
 
@@ -172,14 +172,16 @@ class RunController:
     def _call_ready(self, ref: Any, now: float) -> None:
         call = self._sent[ref]
         try:
-            result: CallResult = ray.get(ref)
+            results: list[CallResult] = ray.get(ref)
         except RayError as error:
             self._call_broken(call, error, now)
             return
         del self._sent[ref]
         self._full_since = None
+        result = CallResult.joined(results)
         self._replicas.by_number[call.replica].has_answered |= result.n_answered > 0
-        self._note_call(call, result)
+        for batch in results if result.error is None else [result]:
+            self._note_call(call, batch)
         self._call_ended(call, result, now)
 
     def _call_ended(self, call: Call, result: CallResult, now: float) -> None:
@@ -295,7 +297,9 @@ class RunController:
             self._check_answers(stage, spec, now)
             seconds, why = self._replicas.down_for(stage, now)
             if seconds > spec.down_after_s and (stage == 0 or self._scheduler.stages[stage].in_work):
-                self._stage_fails(stage, no_replica(spec.name, seconds, why))
+                why = why or "none has loaded its model"
+                gone = f"stage {spec.name!r} has had no live replica for {seconds:.0f} s"
+                self._stage_fails(stage, ExecutionError(f"{gone}; {why}"))
         self._rescale(now)
         self._reading.watch(now, starved=self._scheduler.stages[0].starved)
         self._scheduler.n_reads = self._reading.n_asked

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cauc_ray.data.inputs import RunInput
-from cauc_ray.errors import CaucError, ExecutionError
+from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.ledger import ATTEMPT_REPLICAS, RunRecord, RunTables, next_attempt, parts_of
 from cauc_ray.execution.live import LiveRun, follow
 from cauc_ray.execution.manifest import Committed, FailedBlock, common_reason
@@ -35,7 +35,7 @@ def block_rows(row_bytes: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class FailureLimit:
     """How many rows models may fail on before a run ends.   share: of all rows, and never fewer than MIN_FAILED.
 
     While a run goes on, it is also held against the rows that are done so far, once MANY_FAILED have failed, so
@@ -45,24 +45,21 @@ class Limit:
     share: float
     n_rows: int | None
 
-    def exceeded(self, n_failed: int, n_done: int) -> bool:
-        """Say whether too many rows have failed, of those that are done so far."""
-        by_now = max(MANY_FAILED, self.share * n_done)
-        return n_failed > by_now or (self.n_rows is not None and self.exceeded_at_end(n_failed, self.n_rows))
-
-    def exceeded_at_end(self, n_failed: int, n_rows: int) -> bool:
-        """Say whether too many rows have failed, of all."""
-        return n_failed > max(MIN_FAILED, self.share * n_rows)
-
-
-def too_many_failed(n_failed: int, n_done: int, n_rows: int | None, by_stage: Mapping[str, int], why: str) -> CaucError:
-    """Return the error of a run in which models failed on too many rows.   by_stage: how many at each."""
-    where = ", ".join(f"{n:,} at stage {name!r}" for name, n in by_stage.items() if n)
-    of = f"{n_done:,} rows so far" if n_rows is None or n_done < n_rows else f"{n_rows:,} rows"
-    return ExecutionError(
-        f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why}; mend the "
-        "cause and go on with --resume --retry-failed, or raise max_failed in the pool file and go on with --resume"
-    )
+    def check(self, failed: Mapping[str, int], n_done: int, why: Callable[[], str], *, at_end: bool = False) -> None:
+        """Raise ExecutionError where it is exceeded.   failed: rows by stage.   why: asked for the common reason."""
+        n_failed = sum(failed.values())
+        limits = [max(MIN_FAILED if at_end else MANY_FAILED, self.share * n_done)]
+        if self.n_rows is not None:
+            limits.append(max(MIN_FAILED, self.share * self.n_rows))
+        if n_failed <= min(limits):
+            return
+        where = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
+        of = f"{n_done:,} rows" if at_end or n_done == self.n_rows else f"{n_done:,} rows so far"
+        raise ExecutionError(
+            f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why()}; mend "
+            "the cause and go on with --resume --retry-failed, or raise max_failed in the pool file and go on with "
+            "--resume"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +108,10 @@ def run_cascade(
     the output.
     """
     require_fit(stages)
-    parts, limit = parts_of(out), Limit(max_failed, inputs.n_rows)
+    parts, limit = parts_of(out), FailureLimit(max_failed, inputs.n_rows)
 
     def look(*, retry: bool) -> _Before:
         return _Before(parts.committed(), parts.failed_blocks() if retry else {})
-
-    def check(failed: Mapping[str, int], n_done: int, why: Callable[[], str], *, at_end: bool = False) -> None:
-        n_failed = sum(failed.values())
-        if (limit.exceeded_at_end if at_end else limit.exceeded)(n_failed, n_done):
-            raise too_many_failed(n_failed, n_done, inputs.n_rows, failed, why())
 
     def plan() -> RunPlan | None:
         parts.clean()
@@ -152,13 +144,13 @@ def run_cascade(
         failed = {stage.name: failed_before.get(stage.name, 0) + stage.failed for stage in progress.stages}
         n_done = before.n_done + sum(at.accepted + at.degraded + at.failed for at in progress.stages)
         worst = max(progress.stages, key=lambda stage: stage.failed)
-        check(failed, n_done, lambda: worst.reason)
+        limit.check(failed, n_done, lambda: worst.reason)
 
-    check(failed_before, before.n_done, lambda: common_reason(parts))
+    limit.check(failed_before, before.n_done, lambda: common_reason(parts))
     seconds = 0.0
     if before.n_done != inputs.n_rows:
         seconds = follow(LiveRun(plan), watch)
         parts.clean()
     after = look(retry=False)
-    check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
+    limit.check(after.failed, after.n_done, lambda: common_reason(parts), at_end=True)
     return seconds

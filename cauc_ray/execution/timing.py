@@ -80,7 +80,8 @@ def _timed(stage: StageSpec, columns: Batch) -> TimedCalls:
 def _called(worker: Any, bundle: Any, n: int, stage: StageSpec) -> float:
     who = f"stage {stage.name!r}"
     ref, _ = worker.collect.options(num_returns=2).remote([Part(0, slice(0, n))], None, bundle)
-    result: CallResult = result_of(ref, stage.call_timeout_s, who)
+    results: list[CallResult] = result_of(ref, stage.call_timeout_s, who)
+    result = CallResult.joined(results)
     if result.error is not None or result.failures:
         why = result.error if result.error is not None else next(iter(result.failures.values()))
         raise ExecutionError(f"{who} cannot answer the input's first rows: {why}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cauc_ray.errors import ConfigError, DataError
+from pydantic import BaseModel, ValidationError
+
+from cauc_ray.errors import ConfigError, DataError, explain
 from cauc_ray.files.atomic import atomic_file
 from cauc_ray.files.paths import AnyPath
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def write_text(path: AnyPath, text: str) -> None:
@@ -32,11 +35,28 @@ def read_json(path: AnyPath) -> Any:
         raise DataError(f"{path} is not a readable JSON file: {error}") from error
 
 
+def read_model(path: AnyPath, kind: type[Model], file_format: str | None = None, *, strict: bool = False) -> Model:
+    """Read a JSON file as a pydantic model.   file_format: what its key "format" holds, if it has one.
+
+    Raises DataError where it is missing, not JSON, or does not fit; ConfigError where it is of another format.
+    """
+    content = read_json(path)
+    found = content.get("format", file_format) if isinstance(content, dict) else file_format
+    if file_format is not None and found != file_format:
+        raise ConfigError(
+            f"{path} is of the format {found}, this version's is {file_format}; remove its folder or choose another -o"
+        )
+    try:
+        return kind.model_validate(content, strict=strict)
+    except ValidationError as error:
+        raise DataError(f"{path}: {explain(error)}") from error
+
+
 def _refuse_constant(text: str) -> None:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def read_yaml(path: Path, kind: str) -> Any:
+def read_yaml(path: AnyPath, kind: str) -> Any:
     """Read a YAML file.   kind: what it is, for messages, as "pool file".
 
     Raises ConfigError in one line where it is missing, not a file, or not YAML.

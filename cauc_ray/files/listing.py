@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, path_inside, readable
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, open_bytes, path_inside, readable
 
 
 def visible(folder: SomePath) -> list[SomePath]:
@@ -64,8 +64,7 @@ def content_digest(path: AnyPath) -> str | None:
     """
     with readable(path):
         if path.is_file():
-            opened = path.open_input() if isinstance(path, RemotePath) else path.open("rb")
-            with opened as file:
+            with open_bytes(path) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
         if not path.is_dir():
             return None

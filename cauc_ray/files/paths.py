@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
@@ -177,6 +178,19 @@ def absolute(location: str | AnyPath) -> AnyPath:
     return path if isinstance(path, RemotePath) else path.absolute()
 
 
+def path_from(folder: AnyPath, location: str | Path) -> AnyPath:
+    """Return the path that a text in a file names: a URI or an absolute path as it is, else one from the file's folder.
+
+    >>> str(path_from(path_of("s3://bucket/pools"), "LOGITS"))
+    's3://bucket/pools/LOGITS'
+    """
+    path = path_of(str(location))
+    if isinstance(path, RemotePath) or path.is_absolute():
+        return path
+    joined = folder / str(location)
+    return joined if isinstance(joined, RemotePath) else joined.resolve()
+
+
 def path_inside(path: AnyPath, folder: AnyPath) -> str:
     """Return the path of what lies in a folder, from there, with slashes.
 
@@ -184,6 +198,11 @@ def path_inside(path: AnyPath, folder: AnyPath) -> str:
     'LOGITS/pool.json'
     """
     return "/".join(path.parts[len(folder.parts) :])
+
+
+def open_bytes(path: AnyPath) -> BufferedReader:
+    """Open a file to be read from its start on, buffered. Raises OSError, and DataError as RemotePath does."""
+    return BufferedReader(path.open_input(), 1 << 20) if isinstance(path, RemotePath) else path.open("rb")
 
 
 @contextmanager

@@ -167,7 +167,10 @@ def _parser() -> _Parser:
     run.add_argument("pool", metavar="POOL")
     run.add_argument("--policy", metavar="FILE", required=True)
     run.add_argument(
-        "--input", metavar="DATA", required=True, help="Parquet with example_id, or images: a file or folder"
+        "--input",
+        metavar="DATA",
+        required=True,
+        help="Parquet, CSV or JSONL with example_id, or images: a file or folder",
     )
     run.add_argument("-o", "--output", metavar="DIR", required=True, help="a new folder, by path or URI")
     run.add_argument("--resume", action="store_true", help="go on with the run in DIR that was ended early")
@@ -184,16 +187,6 @@ def _parser() -> _Parser:
         "--local", action="store_true", help="in this process, without Ray: for edge boxes and development"
     )
     serve.add_argument("--address", help="of a Ray cluster (default: RAY_ADDRESS, else one started for this)")
-
-    submit = _verb(verbs, "submit", "submit a job of jobs/ to a Ray cluster and follow its log")
-    submit.add_argument("job", metavar="JOB", help="by name: collect, calibrate, sweep, evaluate, paper, bench")
-    submit.add_argument("--config", metavar="FILE", required=True, help="of the working directory, or of the head")
-    submit.add_argument(
-        "--address",
-        metavar="URL",
-        help="http://HOST:8265 of the head (default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS, else this machine's)",
-    )
-    submit.add_argument("--working-dir", default=".", metavar="DIR", help="uploaded for the job (default: this one)")
 
     plan = _verb(verbs, "plan", "say how many replicas of each stage sustain a rate of requests, and what they cost")
     plan.description = (

@@ -23,8 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.rates import RunRates, ServiceTime, accepted_share
+from cauc_ray.execution.progress import RateMeter, RunProgress, RunRates
 from cauc_ray.front.tables import amount
 
 # What takes less than this needs no progress bar.
@@ -130,12 +129,12 @@ def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
         return
     # Drawn at each look and at no other time. Standard output is not Live's to redirect: see _progress.
     live = Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
-    pace, started = ServiceTime(), time.monotonic()
+    meter, started = RateMeter(), time.monotonic()
 
     def on_progress(progress: RunProgress) -> None:
         # Only now is there something to show: an error before this shall be one line.
         live.start()
-        view = run_view(progress, pace.add(progress), cost_unit, time.monotonic() - started)
+        view = run_view(progress, meter.add(progress), cost_unit, time.monotonic() - started)
         live.update(view, refresh=True)
 
     try:
@@ -165,7 +164,7 @@ def _stages(progress: RunProgress, rates: RunRates, cost_unit: str) -> Table:
         table.add_column(heading, justify="right", no_wrap=True, min_width=8)
     table.add_column(Text(f"cost ({cost_unit})"), justify="right", min_width=9)
     for stage, rows_per_s in zip(progress.stages, rates.stage_rows_per_s, strict=True):
-        share = accepted_share(stage)
+        share = stage.accepted_share
         table.add_row(
             Text(stage.name, no_wrap=True, overflow="ellipsis"),
             f"{stage.queued:,}",

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,15 @@ HTTP_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service that runs: where it is, the model's name in URLs, and the id of the policy it began with."""
+    """A service that runs: where it is, the model's name in URLs, and the id of the policy it began with.
+
+    require_alive: raises ExecutionError if the service has ended by itself.
+    """
 
     url: str
     model: str
     policy_id: str
+    require_alive: Callable[[], None] = field(repr=False, compare=False)
 
 
 @contextmanager
@@ -72,8 +76,8 @@ def serve(
         from cauc_ray.serving.on_serve import serve_service
 
         running = serve_service(pool, policy, model, host, port, address, on_wait)
-    with running:
-        yield Service(f"http://{f'[{host}]' if ':' in host else host}:{port}", model, policy.id)
+    with running as require_alive:
+        yield Service(f"http://{f'[{host}]' if ':' in host else host}:{port}", model, policy.id, require_alive)
 
 
 def set_policy(

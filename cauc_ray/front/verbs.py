@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cauc_ray.front import live, offline, show, tables
 from cauc_ray.front.evaluated import evaluation_summary
@@ -19,8 +17,8 @@ from cauc_ray.front.options import CheckOptions, CompareOptions, EvaluateOptions
 from cauc_ray.front.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
-if TYPE_CHECKING:
-    from cauc_ray.front.submitting import Submitted
+# How often the command looks whether what it serves has ended by itself.
+ALIVE_S = 0.5
 
 
 def collect(options: Namespace) -> dict[str, Any]:
@@ -178,62 +176,15 @@ def serve(options: Namespace) -> None:
             )
         with redirect_stdout(out):
             if options.json:
-                print(json.dumps(asdict(service)), flush=True)
+                told = {"url": service.url, "model": service.model, "policy_id": service.policy_id}
+                print(json.dumps(told), flush=True)
             else:
                 show.service(service)
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM
             signal.signal(number, lambda *_: stopped.set())
-        stopped.wait()
-
-
-def submit(options: Namespace) -> None:
-    """Submit a job and follow its log to the end; the exit code is the job's."""
-    from cauc_ray.front import submitting
-
-    job = submitting.submit(options.job, options.config, address=options.address, working_dir=options.working_dir)
-    _tell(f"submitted as {job.id} to {job.address}")
-    try:
-        ended = job.follow((lambda text: None) if options.json else _show_log)
-    except KeyboardInterrupt:
-        _leave(job)
-        raise
-    if options.json and ended.last_line.startswith("{"):
-        _show_log(f"{ended.last_line}\n")
-    if ended.exit_code is None:
-        _tell(f"the job was stopped or never began: {ended.message}")
-    elif ended.exit_code > 2 or (options.json and ended.exit_code):
-        said = [line for line in ended.log.splitlines() if line.startswith("jobs.") and ": warning: " not in line]
-        _tell(said[-1] if said else f"the job's driver ended with exit code {ended.exit_code}")
-    if ended.exit_code != 0:
-        sys.exit(2 if ended.exit_code == 2 else 1)
-
-
-def _show_log(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _tell(text: str) -> None:
-    """Say something beside the answer."""
-    print(f"cauc: {' '.join(text.split())}", file=sys.stderr, flush=True)
-
-
-# Ctrl-C again within this time stops the job.
-_SECOND_THOUGHT_S = 3.0
-
-
-def _leave(job: Submitted) -> None:
-    """Say how a job that goes on can be followed and stopped, and stop it if that is what was meant."""
-    at = f"--address {job.address} {job.id}"
-    try:
-        _tell(
-            f"the job goes on; follow it: ray job logs --follow {at}; stop it: ray job stop {at}, or Ctrl-C again now"
-        )
-        time.sleep(_SECOND_THOUGHT_S)
-    except KeyboardInterrupt:
-        job.stop()
-        _tell("the job is being stopped")
+        while not stopped.wait(ALIVE_S):
+            service.require_alive()
 
 
 def plan(options: Namespace) -> dict[str, Any]:
@@ -318,6 +269,5 @@ VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
     "report": report,
     "run": run,
     "serve": serve,
-    "submit": submit,
     "sweep": sweep,
 }

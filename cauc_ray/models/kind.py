@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.paths import AnyPath, RemotePath, path_from
 from cauc_ray.models.answers import Model
 from cauc_ray.numbers.logits import LogitKind
 
@@ -44,7 +45,7 @@ class KindSpec(BaseModel):
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
-    def files(self) -> frozenset[Path]:
+    def files(self) -> frozenset[AnyPath]:
         """Return the files here that its settings name, and the folders that they name by an absolute path."""
         paths = map(Path, _texts(self.model_dump(mode="json")))
         return frozenset(path for path in paths if os.path.isfile(path) or (path.is_absolute() and os.path.isdir(path)))
@@ -59,7 +60,7 @@ class KindSpec(BaseModel):
         """Return the unit of what each call tells of its own cost, None where calls tell none."""
         return None
 
-    def located(self, folder: Path) -> Self:
+    def located(self, folder: AnyPath) -> Self:
         """Return the same with relative paths taken from the pool file's folder."""
         return self
 
@@ -102,7 +103,14 @@ def require(extra: str, *packages: str) -> None:
             raise ConfigError(f"this kind of model needs {package}; install it with: pip install 'cauc-ray[{extra}]'")
 
 
-def local_or_hub(name: str, folder: Path) -> str:
-    """Return a model's name as a path if that stands there, seen from folder, else as a hub id."""
-    path = folder / name
-    return str(path.resolve()) if path.exists() else name
+def local_or_hub(name: str, folder: AnyPath) -> str:
+    """Return a model's name as a path if that stands there, seen from folder, else as a hub id. Raises ConfigError."""
+    path = path_from(folder, name)
+    return require_here(path) if path.exists() else name
+
+
+def require_here(path: AnyPath) -> str:
+    """Return the path of weights. Raises ConfigError for a URI, from where no library loads them."""
+    if isinstance(path, RemotePath):
+        raise ConfigError(f"weights are loaded from files of a node's own, not from {path}; give an absolute path")
+    return str(path)

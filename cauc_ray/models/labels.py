@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator, WithJsonSchema
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.paths import AnyPath
 
 
 def _named(labels: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -25,7 +25,7 @@ _NAMES_OR_PATH = {"type": ["array", "string", "null"], "items": {"type": "string
 Labels: TypeAlias = Annotated[tuple[str, ...] | None, AfterValidator(_named), WithJsonSchema(_NAMES_OR_PATH)]
 
 
-def read_labels(path: Path, source: str) -> list[str]:
+def read_labels(path: AnyPath, source: str) -> list[str]:
     """Read names, one on each line. A line without one is kept: names after it shall not move up.
 
     source: the pool, for messages. Raises ConfigError.

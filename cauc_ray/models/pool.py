@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
+from cauc_ray.files.paths import AnyPath, path_from, path_of
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 from cauc_ray.models.labels import Labels, read_labels
@@ -170,17 +170,17 @@ class Pool(Section):
         return tuple(self.stage(name) for name in names)
 
 
-def load_pool(path: str | Path) -> Pool:
-    """Read a pool file. Relative paths of tables, weights and labels are taken from the file's own folder.
+def load_pool(path: str | AnyPath) -> Pool:
+    """Read a pool file, a path or a URI. Relative paths of tables, weights and labels are taken from its own folder.
 
     Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
     """
-    path = Path(path)
-    content = read_yaml(path, "pool file")
-    return pool_of(content, path.parent, str(path))
+    location = path_of(path)
+    content = read_yaml(location, "pool file")
+    return pool_of(content, location.parent, str(location))
 
 
-def pool_of(content: object, folder: Path, source: str = "the pool") -> Pool:
+def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
     """Read the content of a pool file. Relative paths are taken from folder; source names it in messages.
 
     Raises ConfigError in one line.
@@ -189,7 +189,7 @@ def pool_of(content: object, folder: Path, source: str = "the pool") -> Pool:
         raise ConfigError(f"{source} holds no pool: a mapping with name, task and stages was expected")
     _refuse_unknown_kinds(source, content)
     if isinstance(content.get("labels"), str):
-        content = {**content, "labels": read_labels(folder / content["labels"], source)}
+        content = {**content, "labels": read_labels(path_from(folder, content["labels"]), source)}
     try:
         pool = Pool.model_validate(content)
     except ValidationError as error:

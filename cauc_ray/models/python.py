@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError, one_line
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
 from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.numbers.logits import LogitKind
@@ -34,10 +35,11 @@ class PythonSpec(DeclaringSpec):
         """Return the pool file's folder, in which the factory's module may lie."""
         return self._folder
 
-    def located(self, folder: Path) -> Self:
+    def located(self, folder: AnyPath) -> Self:
         """Return the same, with the pool file's folder noted."""
         located = self.model_copy()
-        located._folder = str(folder.absolute())
+        if isinstance(folder, Path):  # modules are not imported from elsewhere
+            located._folder = str(folder.absolute())
         return located
 
     def load(self) -> Model:

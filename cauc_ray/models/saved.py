@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from cauc_ray.data.logits import LogitTable
+from cauc_ray.files.paths import AnyPath, RemotePath, path_from, path_of
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
 from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.numbers.logits import LogitKind
@@ -18,18 +19,23 @@ from cauc_ray.numbers.logits import LogitKind
 class SavedSpec(DeclaringSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
-    Answers from a logit table by example_id, taking the time that it is told to.   logit_kind: what the table holds,
-    where its pool.json does not declare it.
+    Answers from a logit table, a path or a URI, by example_id, taking the time that it is told to.   logit_kind: what
+    the table holds, where its pool.json does not declare it.
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
     READS: ClassVar[frozenset[str] | None] = frozenset()
     kind: Literal["saved"]
-    logits: Path
+    logits: str
     model: str
     split: str
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
+
+    @field_validator("logits", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, Path | RemotePath) else value
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -44,9 +50,14 @@ class SavedSpec(DeclaringSpec):
         info = LogitTable(self.logits).info
         return info.cost_unit if info else None
 
-    def located(self, folder: Path) -> Self:
+    @property
+    def files(self) -> frozenset[AnyPath]:
+        """Return the table."""
+        return frozenset({path_of(self.logits)})
+
+    def located(self, folder: AnyPath) -> Self:
         """Return the same with a relative table taken from the pool file's folder."""
-        return self.model_copy(update={"logits": (folder / self.logits).resolve()})
+        return self.model_copy(update={"logits": str(path_from(folder, self.logits))})
 
     def load(self) -> Model:
         """Read the logits. Raises CaucError when the table does not hold them."""

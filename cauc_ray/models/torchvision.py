@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
+from cauc_ray.files.paths import AnyPath, path_from
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import Device, KindSpec, Precision, require
+from cauc_ray.models.kind import Device, KindSpec, Precision, require, require_here
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
@@ -44,11 +45,11 @@ class TorchvisionSpec(KindSpec):
     device: Device = "auto"
     dtype: Precision = "auto"
 
-    def located(self, folder: Path) -> Self:
+    def located(self, folder: AnyPath) -> Self:
         """Return the same with a relative weight file taken from the pool file's folder."""
         if not self.weights.endswith(_FILES):
             return self
-        return self.model_copy(update={"weights": str((folder / self.weights).resolve())})
+        return self.model_copy(update={"weights": require_here(path_from(folder, self.weights))})
 
     def load(self) -> ImageModel:
         """Build the network and load its weights. Raises ConfigError for unknown names and files that do not fit."""

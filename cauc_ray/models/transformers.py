@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models import questions
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
@@ -25,7 +26,7 @@ class HubModelSpec(KindSpec):
     model: str = Field(min_length=1)
     device: Device = "auto"
 
-    def located(self, folder: Path) -> Self:
+    def located(self, folder: AnyPath) -> Self:
         """Return the same with a relative folder taken from the pool file's."""
         return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 

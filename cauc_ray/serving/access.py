@@ -11,6 +11,9 @@ from typing import Any
 
 from cauc_ray.serving.faults import RequestError
 
+# How Serve's handlers know a line of an access log.
+_ACCESS = {"serve_access_log": True, "log_to_stderr": False}
+
 
 def token_of(variable: str) -> bytes | None:
     """Return the token in a variable of the environment, None where there is none.
@@ -38,5 +41,16 @@ def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
 
 def log_request(logger: logging.Logger, fields: Mapping[str, Any]) -> None:
     """Write one JSON line about a request, as Serve's own access log: where that is off, so is this."""
-    line = json.dumps({"event": "infer", **{name: value for name, value in fields.items() if value is not None}})
-    logger.info(line, extra={"serve_access_log": True, "log_to_stderr": False})
+    logger.info("%s", _Line(fields), extra=_ACCESS)
+
+
+class _Line:
+    """Fields as JSON, which is written only where a handler takes it."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __str__(self) -> str:
+        return json.dumps({"event": "infer", **{name: own for name, own in self._fields.items() if own is not None}})

@@ -19,10 +19,9 @@ from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
 from cauc_ray.models.service import Replicas
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.router import ROUTER, Router, stage_deployment
-from cauc_ray.serving.routing import NamedReplica
 from cauc_ray.serving.scaling import replicas_for
 from cauc_ray.serving.service import require_name
-from cauc_ray.serving.stages import StageServer
+from cauc_ray.serving.stages import NamedReplica, StageServer
 
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000

@@ -7,11 +7,11 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from contextvars import Context
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, Protocol
+from math import inf
+from typing import Protocol
 
 import numpy as np
 
@@ -21,14 +21,15 @@ from cauc_ray.cascade.requests import RequestScheduler
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call
 from cauc_ray.cascade.worker import MOST_POLICIES
-from cauc_ray.models.answers import Batch
+from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError, StageError
+from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.open_requests import OpenRequests
 from cauc_ray.serving.packing import StageCall, packed
-from cauc_ray.serving.request_state import Observer, RequestState
+from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.shadows import Shadows, Tell
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
@@ -38,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class StageClient(Protocol):
-    """How a stage is called."""
+    """How a stage is called, and which replicas it has."""
+
+    async def replicas(self) -> dict[str, ModelFacts] | None:
+        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
 
     async def answer(
         self, call: StageCall, on_begin: Callable[[], None] | None = None
@@ -51,9 +55,6 @@ class StageClient(Protocol):
     def replace(self, replica: str) -> None:
         """Have a replica ended, and another started."""
 
-    def share(self, columns: Batch) -> Any:
-        """Put columns where every stage can read them and return the reference; None for what is too small."""
-
 
 class Cascade:
     """Answers requests by calling a chain's stages, on one event loop; made where that loop runs.
@@ -63,11 +64,11 @@ class Cascade:
     """
 
     def __init__(
-        self, stages: Sequence[StageSpec], pool: Pool, clients: Sequence[StageClient], observer: Observer
+        self, stages: Sequence[StageSpec], pool: Pool, clients: Sequence[StageClient], metrics: ServingMetrics
     ) -> None:
         self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
-        self._observer, self._clients = observer, clients
+        self._metrics, self._clients = metrics, clients
         self._id = uuid.uuid4().hex
         self._loop = asyncio.get_running_loop()
         self._open_requests = OpenRequests(self._loop.time)
@@ -95,6 +96,7 @@ class Cascade:
         self._next_number = count()
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
         self._pumps = False
         self._shadows = Shadows(pool.serving.shadow, self)
 
@@ -117,7 +119,7 @@ class Cascade:
             columns,
             n,
             last_stage,
-            self._observer,
+            self._metrics,
             degrades=self._degrades,
             wants_scores=wants_scores,
         )
@@ -146,7 +148,7 @@ class Cascade:
     def shadow_of(self, policy: Policy, columns: Batch, n: int) -> RequestState:
         """Return a request that nobody waits for, which is to be asked to the last stage."""
         last = len(self.names) - 1
-        return RequestState(policy, self._key(policy), columns, n, last, self._observer, shadow=True)
+        return RequestState(policy, self._key(policy), columns, n, last, self._metrics, shadow=True)
 
     def compare(self, request: RequestState, tell: Tell) -> None:
         """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
@@ -155,14 +157,14 @@ class Cascade:
         """
 
         def compared(stages: Ints, agreed: Bools) -> None:
-            self._observer.shadow_rows("compared", len(stages))
+            self._metrics.shadow_rows("compared", len(stages))
             tell(stages, agreed)
 
         self._shadows.offer(request, compared)
 
     def dropped(self, n: int) -> None:
         """Count early answers that were to be compared, and are not."""
-        self._observer.shadow_rows("dropped", n)
+        self._metrics.shadow_rows("dropped", n)
 
     def _key(self, policy: Policy) -> str:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
@@ -232,11 +234,15 @@ class Cascade:
             self._tasks[call] = self._loop.create_task(coroutine, context=Context())
         self._take_done()
         wait_s = self.scheduler.wait_s(now)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if wait_s is None else self._loop.call_at(now + wait_s, self._on_time)
+        # One that comes too early does no harm, and to start another for each request takes longer.
+        if wait_s is not None and now + wait_s < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = now + wait_s
+            self._timer = self._loop.call_at(self._timer_at, self._on_time)
 
     def _on_time(self) -> None:
+        self._timer, self._timer_at = None, inf
         self.scheduler.expire(self._loop.time())
         self._take_done()
         self._pump()
@@ -251,8 +257,10 @@ class Cascade:
         client = self._clients[call.stage]
         fault: StageError | None = None
         try:
-            asked = replace(
-                packed(call, replica, client.share, self._shadows.keeps),
+            asked = packed(
+                call,
+                replica,
+                self._shadows.keeps,
                 router=self._id,
                 needed_replicas=self.scheduler.needed_replicas(call.stage, self._loop.time()),
             )
@@ -290,7 +298,7 @@ class Cascade:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
         if result.error is None and not call.given_up:
-            self._observer.called(call.stage, len(call), now - call.sent_at)
+            self._metrics.called(call.stage, len(call), now - call.sent_at)
             if not call.probe:
                 self._observe(call, result, now)
         self.scheduler.ended(call, result, states, now)
@@ -302,23 +310,26 @@ class Cascade:
             self._clients[call.stage].replace(name)
 
     def _observe(self, call: Call, result: CallResult, now: float) -> None:
-        told, shadows = np.zeros(len(call), dtype=bool), np.zeros(len(call), dtype=bool)
+        """Count a call's answers: those of requests, and those of shadows."""
+        told, shadows = np.zeros((2, len(call)), dtype=bool)
         waits_s = []
         for rows, places in call.pieces():
             request = rows.owner
             assert isinstance(request, RequestState)
             if not request.wants(call.stage):
                 continue
-            (shadows if request.shadow else told)[places] = True
-            if not request.shadow:
+            if request.shadow:
+                shadows[places] = True
+            else:
+                told[places] = True
                 waits_s.append(now - rows.ready_at)
                 request.ready(call.stage, waits_s[-1])
         failed = list(result.failures)
         told[failed] = shadows[failed] = False
         if waits_s:
-            self._observer.answered(call.stage, result.confidences[told], result.costs[told], waits_s)
-        if shadows.any():
-            self._observer.shadowed(call.stage, result.costs[shadows])
+            self._metrics.answered(call.stage, result.confidences[told], result.costs[told], waits_s)
+        if np.count_nonzero(shadows):
+            self._metrics.shadowed(call.stage, result.costs[shadows])
 
     def _recover(self, call: Call, fault: StageError) -> None:
         """Take the end of a call that came to nothing."""

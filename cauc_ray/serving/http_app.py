@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
 from cauc_ray.serving import documents
@@ -46,12 +46,13 @@ logger = logging.getLogger(__name__)
 
 def http_app(service: Service, *more: Route) -> ASGIApp:
     """Return the application that answers a service's HTTP requests.   more: addresses of the shell's own."""
-    handlers = _Handlers(service)
+    inference, bodies = Inference(service), Bodies()
+    handlers, infer = _Handlers(service, inference, bodies), _Infer(service, inference, bodies)
     model = "/v2/models/{name}"
     app = Starlette(
         routes=[
-            Route(f"{model}/infer", handlers.infer, methods=["POST"]),
-            Route(f"{model}/versions/{{version}}/infer", handlers.infer, methods=["POST"]),
+            Route(f"{model}/infer", infer, methods=["POST"]),
+            Route(f"{model}/versions/{{version}}/infer", infer, methods=["POST"]),
             Route("/v2", handlers.server),
             Route("/v2/health/live", handlers.live),
             Route("/v2/health/ready", handlers.ready),
@@ -65,21 +66,26 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
             Route("/openapi.json", handlers.openapi),
             *more,
         ],
-        exception_handlers={RequestError: _refused, HTTPException: _refused, Exception: _broken},
+        exception_handlers={RequestError: _refused, HTTPException: _not_there, Exception: _broken},
     )
     app.router.redirect_slashes = False  # a redirection would go where the client's own Host header says
-    return app
+    most_asked = f"/v2/models/{service.model}/infer"
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        # Past Starlette's routing and its layers, which take longer than much of a request.
+        to_infer = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == most_asked
+        await (infer if to_infer and scope["method"] == "POST" else app)(scope, receive, send)
+
+    return answer
 
 
 class _Handlers:
     """What each address does."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._inference = Inference(service)
+    def __init__(self, service: Service, inference: Inference, bodies: Bodies) -> None:
+        self._service, self._inference, self._bodies = service, inference, bodies
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
-        self._max_body = int(service.pool.serving.max_body_mb * 1e6)
-        self._bodies = Bodies()
+        self._max_body = max_body(service)
 
     async def server(self, request: Request) -> Response:
         told = documents.ServerMetadata(
@@ -125,7 +131,7 @@ class _Handlers:
                 f"changing the policy needs a token of its own: start the service with {POLICY_TOKEN}", 403
             )
         authorize(request.headers, self._policy_token)
-        body = await self._bodies.read(request, MAX_POLICY_BYTES)
+        body = await self._bodies.read(request.receive, MAX_POLICY_BYTES)
         try:
             change = PolicyChange.of(from_json(body, allow_inf_nan=False))
         except PolicyError as error:
@@ -143,51 +149,72 @@ class _Handlers:
     async def feedback(self, request: Request) -> Response:
         self._require_model(request)
         authorize(request.headers, self._token)
-        return JSONResponse(await self._service.feedback(await self._bodies.read(request, self._max_body)))
+        return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
 
-    async def infer(self, request: Request) -> Response:
+    def _require_model(self, request: Request) -> None:
+        require_model(request.path_params, self._service.model)
+
+
+class _Infer:
+    """Answers requests for inference: an ASGI application, also for addresses of models that are not there."""
+
+    def __init__(self, service: Service, inference: Inference, bodies: Bodies) -> None:
+        self._service, self._inference, self._bodies = service, inference, bodies
+        self._token, self._max_body = token_of(TOKEN), max_body(service)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
-        told: dict[str, Any] = {"request_id": request.headers.get("x-request-id"), "model": self._service.model}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        told: dict[str, Any] = {"request_id": headers.get("x-request-id"), "model": self._service.model}
         status = 500
         try:
             with self._service.one_more_request():
-                response, more = await self._infer(request)
+                require_model(scope.get("path_params", {}), self._service.model)
+                response, more = await self._infer(headers, receive)
             status = 200
             told |= more
-            return response
         except RequestError as error:
             status = error.status
             told["error"] = error.message
-            raise
+            response = refusal(error)
         except asyncio.CancelledError:
             status = CLIENT_GONE
             raise
+        except Exception:
+            response = internal_error(scope)
         finally:
             seconds = time.perf_counter() - started
             self._service.metrics.request(status, seconds)
             log_request(logger, {**told, "status": status, "seconds": round(seconds, 6)})
+        await response(scope, receive, send)
 
-    async def _infer(self, request: Request) -> tuple[Response, Mapping[str, Any]]:
+    async def _infer(self, headers: Mapping[str, str], receive: Receive) -> tuple[Response, Mapping[str, Any]]:
         """Return the response, and what the log says of it."""
-        self._require_model(request)
-        authorize(request.headers, self._token)
-        body = await self._bodies.read(request, self._max_body)
-        encoding = request.headers.get("content-encoding")
+        authorize(headers, self._token)
+        body = await self._bodies.read(receive, self._max_body)
+        encoding = headers.get("content-encoding")
         if encoding is not None:  # in a thread: little may become much, and others would wait for it
             body = await asyncio.to_thread(decoded_body, body, encoding, self._max_body)
-        reply = await self._inference.answer(body, _json_length(request), VERSION, request.headers)
+        json_length = headers.get("inference-header-content-length")
+        reply = await self._inference.answer(body, _json_length(json_length), VERSION, headers)
         if reply.json_length is None:
             return Response(reply.body, media_type="application/json"), reply.told
-        headers = {"Inference-Header-Content-Length": str(reply.json_length)}
-        return Response(reply.body, headers=headers, media_type="application/octet-stream"), reply.told
+        own = {"Inference-Header-Content-Length": str(reply.json_length)}
+        return Response(reply.body, headers=own, media_type="application/octet-stream"), reply.told
 
-    def _require_model(self, request: Request) -> None:
-        name = request.path_params["name"]
-        version = request.path_params.get("version", VERSION)
-        if name != self._service.model:
-            raise RequestError(f"there is no model {name!r:.80}; this service has {self._service.model!r}", 404)
-        if version != VERSION:
-            raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
+
+def max_body(service: Service) -> int:
+    """Return how long a request's body may be, in bytes."""
+    return int(service.pool.serving.max_body_mb * 1e6)
+
+
+def require_model(given: Mapping[str, str], model: str) -> None:
+    """Raise RequestError (404) where the parts of an address are not of a model."""
+    name, version = given.get("name", model), given.get("version", VERSION)
+    if name != model:
+        raise RequestError(f"there is no model {name!r:.80}; this service has {model!r}", 404)
+    if version != VERSION:
+        raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 
 
 class Bodies:
@@ -196,17 +223,21 @@ class Bodies:
     def __init__(self) -> None:
         self._n_reading = 0
 
-    async def read(self, request: Request, limit: int) -> bytes:
+    async def read(self, receive: Receive, limit: int) -> bytes:
         """Read a request's body.
 
         Raises RequestError: 413 where it is too long, 408 where it takes too long to come, 429 where too much is being
         read. Of what is too long as much again is read and dropped: most clients hear an answer only once they have
         sent all.
         """
-        chunks, n_bytes, n_kept = [], 0, 0
+        chunks, n_bytes, n_kept, more = [], 0, 0, True
         try:
             async with asyncio.timeout(BODY_S):
-                async for chunk in request.stream():
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE)
+                    chunk, more = message.get("body", b""), message.get("more_body", False)
                     n_bytes += len(chunk)
                     if n_bytes <= limit:
                         chunks.append(chunk)
@@ -218,8 +249,6 @@ class Bodies:
                         raise RequestError("too many requests are being read; try again later", 429, RETRY_AFTER_S)
         except TimeoutError as error:
             raise RequestError(f"the body has not come within {BODY_S:g} s", 408) from error
-        except ClientDisconnect as error:
-            raise RequestError("the client went away before it had sent the whole body", CLIENT_GONE) from error
         finally:
             self._n_reading -= n_kept
         if n_bytes > limit:
@@ -227,8 +256,8 @@ class Bodies:
         return b"".join(chunks)
 
 
-def _json_length(request: Request) -> int | None:
-    text = request.headers.get("inference-header-content-length")
+def _json_length(text: str | None) -> int | None:
+    """Return what the header Inference-Header-Content-Length holds."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12):
@@ -236,21 +265,34 @@ def _json_length(request: Request) -> int | None:
     return int(text)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    headers: dict[str, str] = {}
-    if isinstance(error, RequestError):
-        status, message = error.status, error.message
-        if error.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    else:
-        assert isinstance(error, HTTPException)
-        status, headers = error.status_code, dict(error.headers or {})
-        message = f"{request.method} {request.url.path!r:.200}: {error.detail}"
+def refusal(error: RequestError) -> Response:
+    """Return what a client is told of a request that cannot be answered."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
+    return _error(error.message, error.status, headers)
+
+
+def internal_error(scope: Scope) -> Response:
+    """Return what a client is told of an exception that is being handled."""
+    logger.exception(f"a fault of cauc-ray at {scope['method']} {scope['path']}")
+    return _error("an internal error; the service's log has it", 500, {})
+
+
+def _error(message: str, status: int, headers: dict[str, str]) -> Response:
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(documents.Error(error=printable(" ".join(message.split()))), status, headers=headers)
 
 
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refusal(error)
+
+
+async def _not_there(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path!r:.200}: {error.detail}"
+    return _error(message, error.status_code, dict(error.headers or {}))
+
+
 async def _broken(request: Request, error: Exception) -> Response:
-    logger.error(f"a fault of cauc-ray at {request.method} {request.url.path}", exc_info=error)
-    return JSONResponse(documents.Error(error="an internal error; the service's log has it"), 500)
+    return internal_error(request.scope)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import secrets
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,9 +54,15 @@ class Reply:
 
 
 def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
-    """Read a request: it without its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
+    """Read a request: it, its inputs as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = read_infer_request(body, json_length)
-    return replace(request, inputs={}), *inputs.columns(request.inputs)
+    return request, *inputs.columns(request.inputs)
+
+
+def read_elsewhere(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
+    """Read a request as read_request does, for another process: it comes without its inputs, which are the columns."""
+    request, columns, n = read_request(body, json_length, inputs)
+    return replace(request, inputs={}), columns, n
 
 
 class Inference:
@@ -103,7 +110,7 @@ class Inference:
         """Read a request where it keeps nobody waiting."""
         n_json = len(body) if json_length is None else json_length
         if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
-            return await self._service.elsewhere.call(read_request, body, json_length, self.inputs)
+            return await self._service.elsewhere.call(read_elsewhere, body, json_length, self.inputs)
         if len(body) > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
             return await asyncio.to_thread(read_request, body, json_length, self.inputs)
         return read_request(body, json_length, self.inputs)
@@ -132,15 +139,15 @@ class Inference:
         )
 
     def _parameters(self, answered: RequestState, policy_id: str) -> AnswerParameters:
-        called = [name for name, was in zip(answered.policy.models, answered.called, strict=True) if was]
+        called = [name for stage, name in enumerate(answered.policy.models) if stage in answered.called]
         told = AnswerParameters(
             policy_id=policy_id,
-            answer_id=uuid.uuid4().hex,
-            stage=int(answered.stages.max()),
+            answer_id=secrets.token_hex(16),
+            stage=max(answered.stages.tolist()),
             stages_called=",".join(called),
-            cost=float(answered.costs.sum()),
+            cost=math.fsum(answered.costs.tolist()),
             cost_unit=answered.policy.cost_unit,
-            degraded=bool(answered.degraded.any()),
+            degraded=answered.reason is not None,
         )
         if answered.reason is not None:
             told["reason"] = answered.reason

@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic_core import from_json
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
+from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.models.service import InputSpec
 from cauc_ray.serving.faults import RequestError, shown
-from cauc_ray.serving.tensors import Tensor
+from cauc_ray.serving.tensors import Tensor, all_finite
 
 _BYTES = InputSpec(datatype="BYTES")
 _IMAGE_KINDS = ("torchvision", "transformers-image")
 _CHOICE_KINDS = ("transformers-choice", "openai")
 _OPTIONAL = ("context", "subject", "task")
+
+_Choices = Annotated[list[str], Field(min_length=2)]
+T = TypeVar("T")
+
+
+class _Question(TypedDict):
+    """A question as JSON."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+    question: str
+    choices: _Choices
+    context: NotRequired[str | None]
+    subject: NotRequired[str | None]
+    task: NotRequired[str | None]
+
+
+_QUESTION, _CHOICES = TypeAdapter(_Question), TypeAdapter(_Choices)
 
 
 class Inputs:
@@ -137,9 +156,8 @@ def _require_finite(tensor: Tensor) -> None:
     """Refuse NaN and infinities, which raw bytes can hold and JSON cannot: few models can read them."""
     if tensor.values.dtype.kind != "f":
         return
-    finite = np.isfinite(tensor.values)
-    if not finite.all():
-        row = int(np.argwhere(~finite)[0, 0])
+    if not all_finite(tensor.values):
+        row = int(np.argwhere(~np.isfinite(tensor.values))[0, 0])
         raise RequestError(f"input {shown(tensor.name)}: row {row} holds NaN or an infinity; give finite numbers")
 
 
@@ -157,7 +175,7 @@ def _lists(texts: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Read each row's choices from a JSON list of texts."""
     lists = np.empty(len(texts), dtype=object)
     for row, text in enumerate(texts):
-        lists[row] = _choices(_json(text, f"input 'choices': row {row}"), f"input 'choices': row {row}")
+        lists[row] = _read(_CHOICES, text, f"input 'choices': row {row}")
     return lists
 
 
@@ -173,34 +191,17 @@ def _questions(columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[An
     if "choices" in columns:
         return columns
     texts = columns["question"]
-    names = ("question", "choices", *_OPTIONAL)
-    apart: dict[str, npt.NDArray[Any]] = {name: np.empty(len(texts), dtype=object) for name in names}
+    apart = {name: np.empty(len(texts), dtype=object) for name in ("question", "choices", *_OPTIONAL)}
     for row, text in enumerate(texts):
-        where = f"input 'question': row {row}"
-        question = _json(text, where)
-        if not isinstance(question, dict):
-            raise RequestError(f"{where} is no JSON object with question and choices; or give choices as an input")
-        unknown = next((key for key in question if key not in names), None)
-        if unknown is not None:
-            raise RequestError(f"{where} has an unknown key {unknown!r:.60}; it takes {', '.join(names)}")
-        if not isinstance(question.get("question"), str):
-            raise RequestError(f"{where} has no text 'question'")
-        for name in _OPTIONAL:
-            if not isinstance(question.get(name), str | None):
-                raise RequestError(f"{where}: {name!r} is no text")
-        for name in names:
-            apart[name][row] = _choices(question.get(name), where) if name == "choices" else question.get(name)
+        question = _read(_QUESTION, text, f"input 'question': row {row}")
+        for name, column in apart.items():
+            column[row] = question.get(name)
     return {**apart, **{name: column for name, column in columns.items() if name != "question"}}
 
 
-def _choices(value: Any, where: str) -> list[str]:
-    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(choice, str) for choice in value):
-        raise RequestError(f"{where} has no list 'choices' of at least two texts")
-    return value
-
-
-def _json(text: str, where: str) -> Any:
+def _read(kind: TypeAdapter[T], text: str, where: str) -> T:
+    """Read a JSON text. Raises RequestError where it holds something else."""
     try:
-        return from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise RequestError(f"{where} is not JSON") from error
+        return kind.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise RequestError(printable(f"{where}: {explain(error)}")) from error

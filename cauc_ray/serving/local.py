@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import sys
 import threading
@@ -13,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -24,27 +22,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.user_code import import_paths
-from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import StageError
 from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.metrics import Kind
+from cauc_ray.serving.metrics import ACTS, Kind, Note
 from cauc_ray.serving.packing import StageCall
 from cauc_ray.serving.replica import Replica
-from cauc_ray.serving.service import Service
-from cauc_ray.serving.store import MemoryStore
+from cauc_ray.serving.service import Service, environment
+from cauc_ray.serving.store import Store
 
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
 LOAD_DEADLINE_S = 900.0
-_METRICS = {"counter": Counter, "gauge": Gauge}
+_METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +93,7 @@ class LocalClient:
             if on_begin is not None:
                 loop.call_soon_threadsafe(on_begin)
 
-        return await replica.answer(call, [Bundle(columns) for columns in call.bundles], begin)
+        return await replica.answer(call, begin)
 
     def replace(self, replica: str) -> None:
         """Load the model anew in another thread; a thread cannot be ended, and the old one stays where it hangs."""
@@ -110,48 +107,53 @@ class LocalClient:
         for one in self._replicas:
             one.end("the service ends")
 
-    def share(self, columns: Batch) -> None:
-        """Put columns nowhere: they are where every stage reads them."""
-
     def _started(self) -> Replica:
         self._n_started += 1
         return Replica(self._spec, self._stage, f"{self._spec.name}-{self._n_started}")
 
 
-class _Metric:
-    """A Prometheus metric."""
+class MemoryStore(Store):
+    """Values in this process.   values: of all prefixes, each in a list of its own, which tells equal ones apart."""
 
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
+    def __init__(self, prefix: str, values: dict[str, list[bytes]]) -> None:
+        super().__init__(prefix)
+        self._values = values
 
-    def inc(self, value: float, tags: Mapping[str, str]) -> None:
-        self._metric.labels(**tags).inc(value)
+    def _get(self, key: str) -> bytes | None:
+        (value,) = self._values.get(key, [None])
+        return value
 
-    def set(self, value: float, tags: Mapping[str, str]) -> None:
-        self._metric.labels(**tags).set(value)
+    def _put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
+        entry = [value]
+        if overwrite:
+            self._values[key] = entry
+        return self._values.setdefault(key, entry) is entry
 
-    def observe(self, value: float, tags: Mapping[str, str]) -> None:
-        self._metric.labels(**tags).observe(value)
+    def _delete(self, key: str, *, by_prefix: bool) -> None:
+        for own in [own for own in list(self._values) if own == key or (by_prefix and own.startswith(key))]:
+            self._values.pop(own, None)
 
 
 class LocalService(Service):
     """The only replica of a service."""
 
     def __init__(self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient]) -> None:
-        self._stored = MemoryStore()
+        self._values: dict[str, list[bytes]] = {}
         self._registry = CollectorRegistry()
         self._stages = stages
         super().__init__(model, pool, policy, stages, key=uuid.uuid4().hex, name="local")
 
     def store(self, prefix: str) -> MemoryStore:
         """Return this process's memory."""
-        return replace(self._stored, prefix=prefix)
+        return MemoryStore(prefix, self._values)
 
-    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+    def new_metric(
+        self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+    ) -> Callable[[Mapping[str, str]], Note]:
         """Return a metric of this service's own registry."""
-        if kind == "histogram":
-            return _Metric(Histogram(name, says, tags, buckets=boundaries, registry=self._registry))
-        return _Metric(_METRICS[kind](name, says, tags, registry=self._registry))
+        own = {"buckets": boundaries} if kind == "histogram" else {}
+        metric = _METRICS[kind](name, says, tags, registry=self._registry, **own)
+        return lambda tags: getattr(metric.labels(**tags), ACTS[kind])
 
     async def ask_all(self, what: str) -> list[Any]:
         """Call a method of this replica."""
@@ -165,6 +167,7 @@ class LocalService(Service):
         """Return the HTTP application, with the metrics as Prometheus reads them."""
 
         async def metrics(_: Request) -> Response:
+            self.metrics.flush()
             return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
         return _like_serve(http_app(self, Route("/metrics", metrics)))
@@ -210,14 +213,21 @@ def _like_serve(app: ASGIApp) -> ASGIApp:
 
 
 @contextmanager
-def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) -> Iterator[None]:
+def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
 
-    Open requests are answered at the end, up to GRACE_S.
+    Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
+    before that.
     """
     stages = pool.chain(policy.models)
     sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
-    with _gpus_as_asked(stages), _listener(host, port) as listener, _loaded(stages) as clients:
+    # Hides the machine's GPUs, as Ray does, where no stage asks for one.
+    gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
+    with (
+        environment("CUDA_VISIBLE_DEVICES", gpus),
+        _listener(host, port) as listener,
+        _loaded(stages) as clients,
+    ):
         service = LocalService(model, pool, policy, clients)
         config = uvicorn.Config(
             service.app(),
@@ -242,17 +252,23 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
             except BaseException as error:
                 ended.set_exception(error)
 
+        def require_alive() -> None:
+            if ended.done():
+                error = ended.exception()
+                reason = "" if error is None else f": {reason_of(error)}"
+                raise ExecutionError(f"the service has ended by itself{reason}") from error
+
         threading.Thread(target=run, name="service", daemon=True).start()
         try:
-            while not server.started and not ended.done():
+            while not server.started:
+                require_alive()
                 time.sleep(0.01)
-            if ended.done():
-                ended.result()
-            yield
+            yield require_alive
+            require_alive()
         finally:
             deadline = time.monotonic() + GRACE_S
             service.leaving = True
-            while service.n_open and time.monotonic() < deadline:
+            while service.n_open and not ended.done() and time.monotonic() < deadline:
                 time.sleep(0.01)
             server.should_exit = True
             wait([ended], GRACE_S)
@@ -276,17 +292,3 @@ def _loaded(stages: Sequence[StageSpec]) -> Iterator[list[LocalClient]]:
     finally:
         for client in clients:
             client.close()
-
-
-@contextmanager
-def _gpus_as_asked(stages: Sequence[StageSpec]) -> Iterator[None]:
-    """Hide the machine's GPUs, as Ray does, where no stage asks for one."""
-    name, before = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not any(stage.resources.num_gpus for stage in stages):
-        os.environ[name] = ""
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before

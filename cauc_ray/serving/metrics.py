@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
 
 from cauc_ray.cascade.rows import Trouble
 from cauc_ray.numbers.types import Floats
@@ -11,8 +12,12 @@ from cauc_ray.policies.monitor import Watched
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
-# Takes the name, the kind, the tags, what the metric says, and a histogram's boundaries.
-NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Any]
+# Takes what is to be added, set or observed of a metric with its tags.
+Note: TypeAlias = Callable[[float], None]
+# Takes the name, the kind, the tags, what the metric says, and a histogram's boundaries; returns the Note of each tags.
+NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Callable[[Mapping[str, str]], Note]]
+# What a metric of a kind is asked to do, in prometheus_client as in Ray.
+ACTS: Mapping[Kind, str] = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
 # By name: what it is, its tags, what it says. `_total` is added to the names of counters.
 METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
@@ -60,91 +65,101 @@ _BOUNDARIES = {
 class ServingMetrics:
     """Counts what one replica of a service does for the model of one name.
 
-    new_metric: returns what counts under a name: an object with inc, set or observe, as its kind is, of a value and
-    tags.
+    What requests add to counters goes on with `flush` only: to Ray an addition takes longer than much of a request.
     """
 
     def __init__(self, new_metric: NewMetric, model: str, stages: Sequence[str], unit: str) -> None:
         self._model, self._stages, self._unit = model, tuple(stages), unit
-        self._metrics: dict[str, Any] = {
+        self._metrics = {
             name: new_metric(name, kind, tags, says, _BOUNDARIES.get(name, _SECONDS))
             for name, (kind, tags, says) in METRICS.items()
         }
+        self._notes: dict[tuple[str, ...], Note] = {}
+        self._counts: dict[tuple[str, ...], float] = defaultdict(float)
+
+    def flush(self) -> None:
+        """Have everybody see what has been counted."""
+        for key, amount in list(self._counts.items()):
+            if amount > 0:  # Ray's counters refuse 0
+                self._note(*key)(amount)
+            del self._counts[key]
 
     def request(self, status: int, seconds: float) -> None:
         """Count a request for inference that has been answered."""
-        self._inc("cauc_serve_requests", 1, status=str(status))
-        self._metrics["cauc_serve_request_seconds"].observe(seconds, tags={"model": self._model})
+        self._counts["cauc_serve_requests", str(status)] += 1
+        self._note("cauc_serve_request_seconds")(seconds)
 
     def rows(self, stage: int, outcome: str, n: int) -> None:
-        """Count rows that left a stage."""
-        self._inc("cauc_serve_rows", n, stage=self._stages[stage], outcome=outcome)
+        """Count rows that left a stage: accepted, deferred, capped, degraded or failed."""
+        self._counts["cauc_serve_rows", self._stages[stage], outcome] += n
 
     def answered(self, stage: int, confidences: Floats, costs: Floats, waits_s: Sequence[float]) -> None:
         """Note a step's confidences and costs by row, and how long each group of rows took, in seconds."""
-        tags = {"model": self._model, "stage": self._stages[stage]}
+        name = self._stages[stage]
+        note = self._note("cauc_serve_confidence", name)
         for confidence in confidences.tolist():
-            self._metrics["cauc_serve_confidence"].observe(confidence, tags=tags)
+            note(confidence)
+        note = self._note("cauc_serve_stage_seconds", name)
         for seconds in waits_s:
-            self._metrics["cauc_serve_stage_seconds"].observe(seconds, tags=tags)
-        self._inc("cauc_serve_cost", float(costs.sum()), stage=self._stages[stage], unit=self._unit)
+            note(seconds)
+        self._counts["cauc_serve_cost", name, self._unit] += float(costs.sum())
 
     def called(self, stage: int, n_rows: int, call_s: float) -> None:
         """Note a call of a stage."""
-        tags = {"model": self._model, "stage": self._stages[stage]}
-        self._metrics["cauc_serve_call_seconds"].observe(call_s, tags=tags)
-        self._metrics["cauc_serve_batch_rows"].observe(n_rows, tags=tags)
+        self._note("cauc_serve_call_seconds", self._stages[stage])(call_s)
+        self._note("cauc_serve_batch_rows", self._stages[stage])(n_rows)
 
     def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
         """Count rows that a stage should have answered."""
-        self._inc("cauc_serve_degraded", n, stage=self._stages[stage], reason=trouble)
+        self._counts["cauc_serve_degraded", self._stages[stage], trouble] += n
 
     def queued(self, rows: Sequence[int]) -> None:
         """Tell how many rows wait for each stage."""
         for stage, n in zip(self._stages, rows, strict=True):
-            self._metrics["cauc_serve_queued_rows"].set(n, tags={"model": self._model, "stage": stage})
+            self._note("cauc_serve_queued_rows", stage)(n)
 
     def policy(self, now: str, before: str | None = None) -> None:
         """Tell which policy is in force."""
         if before is not None and before != now:
-            self._metrics["cauc_serve_policy"].set(0, tags={"model": self._model, "policy": before})
-        self._metrics["cauc_serve_policy"].set(1, tags={"model": self._model, "policy": now})
+            self._note("cauc_serve_policy", before)(0)
+        self._note("cauc_serve_policy", now)(1)
 
     def policy_change(self, outcome: Literal["taken", "refused", "overtaken"]) -> None:
         """Count what became of a change."""
-        self._inc("cauc_serve_policy_changes", 1, outcome=outcome)
+        self._note("cauc_serve_policy_changes", outcome)(1)
 
     def watched(self, watched: Watched) -> None:
         """Tell what has been seen of the answers of the policy in force."""
-        self._set("cauc_serve_watch_holds", float(watched.holds))
+        self._note("cauc_serve_watch_holds")(float(watched.holds))
         for feature, evidence in watched.evidence.items():
-            self._set("cauc_serve_watch_evidence", max(0.0, evidence.log10), feature=feature)
+            self._note("cauc_serve_watch_evidence", feature)(max(0.0, evidence.log10))
         for stage, sums in zip(self._stages, watched.stages, strict=True):
             if sums.mean_cost is not None:
-                self._set("cauc_serve_watch_cost", sums.mean_cost[0], stage=stage, unit=self._unit)
+                self._note("cauc_serve_watch_cost", stage, self._unit)(sums.mean_cost[0])
             if sums.outcomes.n:
-                self._set("cauc_serve_watch_accuracy", sums.accuracy.value, stage=stage)
-                self._set("cauc_serve_watch_calibration_error", sums.outcomes.error, stage=stage)
+                self._note("cauc_serve_watch_accuracy", stage)(sums.accuracy.value)
+                self._note("cauc_serve_watch_calibration_error", stage)(sums.outcomes.error)
             if sums.n_compared:
-                self._set("cauc_serve_watch_agreement", sums.agreement.value, stage=stage)
+                self._note("cauc_serve_watch_agreement", stage)(sums.agreement.value)
 
     def feedback(
         self, outcome: Literal["counted", "cut_short", "repeated", "other_policy", "not_watched"], n: int
     ) -> None:
         """Count rows of feedback."""
-        self._inc("cauc_serve_feedback_rows", n, outcome=outcome)
+        self._counts["cauc_serve_feedback_rows", outcome] += n
 
     def shadowed(self, stage: int, costs: Floats) -> None:
-        """Note what a stage's answers cost that nobody waits for."""
-        self._inc("cauc_serve_shadow_cost", float(costs.sum()), stage=self._stages[stage], unit=self._unit)
+        """Note what a stage's answers cost that nobody waits for, by row."""
+        self._counts["cauc_serve_shadow_cost", self._stages[stage], self._unit] += float(costs.sum())
 
     def shadow_rows(self, outcome: str, n: int) -> None:
-        """Count early answers that were chosen to be compared."""
-        self._inc("cauc_serve_shadow_rows", n, outcome=outcome)
+        """Count chosen early answers: compared with the whole cascade's, or dropped."""
+        self._counts["cauc_serve_shadow_rows", outcome] += n
 
-    def _set(self, name: str, value: float, **tags: str) -> None:
-        self._metrics[name].set(value, tags={"model": self._model, **tags})
-
-    def _inc(self, name: str, amount: float, **tags: str) -> None:
-        if amount > 0:  # Ray's counters refuse 0
-            self._metrics[name].inc(amount, tags={"model": self._model, **tags})
+    def _note(self, name: str, *values: str) -> Note:
+        """Return what takes what is noted of a metric.   values: of its tags after the model."""
+        note = self._notes.get((name, *values))
+        if note is None:
+            tags = dict(zip(METRICS[name][1], (self._model, *values), strict=True))
+            note = self._notes[name, *values] = self._metrics[name](tags)
+        return note

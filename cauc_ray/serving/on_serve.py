@@ -20,7 +20,9 @@ from cauc_ray.models.pool import Pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.app import application
 from cauc_ray.serving.router import ROUTER
+from cauc_ray.serving.service import environment
 
+PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 START_DEADLINE_S = 900.0
 # Routers that do not say so within this are not ready.
 ASK_S = 5.0
@@ -34,8 +36,10 @@ logger = logging.getLogger(__name__)
 @contextmanager
 def serve_service(
     pool: Pool, policy: Policy, model: str, host: str, port: int, address: str | None, on_wait: Callable[[str], None]
-) -> Iterator[None]:
+) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block, once all stages are ready.
+
+    Returns what does nothing: whatever of it ends, Serve starts again.
 
     address: of a Ray cluster; without it the session of this process, or one of its own for this.
     """
@@ -43,11 +47,11 @@ def serve_service(
     needed = router.resources.num_cpus * router.replicas.max
     needed += sum(stage.resources.num_cpus * stage.replicas.max for stage in stages)
     # Read by the session that is started here, if one is: else Serve misses a proxy that died for half a minute.
-    with _environment("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1"), ray_session(address, needed + 1):
+    with environment(PROXY_PERIOD, os.environ.get(PROXY_PERIOD, "1")), ray_session(address, needed + 1):
         require_fit(stages)
         on_wait("starting Serve")
         with _application(pool, policy, model, host, port, on_wait):
-            yield
+            yield lambda: None
 
 
 @contextmanager
@@ -87,19 +91,6 @@ def _application(
         serve_logger.setLevel(level)
 
 
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment for the length of the block, unless it is set."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 def _let_requests_end(app: str) -> None:
     """Have the routers take no more requests, and wait for those that are open, not for long."""
     deadline = time.monotonic() + GRACE_S
@@ -119,7 +110,7 @@ def _wait_until_running(app: str, on_wait: Callable[[str], None], deadline: floa
         if status is not None:
             if status.status == "RUNNING":
                 return
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY") and not _recovers(status):
                 raise ExecutionError(f"the service does not start: {_reason(status)}")
             waiting = [name for name, deployment in status.deployments.items() if deployment.status != "HEALTHY"]
             on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
@@ -138,6 +129,12 @@ def _wait_until_ready(app: str, deadline: float) -> None:
             logger.warning(f"a router does not say whether it is ready: {type(error).__name__}: {error}")
         time.sleep(0.1)
     raise ExecutionError(f"the service has not been ready within {START_DEADLINE_S:.0f} s")
+
+
+def _recovers(status: Any) -> bool:
+    """Return whether all that has failed are replicas which ran before: Serve starts others in their place."""
+    failed = [one for one in status.deployments.values() if one.status in ("DEPLOY_FAILED", "UNHEALTHY")]
+    return bool(failed) and all(one.status_trigger == "HEALTH_CHECK_FAILED" for one in failed)
 
 
 def _reason(status: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from cauc_ray.cascade.rows import Call, Rows
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools
-from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.request_state import Payload, RequestState
+from cauc_ray.policies.policy import Policy, joined_states
+from cauc_ray.serving.request_state import RequestState
 
 # Which of some rows at a stage shall bring back their state even if they stop, bool (m,); None for none.
 Keeps = Callable[[RequestState, int, int], Bools | None]
@@ -25,13 +25,14 @@ Keeps = Callable[[RequestState, int, int], Bools | None]
 class StageCall:
     """What a stage is asked.
 
-    bundles: what the parts point into, each columns or a reference to some.   policies: that decide, by the parts'
-    keys.   good_row: one that the stage has answered before, to tell a bad input from a broken replica; None where the
-    replica has one.   replica: which one is asked.   router: who asks.   needed_replicas: of this stage, by it.
+    columns: of the rows, in their order, each (n, ...).   parts: neighbouring rows of which the same is asked.
+    policies: that decide, by the parts' keys.   good_row: one that the stage has answered before, to tell a bad input
+    from a broken replica; None where the replica has one.   replica: which one is asked.   router: who asks.
+    needed_replicas: of this stage, by it.
     """
 
+    columns: Batch
     parts: Sequence[Part]
-    bundles: Sequence[Any]
     policies: Mapping[str, Policy]
     good_row: Batch | None = None
     replica: str = ""
@@ -39,70 +40,52 @@ class StageCall:
     needed_replicas: float = 0.0
 
 
-def packed(call: Call, replica: str, share: Callable[[Batch], Any], keeps: Keeps) -> StageCall:
-    """Return a call as a stage takes it: what is shared already by reference, all else gathered in one bundle.
-
-    share: puts columns where every stage reads them and returns the reference; None for what is too small. Requests
-    point to the gathered columns from then on.
-    """
-    good_row = None if call.good_row is None else row_of(call.good_row.owner.columns, int(call.good_row.indices[0]))  # type: ignore[attr-defined]
-    if call.probe:  # its request may be over
-        (rows,) = call.rows
-        request, state = _request(rows), None if rows.source is None else rows.source[rows.places]
-        part = Part.of(0, np.zeros(1, dtype=np.intp), request.key, state=state)
-        one = row_of(request.columns, int(rows.indices[0]))
-        return StageCall([part], [one], {request.key: request.policy}, good_row, replica)
-    _gather(call.rows, share)
-    numbers: dict[int, int] = {}
-    bundles: list[Any] = []
-    parts = []
-    for rows in call.rows:
-        request = _request(rows)
-        kept = keeps(request, call.stage, len(rows))
-        held_by = request.held_by[rows.indices]
-        alike = len(rows) == 1 or bool((held_by == held_by[0]).all())
-        for held in held_by[:1] if alike else np.unique(held_by):
-            own = slice(None) if alike else held_by == held
-            payload = request.payloads[held]
-            if id(payload) not in numbers:
-                numbers[id(payload)] = len(bundles)
-                bundles.append(payload.columns if payload.ref is None else payload.ref)
-            parts.append(
-                Part.of(
-                    numbers[id(payload)],
-                    request.places[rows.indices[own]],
-                    request.key,
-                    state=None if rows.source is None else rows.source[rows.places[own]],
-                    keeps=None if kept is None else kept[own],
-                    wants_scores=request.wants_scores,
-                )
-            )
-    policies = {request.key: request.policy for request in map(_request, call.rows)}
-    return StageCall(parts, bundles, policies, good_row, replica)
+def packed(call: Call, replica: str, keeps: Keeps, *, router: str, needed_replicas: float) -> StageCall:
+    """Return a call as a stage takes it."""
+    parts, start = [], 0
+    for _, alike in groupby(call.rows, _asked):
+        rows = list(alike)
+        n = sum(map(len, rows))
+        parts.append(_part(rows, slice(start, start + n), call.stage, keeps))
+        start += n
+    requests = [_request(rows) for rows in call.rows]
+    own = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
+    return StageCall(
+        columns={
+            name: concat_column([request.columns[name][rows] for request, rows in zip(requests, own, strict=True)])
+            for name in requests[0].columns
+        },
+        parts=parts,
+        policies={request.key: request.policy for request in requests},
+        good_row=None if call.good_row is None else row_of(_request(call.good_row).columns, call.good_row.indices[0]),
+        replica=replica,
+        router=router,
+        needed_replicas=needed_replicas,
+    )
 
 
-def _gather(batch: Sequence[Rows], share: Callable[[Batch], Any]) -> None:
-    local = [(request, rows.indices[own]) for rows in batch if (own := _local(request := _request(rows), rows)).any()]
-    if not local:
-        return
-    columns = {
-        name: concat_column([request.columns[name][indices] for request, indices in local])
-        for name in local[0][0].columns
-    }
-    ref = share(columns)
-    gathered = Payload(columns if ref is None else None, ref)
-    start = 0
-    for request, indices in local:
-        request.payloads.append(gathered)
-        request.held_by[indices] = len(request.payloads) - 1
-        request.places[indices] = np.arange(start, start + len(indices))
-        start += len(indices)
+def _part(alike: Sequence[Rows], places: slice, stage: int, keeps: Keeps) -> Part:
+    """Return what is asked of neighbouring rows; the same is asked of all of them."""
+    kept = [keeps(_request(rows), stage, len(rows)) for rows in alike]
+    carried = [(len(rows), None if rows.source is None else rows.source[rows.places]) for rows in alike]
+    first = _request(alike[0])
+    return Part(
+        0,
+        places,
+        first.key,
+        state=joined_states(carried),
+        keeps=None
+        if all(one is None for one in kept)
+        else np.concatenate(
+            [np.zeros(n, bool) if one is None else one for (n, _), one in zip(carried, kept, strict=True)]
+        ),
+        wants_scores=first.wants_scores,
+    )
 
 
-def _local(request: RequestState, rows: Rows) -> Bools:
-    """Return which rows' columns lie in this process, bool (m,)."""
-    here = np.array([payload.ref is None for payload in request.payloads])
-    return here[request.held_by[rows.indices]]
+def _asked(rows: Rows) -> tuple[str, bool]:
+    request = _request(rows)
+    return request.key, request.wants_scores
 
 
 def _request(rows: Rows) -> RequestState:

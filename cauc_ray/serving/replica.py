@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
@@ -42,7 +42,7 @@ class Replica:
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 
     async def answer(
-        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None] = lambda: None
+        self, call: StageCall, begin: Callable[[], None] = lambda: None
     ) -> tuple[CallResult, Floats | None]:
         """Answer a call's rows; what has not begun when the caller is cancelled is not done.
 
@@ -51,8 +51,8 @@ class Replica:
         """
         ahead = None
         if self._worker.prepares:
-            ahead = await self._done_in(self._host, partial(self._prepare, call, bundles, begin))
-        return await self._done_in(self._model, partial(self._decide, call, bundles, begin, ahead))
+            ahead = await self._done_in(self._host, partial(self._prepare, call, begin))
+        return await self._done_in(self._model, partial(self._decide, call, begin, ahead))
 
     def hangs(self) -> float | None:
         """Return the seconds that a call may take, where one has taken longer; else None."""
@@ -79,16 +79,13 @@ class Replica:
             if future.running():  # nobody shall take a replica for free whose thread is not
                 await asyncio.wait([asyncio.wrap_future(future)])
 
-    def _prepare(
-        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None], stopped: Callable[[], bool]
-    ) -> Prepared | None:
+    def _prepare(self, call: StageCall, begin: Callable[[], None], stopped: Callable[[], bool]) -> Prepared | None:
         begin()
-        return None if stopped() else self._worker.prepare(call.parts, bundles)
+        return None if stopped() else self._worker.prepare(call.parts, [Bundle(call.columns)])
 
     def _decide(
         self,
         call: StageCall,
-        bundles: Sequence[Bundle],
         begin: Callable[[], None],
         ahead: Prepared | None,
         stopped: Callable[[], bool],
@@ -100,7 +97,7 @@ class Replica:
         try:
             result, goes_on = self._worker.decide(
                 call.parts,
-                bundles,
+                [Bundle(call.columns)],
                 policies=call.policies,
                 carries_columns=False,
                 good_row=call.good_row,

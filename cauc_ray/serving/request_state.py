@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,29 +17,12 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
 
+if TYPE_CHECKING:
+    from cauc_ray.serving.metrics import ServingMetrics
+
 RETRY_AFTER_S = 1.0
-
-
-class Observer(Protocol):
-    """Who counts what happens. Stages are numbered from 0."""
-
-    def rows(self, stage: int, outcome: str, n: int) -> None:
-        """Count rows that left a stage: accepted, deferred, capped, degraded or failed."""
-
-    def answered(self, stage: int, confidences: Floats, costs: Floats, waits_s: list[float]) -> None:
-        """Note a step's confidences and costs by row, and how long each group of rows waited for it, in seconds."""
-
-    def called(self, stage: int, n_rows: int, call_s: float) -> None:
-        """Note a call of a stage."""
-
-    def degraded(self, stage: int, trouble: Trouble, n: int) -> None:
-        """Count rows that a stage should have answered."""
-
-    def shadowed(self, stage: int, costs: Floats) -> None:
-        """Note what a stage's answers cost that nobody waits for, by row."""
-
-    def shadow_rows(self, outcome: str, n: int) -> None:
-        """Count chosen early answers: compared with the whole cascade's, or dropped."""
+# Repeated, as in Owner: faster than numpy.full for a few rows.
+_NO_OPTION = np.array([-1], np.int16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +37,6 @@ class Early:
     state: Floats
 
 
-@dataclass(slots=True, eq=False)
-class Payload:
-    """Columns of rows where they lie: in this process, or in the object store for every stage to read.
-
-    columns: each (n, ...), None where they are shared.   ref: what a stage reads them by, None where they are not.
-    """
-
-    columns: Batch | None
-    ref: Any = None
-
-
 class RequestState(Owner):
     """A request of n rows. Its policy is the one that was in force when it came, to the end.
 
@@ -72,10 +44,9 @@ class RequestState(Owner):
     beyond.   degrades: whether rows that a later stage does not answer keep the answer of the one before.
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
     the policy has a reference.   scores: float64 (n, K), of the best answers, kept only where they are wanted.
-    called: bool (M,), the stages that have answered.   shadow: whether nobody waits for it, and it is counted apart.
+    called: the stages that have answered.   shadow: whether nobody waits for it, and it is counted apart.
     early: rows of it that shall have such a one.   reason: why rows are degraded, as of the first one.   spans_ns: by
-    stage, when rows were first ready for it and when they were last answered, since the epoch.   payloads, held_by,
-    places: what holds the columns; of each row, int (n,), which of them, and where in it.
+    stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -85,7 +56,7 @@ class RequestState(Owner):
         columns: Batch,
         n: int,
         last_stage: int,
-        observer: Observer,
+        metrics: ServingMetrics,
         *,
         degrades: bool = False,
         wants_scores: bool = False,
@@ -94,18 +65,16 @@ class RequestState(Owner):
         super().__init__(0, n)
         self.policy, self.key, self.columns, self.last_stage = policy, key, columns, last_stage
         self.degrades, self.wants_scores, self.shadow = degrades, wants_scores, shadow
-        self._observer = observer
+        self._metrics = metrics
         # Joined arrays of two types would become one type, and of two shapes a column of objects: a model may read
         # them differently, or not at all, and a row's answer would depend on its neighbours.
         self.kind = frozenset((name, column.dtype.str, column.shape[1:]) for name, column in columns.items())
-        self.likeliest = np.full(n, -1, dtype=np.int16)
-        self.called = np.zeros(len(policy.stages), dtype=bool)
+        self.likeliest = _NO_OPTION.repeat(n)
+        self.called: set[int] = set()
         self.scores: Floats | None = None
         self.reason: str | None = None
         self.early: list[Early] = []
         self.spans_ns: dict[int, tuple[int, int]] = {}
-        self.payloads = [Payload(columns)]
-        self.held_by, self.places = np.zeros(n, dtype=np.intp), np.arange(n)
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -117,22 +86,21 @@ class RequestState(Owner):
     def note(self, stage: int, indices: Ints, result: CallResult, places: Places, carried: Any, held_at: Ints) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
         on = super().note(stage, indices, result, places, carried, held_at)
-        self.called[stage] = True
-        first, _ = self.spans_ns.get(stage, (time.time_ns(), 0))
-        self.spans_ns[stage] = first, time.time_ns()
+        self.called.add(stage)
+        now = time.time_ns()
+        self.spans_ns[stage] = self.spans_ns.get(stage, (now, 0))[0], now
         if result.likeliest is not None and self.policy.reference is not None:
             self.likeliest[indices] = result.likeliest[places]
         if self.wants_scores and result.scores is not None:
             self._keep_scores(indices, result.scores[places])
-        # Of a shadow the last stage's word is wanted.
         if self.shadow:  # the last stage's word is wanted
             on[:] = stage < self.last_stage
             return on
         capped = self.capped and stage == self.last_stage
         n_on = int(np.count_nonzero(on))
-        self._observer.rows(stage, "accepted", len(on) - n_on)
-        self._observer.rows(stage, "capped" if capped else "deferred", n_on)
-        if result.carried is not None and (early := result.carried[places] & ~on).any():
+        self._metrics.rows(stage, "accepted", len(on) - n_on)
+        self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
+        if result.carried is not None and np.count_nonzero(early := result.carried[places] & ~on):
             self.early.append(Early(stage, indices[early], carried[held_at[places][early]]))
         if capped:
             on[:] = False
@@ -146,11 +114,11 @@ class RequestState(Owner):
         elif self.degrades and (self.stages[indices] >= 0).all():
             self.degraded[indices] = True
             self.reason = self.reason or reason
-            self._observer.rows(stage, "degraded", len(indices))
-            self._observer.degraded(stage, trouble, len(indices))
+            self._metrics.rows(stage, "degraded", len(indices))
+            self._metrics.degraded(stage, trouble, len(indices))
             return len(indices)
         else:
-            self._observer.rows(stage, "failed", len(indices))
+            self._metrics.rows(stage, "failed", len(indices))
             if trouble == "refused":
                 self.fail(RequestError(reason, 422))
             elif trouble == "overloaded" and stage == 0:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.serve.exceptions import RayServeException
 from ray.util.metrics import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,16 +19,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cauc_ray.models.pool import Pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.http_app import http_app
-from cauc_ray.serving.metrics import Kind
-from cauc_ray.serving.ray_store import RayStore
+from cauc_ray.serving.metrics import ACTS, Kind, Note
 from cauc_ray.serving.service import LEASE_S, Service
 from cauc_ray.serving.stages import ServeClient
+from cauc_ray.serving.store import Store, StoreError
 
 ROUTER = "Router"
+# Of this package's values in Ray's own key-value store.
+NAMESPACE = b"cauc_ray"
 # Serve says within this whether the stages have loaded, else they are taken not to have.
 READY_S = 5.0
+_METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def stage_deployment(name: str) -> str:
@@ -34,11 +41,34 @@ def stage_deployment(name: str) -> str:
     return f"stage:{name}"
 
 
-def ray_metric(name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
+def ray_metric(
+    name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+) -> Callable[[Mapping[str, str]], Note]:
     """Return a metric that Ray exports."""
-    if kind == "histogram":
-        return Histogram(name, says, boundaries=boundaries, tag_keys=tags)
-    return (Counter if kind == "counter" else Gauge)(name, says, tag_keys=tags)
+    own = {"boundaries": boundaries} if kind == "histogram" else {}
+    metric = _METRICS[kind](name, says, tag_keys=tags, **own)
+    return lambda tags: partial(getattr(metric, ACTS[kind]), tags=tags)
+
+
+class RayStore(Store):
+    """Values in Ray's head, which outlive every replica. Each call blocks for one to the head, one after another."""
+
+    def _get(self, key: str) -> bytes | None:
+        value: bytes | None = _done(_internal_kv_get, key)
+        return value
+
+    def _put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
+        return not _done(_internal_kv_put, key, value, overwrite=overwrite)
+
+    def _delete(self, key: str, *, by_prefix: bool) -> None:
+        _done(_internal_kv_del, key, del_by_prefix=by_prefix)
+
+
+def _done(call: Callable[..., T], key: str, *args: Any, **options: Any) -> T:
+    try:
+        return call(key.encode(), *args, **options, namespace=NAMESPACE)
+    except (RayError, RuntimeError, ConnectionError) as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
 class Router(Service):
@@ -79,9 +109,7 @@ class Router(Service):
         """Return Ray's own store."""
         return RayStore(prefix)
 
-    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
-        """Return a metric that Ray exports."""
-        return ray_metric(name, kind, tags, says, boundaries)
+    new_metric = staticmethod(ray_metric)
 
     async def ask_all(self, what: str) -> list[Any]:
         """Call a method of every replica of this deployment, this one included."""

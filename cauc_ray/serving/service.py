@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -24,16 +25,18 @@ from cauc_ray.serving.documents import FeedbackTaken, PolicyChanged, WatchReport
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.metrics import Kind, ServingMetrics
+from cauc_ray.serving.metrics import Kind, Note, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
 from cauc_ray.serving.store import Store, StoreError
 from cauc_ray.serving.watching import WatchedHere, Watching, report_of
 
-# How often a replica looks for a policy that was set at another, and for the replicas of stages.
-POLICY_PERIOD_S = 0.25
+# How often a replica looks for a policy that was set at another, which asks it to; and for the replicas of stages.
+POLICY_PERIOD_S = 1.0
 STAGES_PERIOD_S = 1.0
 # How often a replica computes what it has watched.
 WATCH_PERIOD_S = 1.0
+# How often its metrics are brought up to date.
+COUNT_PERIOD_S = 1.0
 # A replica that has not looked for a policy for so long looks before it answers. A change is therefore in force
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
@@ -54,11 +57,19 @@ def require_name(model: str) -> str:
     return model
 
 
-class Client(StageClient, Protocol):
-    """How a stage is called, and which replicas it has."""
-
-    async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
+@contextmanager
+def environment(name: str, value: str | None) -> Iterator[None]:
+    """Set a variable of the environment for the length of the block; None leaves it as it is."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if value is not None:
+            del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 class Service(ABC):
@@ -69,7 +80,7 @@ class Service(ABC):
     """
 
     def __init__(
-        self, model: str, pool: Pool, policy: Policy, clients: Sequence[Client], *, key: str, name: str
+        self, model: str, pool: Pool, policy: Policy, clients: Sequence[StageClient], *, key: str, name: str
     ) -> None:
         self.model, self.pool = model, pool
         self.specs: tuple[StageSpec, ...] = pool.chain(policy.models)
@@ -98,8 +109,10 @@ class Service(ABC):
         """Return what keeps values under a prefix, for all replicas."""
 
     @abstractmethod
-    def new_metric(self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]) -> Any:
-        """Return what counts, as ServingMetrics takes it."""
+    def new_metric(
+        self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+    ) -> Callable[[Mapping[str, str]], Note]:
+        """Return a metric, as ServingMetrics takes it."""
 
     @abstractmethod
     async def ask_all(self, what: str) -> list[Any]:
@@ -118,6 +131,7 @@ class Service(ABC):
                 (self._follow_policy, POLICY_PERIOD_S),
                 (self._follow_stages, STAGES_PERIOD_S),
                 (self.watched, WATCH_PERIOD_S),
+                (self._count, COUNT_PERIOD_S),
             )
             self._tasks = [asyncio.create_task(repeat(do, period_s)) for do, period_s in follow]
         return self._cascade
@@ -333,4 +347,8 @@ class Service(ABC):
                     self.cascade.scheduler.stages[stage].take_facts(facts)
                 self.cascade.replicas(stage, found)
                 self.facts[stage] = next(iter(found.values()), self.facts[stage])
+
+    async def _count(self) -> None:
+        """Bring the metrics up to date."""
         self.metrics.queued(self.cascade.queued())
+        self.metrics.flush()

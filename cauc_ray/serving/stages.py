@@ -10,17 +10,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-import ray
 from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cauc_ray.cascade.bundles import Bundle, n_bytes, packed
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.worker import prepare_process
 from cauc_ray.errors import printable
-from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.types import Floats
 from cauc_ray.serving.faults import StageError
@@ -28,8 +27,6 @@ from cauc_ray.serving.packing import StageCall
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.scaling import NEEDED, Needs
 
-# Smaller columns travel with the call: to put them into the object store and fetch them takes longer.
-SHARED_BYTES = 100_000
 # Replicas that compute answer within this, too.
 ASK_S = 2.0
 # That a call has begun reaches its router within this, also where the call then ends the process.
@@ -66,19 +63,18 @@ class StageServer:
         Returns the result, and the states of the rows that go on.
         """
         self._require_meant(call)
-        return await self._answer(call, [Bundle(await _fetched(bundle)) for bundle in call.bundles])
+        return await self._answer(call)
 
     async def answer_watched(self, call: StageCall) -> AsyncIterator[tuple[CallResult, Floats | None] | None]:
         """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
         self._require_meant(call)
-        bundles = [Bundle(await _fetched(bundle)) for bundle in call.bundles]
         loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
         def begin() -> None:
             loop.call_soon_threadsafe(begins.set)
             sent.wait(ASK_S)
 
-        answering = asyncio.ensure_future(self._answer(call, bundles, begin))
+        answering = asyncio.ensure_future(self._answer(call, begin))
         try:
             await begins.wait()
             yield None
@@ -112,17 +108,13 @@ class StageServer:
             os._exit(1)  # to ask it to stop would be to wait for the call
 
     async def _answer(
-        self, call: StageCall, bundles: Sequence[Bundle], begin: Callable[[], None] = lambda: None
+        self, call: StageCall, begin: Callable[[], None] = lambda: None
     ) -> tuple[CallResult, Floats | None]:
         try:
-            return await self._replica.answer(call, bundles, begin)
+            return await self._replica.answer(call, begin)
         except StageError as error:
             logger.error(f"this replica ends, and another is started: {error.message}")
             os._exit(1)
-
-
-async def _fetched(bundle: Any) -> Any:
-    return await bundle if isinstance(bundle, ray.ObjectRef) else bundle
 
 
 class ServeClient:
@@ -165,10 +157,6 @@ class ServeClient:
         task = asyncio.ensure_future(self._leave(replica))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    def share(self, columns: Batch) -> Any:
-        """Put columns into the object store if they are large; None for what is not."""
-        return ray.put(packed(columns)) if n_bytes(columns) >= SHARED_BYTES else None
 
     async def _leave(self, replica: str) -> None:
         try:
@@ -219,3 +207,19 @@ def _fault(error: RayError) -> tuple[Literal["died", "gone", "failed"], str]:
     if isinstance(error, RayActorError) or isinstance(cause, RayActorError):
         return "died", "its replica ended"
     return "failed", printable(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
+
+
+class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types
+    """Routes a call to the replica that it names. Where that is gone, another says so."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas that may take a call."""
+        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if not isinstance(call, StageCall):
+            return [candidate_replicas]
+        assert pending_request is not None
+        pending_request.routing_context.should_backoff = True  # else what cannot be routed is tried without a pause
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == call.replica]
+        return [named or candidate_replicas]

@@ -9,13 +9,16 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
 from cauc_ray.serving.documents import WatchReport
+from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.store import Store
 
@@ -24,13 +27,6 @@ from cauc_ray.serving.store import Store
 MOST_KEPT = 2000
 
 logger = logging.getLogger(__name__)
-
-
-class WatchObserver(Protocol):
-    """Who is told what has been watched."""
-
-    def watched(self, watched: Watched) -> None:
-        """Take what has been seen since the policy came into force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +58,14 @@ class Watching:
     """Watches the policy in force. What comes, comes on the loop; begin() and settle() may run in threads."""
 
     def __init__(
-        self, policy: Policy, policy_id: str, observer: WatchObserver, n_routers: int, alarms: Store | None = None
+        self, policy: Policy, policy_id: str, metrics: ServingMetrics, n_routers: int, alarms: Store | None = None
     ) -> None:
         """Begin.
 
         n_routers: the most that there may be, which share the rate of false alarms.   alarms: where it is kept what
         speaks against the policy, for all routers and those to come.
         """
-        self._observer, self._n_routers, self._alarms = observer, n_routers, alarms
+        self._metrics, self._n_routers, self._alarms = metrics, n_routers, alarms
         self._settling = threading.Lock()
         self.begin(policy, policy_id)
 
@@ -86,7 +82,7 @@ class Watching:
         if request.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
             return
         answered = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
-        kept.answers.append(answered.of_rows(~request.degraded) if request.degraded.any() else answered)
+        kept.answers.append(answered.of_rows(~request.degraded) if np.count_nonzero(request.degraded) else answered)
         kept.n_rows += request.n
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
@@ -118,7 +114,7 @@ class Watching:
                 kept.watch.add_agreements(*agreements)
             watched = kept.watch.watched()
             watched = Watched(watched.stages, self._latched(kept, watched.evidence))
-            self._observer.watched(watched)
+            self._metrics.watched(watched)
             if kept.held and not watched.holds:
                 logger.warning(f"policy {kept.policy_id} {verdict(watched)}")
             kept.held = watched.holds

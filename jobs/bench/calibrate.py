@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.execution.session import ray_session
 from cauc_ray.front.sharding import calibrate
 from cauc_ray.policies.policy import Policy
+from jobs.bench.children import printed
 
 MODELS = {"small": (4.0, 1.0), "large": (6.0, 4.0)}  # how much logits favour the label; the cost of a call
 FILES = 12
@@ -63,13 +63,13 @@ def missing(options: argparse.Namespace) -> str | None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Write a table, fit it in one process and by shards, and compare time, memory and numbers."""
     with tempfile.TemporaryDirectory(prefix="cauc-bench-") as folder:
-        whole = write_table(Path(folder, "whole"), options.rows, options.options)
+        whole = calibration_table(Path(folder, "whole"), options.rows, options.options)
         n_bytes = 4 * options.rows * options.options * len(MODELS)
         print(f"{options.rows:,} x {options.options:,} float32 of {len(MODELS)} models, {n_bytes / 1e9:.1f} GB")
         results: dict[str, Any] = {"rows": options.rows, "options": options.options, "shards": options.shards}
         if options.sample is None:
             return results | {method: compared(whole, method, options.shards) for method in options.methods}
-        sample = write_table(Path(folder, "sample"), options.sample, options.options)
+        sample = calibration_table(Path(folder, "sample"), options.sample, options.options)
         for method in options.methods:
             _, results[method] = by_shards(whole, method, options.shards)
             print(f"of {options.sample:,} rows:")
@@ -77,10 +77,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         return results | {"sample_rows": options.sample}
 
 
-def write_table(table: Path, n: int, k: int) -> Path:
-    """Write a table with n rows of calibration."""
-    for split, rows in (("calibration", n), ("validation", max(2, n // 10))):
-        write_split(table, split, rows, k)
+def calibration_table(table: Path, n: int, k: int) -> Path:
+    """Write a table with n rows of calibration, and a tenth of validation."""
+    return write_table(table, k, calibration=n, validation=max(2, n // 10))
+
+
+def write_table(table: Path, k: int, **splits: int) -> Path:
+    """Write a table.   splits: rows of each."""
+    for split, n in splits.items():
+        write_split(table, split, n, k)
     models = [PoolModel(name=name, cost=cost) for name, (_, cost) in MODELS.items()]
     write_info(table, TableInfo(cost_unit="GFLOPs", logit_kind="raw", models=models))
     return table
@@ -90,7 +95,7 @@ def write_split(table: Path, split: str, n: int, k: int) -> None:
     """Write both models' logits of a split as files of a dozen parts: noise that they share in part, and the label."""
     for part in range(FILES):
         start, stop = n * part // FILES, n * (part + 1) // FILES
-        rng = np.random.default_rng([part, n])
+        rng = np.random.default_rng([part, *split.encode()])
         labels = rng.integers(0, k, stop - start).astype(np.int32)
         shared = 0.7 * rng.standard_normal((len(labels), k), dtype=np.float32)
         for model, (strength, _) in MODELS.items():
@@ -125,8 +130,8 @@ def by_shards(table: Path, method: str, n_shards: int) -> tuple[Policy, dict[str
 
 def compared(table: Path, method: str, n_shards: int) -> dict[str, Any]:
     """Fit once by shards and once in one process."""
-    words = [sys.executable, "-c", ALONE, str(table), json.dumps(list(MODELS)), method, str(BUDGET)]
-    alone = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    words = [sys.executable, "-c", ALONE, table, json.dumps(list(MODELS)), method, BUDGET]
+    [alone] = printed(*words)
     print(f"{method}: one process {alone['seconds']:.1f} s, {alone['peak_bytes'] / 1e6:,.0f} MB")
     policy, took = by_shards(table, method, n_shards)
     ratio = took["sharded_s"] * n_shards / alone["seconds"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,9 @@ EASY_GAP, EASY_RIGHT = 3.5, 0.97
 HARD_GAP, HARD_RIGHT = 0.4, 0.6
 THRESHOLD = 0.8
 CALIBRATION_ROWS = 4000
+
+# As a pool file has it.
+Stage: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,26 @@ def write_split(
     write_info(path, TableInfo(cost_unit="s", logit_kind="raw", models=listed))
 
 
-def write_pool(path: Path, stages: Sequence[Mapping[str, Any]], task: str = "multiple-choice", **settings: Any) -> Path:
-    """Write a pool file.   settings: what it says beside its stages."""
-    content = {"name": "bench", "task": task, "stages": [dict(stage) for stage in stages], **settings}
-    write_text(path, yaml.safe_dump(content))
+def stage(name: str, model: Mapping[str, Any], batch: int, *, replicas: int = 1, num_cpus: float = 0.1) -> Stage:
+    """Return a stage of a pool file.   model: as the file has it."""
+    return {
+        "name": name,
+        "model": dict(model),
+        "batch_size": batch,
+        "replicas": {"min": replicas, "max": replicas},
+        "resources": {"num_cpus": num_cpus},
+    }
+
+
+def column_model(place: int, **seconds: float) -> dict[str, Any]:
+    """Return a model that answers from its column of planted rows.   seconds: per_call and per_row, that it takes."""
+    kwargs = {"column": f"gap{place}", **{f"seconds_{name}": value for name, value in seconds.items()}}
+    return {"kind": "python", "factory": "jobs.bench.models:from_column", "kwargs": kwargs}
+
+
+def write_pool(path: Path, stages: Sequence[Stage], task: str = "multiple-choice", **settings: Any) -> Path:
+    """Write a pool file.   settings: what it says next to its stages."""
+    write_text(path, yaml.safe_dump({"name": "bench", "task": task, "stages": list(stages), **settings}))
     return path
 
 

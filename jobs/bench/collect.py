@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 
 import cauc_ray
 from cauc_ray.execution.session import ray_session
-from cauc_ray.files.documents import write_text
+from jobs.bench.cascades import stage, write_pool
 from jobs.bench.part import absent
 
 
@@ -55,13 +54,8 @@ def compare(folder: Path, arch: str, n: int, batch: int, repeats: int) -> dict[s
     torch.save(get_model(arch, weights=None).state_dict(), weights)
     images = folder / "images.parquet"
     write_images(images, n)
-    stage = {
-        "name": "model",
-        "model": {"kind": "torchvision", "arch": arch, "weights": str(weights)},
-        "batch_size": batch,
-    }
-    pool = folder / "pool.yaml"
-    write_text(pool, yaml.safe_dump({"name": "bench", "task": "image-classification", "stages": [stage]}))
+    model = {"kind": "torchvision", "arch": arch, "weights": str(weights)}
+    pool = write_pool(folder / "pool.yaml", [stage("model", model, batch, num_cpus=1)], "image-classification")
     bare, collected = [], []
     with ray_session(None, 2):
         for repeat in range(repeats):

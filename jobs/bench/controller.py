@@ -16,7 +16,7 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.execution.session import ray_session
-from jobs.bench.cascades import planted_rows, write_input, write_pool, write_table
+from jobs.bench.cascades import column_model, planted_rows, stage, write_input, write_pool, write_table
 from jobs.bench.ledgers import read_calls
 from jobs.bench.processes import Sampler
 
@@ -52,7 +52,10 @@ def rows_per_second(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     policy = write_table(folder / "LOGITS", STAGES, DEFERRAL)
     columns = planted_rows(np.random.default_rng(0), options.rows, DEFERRAL).columns()
     inputs = write_input(folder / "input", columns, files=4)
-    stages = [stage(name, place, options.batch, options.stage_replicas) for place, name in enumerate(STAGES)]
+    stages = [
+        stage(name, column_model(place), options.batch, replicas=options.stage_replicas, num_cpus=0.01)
+        for place, name in enumerate(STAGES)
+    ]
     pool = write_pool(folder / "pool.yaml", stages)
     with ray_session(None, 4):
         summary = cauc_ray.run(pool, policy, inputs, folder / "out")
@@ -77,7 +80,13 @@ def sleepers(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     policy = write_table(folder / "LOGITS", models, DEFERRAL[:1])
     inputs = write_input(folder / "input", rows.columns())
     stages = [
-        stage(name, place, batch[name], replicas[name], seconds_per_call=options.call_seconds)
+        stage(
+            name,
+            column_model(place, per_call=options.call_seconds),
+            batch[name],
+            replicas=replicas[name],
+            num_cpus=0.01,
+        )
         for place, name in enumerate(batch)
     ]
     pool = write_pool(folder / "pool.yaml", stages)
@@ -105,19 +114,4 @@ def sleepers(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "workers_rss_mb": memory["worker"],
         "worker_peak_rss_mb": sampler.peak("worker") / 1e6,
         "controller_peak_rss_mb": memory["controller"],
-    }
-
-
-def stage(name: str, place: int, batch: int, replicas: int, **kwargs: float) -> dict[str, Any]:
-    """Return a stage that answers from its column of planted rows."""
-    return {
-        "name": name,
-        "model": {
-            "kind": "python",
-            "factory": "jobs.bench.models:from_column",
-            "kwargs": {"column": f"gap{place}", **kwargs},
-        },
-        "batch_size": batch,
-        "replicas": {"min": replicas, "max": replicas},
-        "resources": {"num_cpus": 0.01},
     }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,9 +13,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from cauc_ray.errors import ExecutionError
+from jobs.bench.children import printed
 from jobs.bench.part import absent
-from jobs.faults.kinds import KINDS, ROOT, SESSIONS, WHERE
+from jobs.faults.kinds import KINDS, SESSIONS, WHERE
 
 WRONG = ("lost", "doubled", "different", "wrongly_failed", "refused", "left_over")
 FIGURES = ("hit", "missed", *WRONG, "degraded", "again")
@@ -69,18 +67,7 @@ def _names(options: argparse.Namespace, where: Sequence[str], session: str) -> l
 def _trials(words: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Make a session's trials in a process of its own, and yield what each found."""
     alone = ["unshare", "--net"] if words[0] == "network" else []  # a network of its own, which it may change
-    with subprocess.Popen(
-        [*alone, sys.executable, "-m", "jobs.faults.trial", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # Ray reports there every process that has died
-        text=True,
-        env=os.environ | RAY,
-    ) as process:
-        assert process.stdout is not None
-        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))  # Ray may write there, too
-    if process.returncode:
-        raise ExecutionError(f"the trials of session {words[0]!r} ended with {process.returncode}")
+    return printed(*alone, sys.executable, "-m", "jobs.faults.trial", *words, env=RAY)
 
 
 def _figures(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,14 +21,12 @@ import pyarrow as pa
 import cauc_ray
 from cauc_ray.data.inputs import open_input
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
-from cauc_ray.data.writing import write_logits
 from cauc_ray.execution.session import ray_session
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import trace_policy
-from jobs.bench.cascades import write_input, write_pool
+from jobs.bench.cascades import stage, write_input, write_pool, write_split
 from jobs.bench.ledgers import StageCalls, read_calls
 from jobs.bench.part import absent
 
@@ -112,15 +110,10 @@ def stages(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         weights = folder / f"{name}.pth"
         torch.save(get_model(arch, weights=None).state_dict(), weights)
         model = {"kind": "torchvision", "arch": arch, "weights": str(weights)}
-        listed.append(
-            {
-                "name": name,
-                "model": {**model, "device": options.device, "dtype": options.dtype},
-                "batch_size": options.batch,
-                "replicas": {"min": replicas, "max": replicas},
-                "resources": {"num_cpus": options.cpus, "num_gpus": share},
-            }
-        )
+        model |= {"device": options.device, "dtype": options.dtype}
+        made = stage(name, model, options.batch, replicas=replicas, num_cpus=options.cpus)
+        made["resources"]["num_gpus"] = share
+        listed.append(made)
     return listed
 
 
@@ -140,15 +133,13 @@ def collect(pool: Path, table: Path, inputs: Path) -> None:
     source = open_input(inputs).source(256)
     rows = [block for group in range(source.n_groups) for _, block in source.blocks(group) if block is not None]
     answers: dict[str, Floats] = {}
-    for stage in load_pool(pool).stages:
-        model = stage.model.load()
-        answers[stage.name] = np.concatenate([model(block.columns).logits for block in rows])
+    for spec in load_pool(pool).stages:
+        model = spec.model.load()
+        answers[spec.name] = np.concatenate([model(block.columns).logits for block in rows])
     labels = planted_labels(answers)
     ids = [example for block in rows for example in block.example_ids]
-    for name, logits in answers.items():
-        write_logits(table, name, "calibration", example_ids=ids, labels=labels, logits=logits)
-    listed = [PoolModel(name=name, cost=place + 1.0) for place, name in enumerate(NAMES)]
-    write_info(table, TableInfo(cost_unit="calls", logit_kind="raw", models=listed))
+    costs = {name: place + 1.0 for place, name in enumerate(NAMES)}
+    write_split(table, costs, "calibration", ids, labels, list(answers.values()))
 
 
 def planted_labels(answers: dict[str, Floats]) -> Ints:

@@ -59,10 +59,6 @@ class StageCalls:
         """Return which share of all calls but the last was of full batches; None of a single call."""
         return float((self.batch[:-1] == batch_size).mean()) if len(self) > 1 else None
 
-    def fill(self, batch_size: int) -> float | None:
-        """Return the rows of all calls but the last over what full batches hold; None of a single call."""
-        return float(self.batch[:-1].mean() / batch_size) if len(self) > 1 else None
-
 
 def read_calls(out: Path, stages: Sequence[str]) -> list[StageCalls]:
     """Read a run's ledger, stage by stage. Calls that were lost have no time and are left out."""

@@ -1,17 +1,17 @@
 """Measure the memory of a run over an input far larger than the object store.
 
 A million rows of 12 KB are made on the fly by a ray.data.Dataset, through an object store of 500 MB. Two stages that
-take no time read the payload's rows. What the controller grows by is the most that it holds in the last third of the
-run over what it held after 5 % of the rows. The part starts a Ray session of its own, for the size of its store.
+take no time read the payload's rows. The most that any process of the driver, the controller, the reading tasks and the
+replicas holds is set against the input; what they share with the object store counts in each. What the controller
+grows by is the most that it holds in the last third of the run over what it held after 5 % of the rows. With --parquet
+the rows are written to files first, which reading tasks then read. The part starts a Ray session of its own, for the
+size of its store.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.session import keep_store_free
-from jobs.bench.cascades import planted_rows, write_pool, write_table
+from jobs.bench.cascades import column_model, planted_rows, stage, write_pool, write_table
 from jobs.bench.models import Columns
-from jobs.bench.processes import MemorySample, Sampler
+from jobs.bench.processes import DRIVER, ROLES, MemorySample, Sampler, own_session, session_is_up
 
 STAGES = {"small": 1.0, "large": 4.0}
 DEFERRAL = (0.3,)
@@ -41,9 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def missing(options: argparse.Namespace) -> str | None:
     """Need a session of its own."""
-    import ray
-
-    return "a Ray session is up, whose object store has another size" if ray.is_initialized() else None
+    return session_is_up()
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -53,22 +50,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def follow(progress: RunProgress) -> None:
         sampler.n_rows = progress.n_finished
 
-    with tempfile.TemporaryDirectory() as folder, small_store(options.store_mb):
+    with tempfile.TemporaryDirectory() as folder, own_session(4, options.store_mb):
         path = Path(folder)
         policy = write_table(path / "LOGITS", STAGES, DEFERRAL)
-        stages = [
-            {
-                "name": name,
-                "model": {
-                    "kind": "python",
-                    "factory": "jobs.bench.models:from_column",
-                    "kwargs": {"column": f"gap{j}"},
-                },
-                "batch_size": options.batch,
-                "resources": {"num_cpus": 0.1},
-            }
-            for j, name in enumerate(STAGES)
-        ]
+        stages = [stage(name, column_model(place), options.batch) for place, name in enumerate(STAGES)]
         pool = write_pool(path / "pool.yaml", stages)
         inputs = dataset(options.rows, options.row_bytes)
         if options.parquet:
@@ -85,12 +70,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "rows_per_s": summary["n"] / summary["run_s"],
         "run_s": summary["run_s"],
         "controller_growth_mb": None if growth is None else growth / 1e6,
-        "peak_rss_mb": {role: sampler.peak(role) / 1e6 for role in ("controller", "reader", "worker")},
+        "peak_rss_mb": {role: sampler.peak(role) / 1e6 for role in (DRIVER, *ROLES)},
         "peak_stored_mb": max((sample.stored for sample in sampler.samples), default=0) / 1e6,
         "spilled_mb": max((sample.spilled for sample in sampler.samples), default=0) / 1e6,
         "samples": len(sampler.samples),
     }
     figures["spilled_to_input"] = figures["spilled_mb"] / figures["input_mb"]
+    figures["peak_to_input"] = {role: size / figures["input_mb"] for role, size in figures["peak_rss_mb"].items()}
     tell(figures)
     return figures
 
@@ -107,7 +93,9 @@ def tell(figures: dict[str, Any]) -> None:
         if growth is None
         else f"the controller grew by {growth:.1f} MB after the first 5 % of the rows"
     )
-    print("most memory of one process: " + ", ".join(f"{role} {size:,.0f} MB" for role, size in peak.items()))
+    shares = figures["peak_to_input"]
+    print("most memory of one process, and its share of the input: ", end="")
+    print(", ".join(f"{role} {size:,.0f} MB ({shares[role]:.1%})" for role, size in peak.items()))
     print(f"object store: at most {figures['peak_stored_mb']:,.0f} MB in use, {figures['spilled_mb']:,.0f} MB spilled")
 
 
@@ -135,23 +123,3 @@ def dataset(n: int, row_bytes: int) -> Any:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     return ray.data.range(n).map_batches(make, batch_size=ROWS_PER_MAKE, batch_format="numpy")
-
-
-@contextmanager
-def small_store(megabytes: float) -> Iterator[None]:
-    """Start a Ray session whose object store has a size, for the length of the block."""
-    import ray
-
-    keep_store_free()
-    ray.init(
-        address="local",
-        num_cpus=4,
-        object_store_memory=int(megabytes * 1e6),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()

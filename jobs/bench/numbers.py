@@ -1,4 +1,4 @@
-"""Measure the fits and the sweep against what a user would otherwise run, as ratios from one run.
+"""Measure the fits, the sweep and the search of chains against what a user would otherwise run, as ratios of one run.
 
 Every figure is the best of the repeats.
 """
@@ -9,18 +9,19 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import cauc_ray
-from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
-from cauc_ray.data.writing import write_logits
 from cauc_ray.numbers.calibration import fit_pair, fit_temperature
 from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.sweep import sweep
 from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.search import MOST_MODELS
+from jobs.bench.cascades import write_split
 from jobs.bench.part import absent
 
 SWEEP_STAGES = 7
@@ -31,6 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
     parser.add_argument("--rows", type=int, default=12_500, help="rows of the matrix of logits")
     parser.add_argument("--options", type=int, default=1_000, help="options of a row")
+    parser.add_argument("--search-rows", type=int, default=2_500, help="of a split of the table that is searched")
+    parser.add_argument("--search-models", type=int, default=MOST_MODELS, help="of that table")
     parser.add_argument("--repeats", type=int, default=5, help="how often each is measured")
 
 
@@ -52,6 +55,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         **pair(first, second, labels, options.repeats),
         **exact_sweep(rng, options.rows, options.repeats),
         **setup(rng, options.repeats),
+        **search(rng, options.search_rows, options.search_models),
     }
 
 
@@ -138,19 +142,40 @@ def exact_sweep(rng: np.random.Generator, n: int, repeats: int) -> dict[str, flo
 def setup(rng: np.random.Generator, repeats: int) -> dict[str, float]:
     """Time Base and RF from a logit table of two models on 1,531 questions of four options, files included."""
     with tempfile.TemporaryDirectory() as folder:
-        for split in ("calibration", "validation"):
-            labels = rng.integers(0, 4, 1531)
-            ids = [f"{split}-{row}" for row in range(1531)]
-            for model, strength in (("small", 1.0), ("large", 2.0)):
-                logits = planted_logits(rng, labels, 4, strength=strength, noise=1.0)
-                write_logits(folder, model, split, example_ids=ids, labels=labels, logits=logits)
-        models = [PoolModel(name="small", cost=8), PoolModel(name="large", cost=26)]
-        write_info(Path(folder), TableInfo(cost_unit="B params", logit_kind="raw", models=models))
-        both = ["small", "large"]
+        both = planted_table(Path(folder), rng, 1531, 4, 2)
         base, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="base"))
-        rf, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="rf", budget=20.0))
+        rf, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="rf", budget=1.5))
     print(f"set-up from a table of 2 x 1,531 x 4: Base {base * 1e3:.1f} ms, RF {rf * 1e3:.1f} ms")
     return {"setup_base_s": base, "setup_rf_s": rf}
+
+
+def search(rng: np.random.Generator, n: int, n_models: int) -> dict[str, Any]:
+    """Compare the search of the best sub-chain with as many fits of the whole chain as there are sub-chains."""
+    found: dict[str, Any] = {"searched_models": n_models}
+    with tempfile.TemporaryDirectory() as folder:
+        models = planted_table(Path(folder), rng, n, 10, n_models)
+        for method in ("base", "rf"):
+            searched_s, policy = best_of(
+                1, partial(cauc_ray.fit, folder, models=models, method=method, search=True, budget=1.3**n_models)
+            )
+            whole_s, _ = best_of(2, partial(cauc_ray.fit, folder, models=models, method=method))
+            chains = policy.search.n_chains
+            ratio = whole_s * chains / searched_s
+            print(
+                f"{method}: the best of {chains:,} chains in {searched_s:.1f} s; so many fits, {ratio:.1f} times that"
+            )
+            found[f"search_{method}"] = {"chains": chains, "seconds": searched_s, "fits_over_search": ratio}
+    return found
+
+
+def planted_table(table: Path, rng: np.random.Generator, n: int, k: int, n_models: int) -> list[str]:
+    """Write a table of models, each a little better and more expensive than the one before; return their names."""
+    models = {f"model-{place}": 1.6**place for place in range(n_models)}
+    for split in ("calibration", "validation"):
+        labels = rng.integers(0, k, n)
+        logits = [planted_logits(rng, labels, k, strength=1.0 + 0.3 * place, noise=1.0) for place in range(n_models)]
+        write_split(table, models, split, [f"{split}-{row}" for row in range(n)], labels, logits)
+    return list(models)
 
 
 def best_of(repeats: int, work: Callable[[], Any]) -> tuple[float, Any]:

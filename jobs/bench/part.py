@@ -12,10 +12,9 @@ from cauc_ray.errors import CaucError
 # In the order in which they run; each is the module of that name beside this one.
 PARTS = (
     "numbers",
-    "search",
     "calibrate",
+    "spread",
     "collect",
-    "bound",
     "plan",
     "ray_data",
     "saving",

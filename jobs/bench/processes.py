@@ -1,7 +1,8 @@
-"""Memory of the processes of a Ray session that this process started."""
+"""A Ray session of a part's own, and the memory of its processes."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -9,9 +10,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import psutil
+import ray
 
-# What the titles of Ray's actors hold, by what they do in a run.
+from cauc_ray.execution.session import keep_store_free
+
+# What the titles of Ray's actors and tasks hold, by what they do in a run; the driver is this process.
+DRIVER = "driver"
 ROLES = {"controller": "RunController", "reader": "read_blocks", "worker": "StageWorker"}
+
+
+@contextmanager
+def own_session(n_cpus: int, store_mb: float | None = None) -> Iterator[None]:
+    """Start a Ray session with so many CPUs and such an object store, for the length of the block."""
+    keep_store_free()
+    ray.init(
+        address="local",
+        num_cpus=n_cpus,
+        object_store_memory=None if store_mb is None else int(store_mb * 1e6),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def session_is_up() -> str | None:
+    """Return why a part cannot start a session of its own, None where it can."""
+    return "a Ray session is up, and this needs one of its own" if ray.is_initialized() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +95,7 @@ class Sampler:
 
 def rss_by_role() -> dict[str, tuple[int, ...]]:
     """Return the bytes in memory of each process of the session, by its role in a run."""
-    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    found: dict[str, list[int]] = {DRIVER: [psutil.Process().memory_info().rss], **{role: [] for role in ROLES}}
     for process in psutil.Process().children(recursive=True):
         try:
             title = " ".join(process.cmdline())
@@ -82,7 +110,6 @@ def rss_by_role() -> dict[str, tuple[int, ...]]:
 def object_store_bytes() -> tuple[int, int]:
     """Return the bytes that objects take in the store now, and those that were ever spilled from it."""
     # What `ray memory --stats-only` prints: Ray has no public call for it, and its metrics are ten seconds old.
-    import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
     state = get_state_from_address(ray.get_runtime_context().gcs_address)

@@ -1,9 +1,12 @@
 """Measure a two-stage cascade through cauc-ray against the same cascade in Ray Data alone, cold start on both sides.
 
-Both read the same Parquet rows (512 float32 each beside what the models read), use the same sleeping models and the
+Both read the same Parquet rows (512 float32 each next to what the models read), use the same sleeping models and the
 same policy step, and write the same predictions. One Ray session is up before either starts; each turn starts its own
-actors. cauc-ray and the plans of data_plans.py take turns, and the best turn of each counts. Three cases: a fixed cost
-per call and one per row, the same totals at a full batch as a cost per row only, and the first with nothing deferred.
+actors. cauc-ray and two plans that a user of Ray Data would write take turns, and the best turn of each counts:
+`union`, filters and a union over a materialized first stage whose deferred rows are gathered into blocks of full
+batches, the best of its kind; and `chain`, whose large stage sees whole blocks and calls its model on full batches of
+the deferred rows in them. Three cases: a fixed cost per call and one per row, the same totals at a full batch as a cost
+per row only, and the first with nothing deferred.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +24,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray
 
 import cauc_ray
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.session import ray_session
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import planted_rows, write_input, write_pool, write_table
+from jobs.bench.cascades import column_model, planted_rows, stage, write_input, write_pool, write_table
+from jobs.bench.models import Columns, from_column
 
 MODELS = ("small", "large")
 PAYLOAD = 512
@@ -34,8 +40,8 @@ PAYLOAD = 512
 FIXED = ((0.005, 0.0), (0.020, 0.0001))
 CASES = ("fixed", "per_row", "nothing_deferred")
 INPUT_FILES = 8
-# The plans of filter, map_batches and union; the others gather or skip the deferred rows within a model's own code.
-UNION_PLANS = ("lazy", "materialized", "repartitioned")
+# What stays of a row that has its answer: the columns of a cauc-ray run's predictions.
+ANSWER = ("example_id", "prediction", "confidence", "stage", "cost", "label")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +51,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deferral", type=float, default=0.3, help="share of the rows that the large model answers")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which costs to measure")
-    parser.add_argument("--plans", nargs="+", default=None, help="plans of data_plans.py, None for all")
 
 
 def missing(options: argparse.Namespace) -> str | None:
@@ -67,99 +72,152 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def one_case(folder: Path, case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Write the input, let the sides take turns, and check that they gave the same answers."""
     deferral = 0.0 if case == "nothing_deferred" else options.deferral
-    takes = per_row(options.batch) if case == "per_row" else FIXED
-    kwargs = [
-        {"column": f"gap{place}", "seconds_per_call": call, "seconds_per_row": row}
-        for place, (call, row) in enumerate(takes)
-    ]
-    seconds = [call + row * options.batch for call, row in takes]
-    policy = write_table(folder / "LOGITS", dict(zip(MODELS, seconds, strict=True)), [deferral or 0.3])
+    takes = [(0.0, call / options.batch + row) if case == "per_row" else (call, row) for call, row in FIXED]
+    models = [column_model(place, per_call=call, per_row=row) for place, (call, row) in enumerate(takes)]
+    costs = {name: call + row * options.batch for name, (call, row) in zip(MODELS, takes, strict=True)}
+    policy = write_table(folder / "LOGITS", costs, [deferral or 0.3])
     rng = np.random.default_rng(0)
     columns = planted_rows(rng, options.rows, [deferral]).columns()
     payload = rng.random((options.rows, PAYLOAD), dtype=np.float32)
     columns["payload"] = pa.FixedShapeTensorArray.from_numpy_ndarray(payload)
     inputs = write_input(folder / "input", columns, files=INPUT_FILES)
     del columns, payload
-    sides = {"cauc-ray": ours(folder, inputs, policy, kwargs, options.batch)}
-    sides |= plans(inputs, policy, kwargs, options.batch, options.plans)
+    stages = [stage(name, model, options.batch, num_cpus=0.5) for name, model in zip(MODELS, models, strict=True)]
+    pool = write_pool(folder / "pool.yaml", stages)
+    cascade = DataCascade(policy, models[0]["kwargs"], models[1]["kwargs"], options.batch)
+    sides: dict[str, Callable[[Path], object]] = {"cauc-ray": partial(cauc_ray.run, pool, policy, inputs)}
+    sides |= {plan.__name__: partial(plan, cascade, inputs) for plan in (union, chain)}
+    configure_ray_data()
     turns: dict[str, list[float]] = {side: [] for side in sides}
     for turn in range(options.repeats):
         for side, run in sides.items():
-            out = folder / f"{side}-{turn}"
             started = time.perf_counter()
-            run(out)
+            run(folder / f"{side}-{turn}")
             turns[side].append(options.rows / (time.perf_counter() - started))
-            print(f"{side:>15}: {turns[side][-1]:8,.0f} rows/s", flush=True)
-    for side in sides:
-        compare_answers(folder / "cauc-ray-0" / "predictions", folder / f"{side}-0", side)
+            print(f"{side:>9}: {turns[side][-1]:8,.0f} rows/s", flush=True)
+    for plan in (union, chain):
+        require_same(folder / "cauc-ray-0" / "predictions", folder / f"{plan.__name__}-0", plan.__name__)
     best = {side: max(rates) for side, rates in turns.items()}
-    own = best.pop("cauc-ray")
-    rival = max(best, key=best.__getitem__)
-    union = max((plan for plan in best if plan in UNION_PLANS), key=best.__getitem__, default=None)
-    print(f"cauc-ray {own:,.0f} rows/s; best of Ray Data, {rival}, {best[rival]:,.0f}: {own / best[rival]:.2f} times")
-    if union is not None:
-        print(f"  best of those with filter and union, {union}, {best[union]:,.0f}: {own / best[union]:.2f} times")
+    rate = best.pop("cauc-ray")
+    for rival, theirs_per_s in best.items():
+        print(f"cauc-ray {rate:,.0f} rows/s, Ray Data's {rival} {theirs_per_s:,.0f}: {rate / theirs_per_s:.2f} times")
     return {
         "rows": options.rows,
         "turns_rows_per_s": turns,
-        "rows_per_s": own,
+        "rows_per_s": rate,
         "ray_data_rows_per_s": best,
-        "best_plan": rival,
-        "to_best_plan": own / best[rival],
-        "best_union_plan": union,
-        "to_best_union_plan": None if union is None else own / best[union],
-        "to_plan": {plan: own / rate for plan, rate in best.items()},
+        "to_plan": {rival: rate / theirs_per_s for rival, theirs_per_s in best.items()},
     }
 
 
-def per_row(batch: int) -> tuple[tuple[float, float], ...]:
-    """Return the same seconds of a full batch with no fixed cost per call."""
-    return tuple((0.0, call / batch + row) for call, row in FIXED)
-
-
-def ours(
-    folder: Path, inputs: Path, policy: Policy, kwargs: list[dict[str, Any]], batch: int
-) -> Callable[[Path], object]:
-    """Return what runs the cascade through cauc-ray."""
-    stages = [
-        {
-            "name": name,
-            "model": {"kind": "python", "factory": "jobs.bench.models:from_column", "kwargs": own},
-            "batch_size": batch,
-            "resources": {"num_cpus": 0.5},
-        }
-        for name, own in zip(MODELS, kwargs, strict=True)
-    ]
-    pool = write_pool(folder / "pool.yaml", stages)
-    return lambda out: cauc_ray.run(pool, policy, inputs, out)
-
-
-def plans(
-    inputs: Path, policy: Policy, kwargs: list[dict[str, Any]], batch: int, names: list[str] | None
-) -> Mapping[str, Callable[[Path], object]]:
-    """Return what runs each plan of Ray Data."""
-    import ray
-
-    from jobs.bench.data_plans import PLANS, DataCascade
-
+def configure_ray_data() -> None:
+    """Have Ray Data print nothing, and read files into as many blocks as it is told."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     # Ray 2.60's newer reader packs the files into blocks of 128 MB, two in all here, so that the stages do not overlap.
     context.use_datasource_v2 = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    cascade = DataCascade(policy, kwargs[0], kwargs[1], batch, INPUT_FILES)
-    chosen = PLANS if names is None else {name: PLANS[name] for name in names}
-    return {name: partial(plan, cascade, inputs) for name, plan in chosen.items()}
 
 
-def compare_answers(expected: Path, found: Path, side: str) -> None:
+def require_same(expected: Path, found: Path, side: str) -> None:
     """Raise ExecutionError where a side's predictions are not the same, row for row."""
-    folder = found / "predictions" if (found / "predictions").is_dir() else found
     own, theirs = (
-        pa.concat_tables(read_parquet(file) for file in parquet_files(path)).sort_by("example_id")
-        for path in (expected, folder)
+        pa.concat_tables(map(read_parquet, parquet_files(path))).sort_by("example_id") for path in (expected, found)
     )
     for name in own.column_names:
         if not pc.all(pc.equal(own.column(name), theirs.column(name))).as_py() or len(own) != len(theirs):
             raise ExecutionError(f"{side}: column {name} of the predictions is not what cauc-ray answered")
+
+
+class Small:
+    """The first stage: answers every row, and keeps next to the answer what a deferred row takes along."""
+
+    def __init__(self, policy: Policy, kwargs: Mapping[str, Any]) -> None:
+        self._policy = policy
+        self._model = from_column(**kwargs)
+
+    def __call__(self, batch: Columns) -> Columns:
+        """Add the answer, whether it is accepted, and the policy's state."""
+        step = self._policy.start(self._model(batch))
+        n = len(step.predictions)
+        return {
+            **batch,
+            "prediction": step.predictions.astype(np.int32),
+            "confidence": step.confidences.astype(np.float32),
+            "stage": np.where(step.accepted, 0, 1).astype(np.int8),
+            "cost": np.full(n, self._policy.stages[0].cost, np.float32),
+            "state": step.state,
+        }
+
+
+class Large:
+    """The second stage: answers the deferred rows of a batch, in calls of so many, and drops what nobody needs now."""
+
+    def __init__(self, policy: Policy, kwargs: Mapping[str, Any], rows_per_call: int) -> None:
+        self._policy = policy
+        self._model = from_column(**kwargs)
+        self._rows_per_call = rows_per_call
+
+    def __call__(self, batch: Columns) -> Columns:
+        """Replace the answers of the deferred rows."""
+        answered = {name: batch[name] for name in ANSWER}
+        for name in ("prediction", "confidence", "cost"):
+            answered[name] = answered[name].copy()  # what Ray Data gives out is read-only
+        deferred = np.flatnonzero(batch["stage"] == 1)
+        for start in range(0, len(deferred), self._rows_per_call):
+            rows = deferred[start : start + self._rows_per_call]
+            logits = self._model({name: column[rows] for name, column in batch.items()})
+            step = self._policy.step(1, logits, batch["state"][rows])
+            answered["prediction"][rows] = step.predictions
+            answered["confidence"][rows] = step.confidences
+            answered["cost"][rows] += np.float32(self._policy.stages[1].cost)
+        return answered
+
+
+@dataclass(frozen=True, slots=True)
+class DataCascade:
+    """The cascade's parts in Ray Data.   small, large: keyword arguments of from_column.   batch: rows in a call."""
+
+    policy: Policy
+    small: Mapping[str, Any]
+    large: Mapping[str, Any]
+    batch: int
+
+    def answered(self, inputs: Path) -> Any:
+        """Read the input and ask the small model."""
+        rows = ray.data.read_parquet(str(inputs), override_num_blocks=INPUT_FILES)
+        return self._asked(rows, Small, (self.policy, self.small), self.batch)
+
+    def finished(self, rows: Any, batch: int | None) -> Any:
+        """Ask the large model for the deferred among so many rows at a time, None for a whole block."""
+        return self._asked(rows, Large, (self.policy, self.large, self.batch), batch)
+
+    def _asked(self, rows: Any, kind: type, arguments: tuple[Any, ...], batch: int | None) -> Any:
+        return rows.map_batches(
+            kind,
+            fn_constructor_args=arguments,
+            batch_size=batch,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(size=1),
+            num_cpus=0.5,
+            udf_modifying_row_count=False,
+        )
+
+
+def union(cascade: DataCascade, inputs: Path, out: Path) -> None:
+    """Split what the small model has answered, gather the deferred rows, and put both branches together."""
+    stage_of, answered = ray.data.expressions.col("stage"), cascade.answered(inputs).materialize()
+    accepted = answered.filter(expr=stage_of == 0).select_columns(list(ANSWER))
+    deferred = answered.filter(expr=stage_of == 1).repartition(target_num_rows_per_block=4 * cascade.batch)
+    write(accepted.union(cascade.finished(deferred, cascade.batch)), out)
+
+
+def chain(cascade: DataCascade, inputs: Path, out: Path) -> None:
+    """Have the large stage see whole blocks and call its model on full batches of the deferred rows in them."""
+    write(cascade.finished(cascade.answered(inputs), None), out)
+
+
+def write(rows: Any, out: Path) -> None:
+    """Write the predictions: the columns of a cauc-ray run's."""
+    rows.select_columns(list(ANSWER)).write_parquet(str(out), mode=ray.data.SaveMode.OVERWRITE)

@@ -23,7 +23,7 @@ import cauc_ray
 from cauc_ray.execution.session import ray_session
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import write_pool
+from jobs.bench.cascades import stage, write_pool
 from jobs.bench.ledgers import read_calls
 from jobs.bench.part import absent
 
@@ -61,7 +61,9 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return both sides' seconds and the ratios."""
     table = options.data / "logits" / "cifar10"
     models = [f"resnet{depth}" for depth in options.depths]
-    pool = write_pool(folder / "pool.yaml", [stage(depth, options) for depth in options.depths], "image-classification")
+    pool = write_pool(
+        folder / "pool.yaml", [resnet(depth, options) for depth in options.depths], "image-classification"
+    )
     images = test_images(options.data, table, models[-1])
     write_rows(folder / "timed", images.slice(0, options.timed_rows))
     write_rows(folder / "input", copied(images.slice(0, options.rows), options.copies))
@@ -101,21 +103,14 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def stage(depth: int, options: argparse.Namespace) -> dict[str, Any]:
+def resnet(depth: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return a ResNet as a stage whose replicas have one thread each."""
     weights = str((options.data / "cifar10_resnets" / f"resnet{depth}.safetensors").resolve())
-    return {
-        "name": f"resnet{depth}",
-        "model": {
-            "kind": "python",
-            "factory": "examples.cifar_resnets:load",
-            "kwargs": {"depth": depth, "weights": weights},
-        },
-        "batch_size": options.batch,
-        "replicas": {"min": options.replicas, "max": options.replicas},
-        # Less than a CPU, so that all stages' replicas fit; Ray gives such an actor one thread.
-        "resources": {"num_cpus": 0.9 / len(options.depths)},
-    }
+    kwargs = {"depth": depth, "weights": weights}
+    model = {"kind": "python", "factory": "examples.cifar_resnets:load", "kwargs": kwargs}
+    # Less than a CPU, so that all stages' replicas fit; Ray gives such an actor one thread.
+    num_cpus = 0.9 / len(options.depths)
+    return stage(f"resnet{depth}", model, options.batch, replicas=options.replicas, num_cpus=num_cpus)
 
 
 def one_stage(table: Path, model: str, cost: float = 1.0) -> Policy:

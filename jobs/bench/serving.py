@@ -1,42 +1,40 @@
-"""Measure the served cascade against hand-written Ray Serve compositions of the same sleeping stages, without a policy.
+"""Measure the served cascade against a hand-written Ray Serve composition of the same stages, without a policy.
 
-All sides of a case are deployed beside each other and take turns under the same load, made by closed-loop clients in
+Both sides of a case are deployed next to each other and take turns under the same load, made by closed-loop clients in
 one process; every answer is checked. A ratio is of one turn of each side, close in time: the median over the turns is
-given, and the range.
-Cases: an ordinary cascade (our router against one that batches before each stage by hand, and against one that calls
-stages per request), models of no time, and a large model slow enough to be the bottleneck with the cascade, too, whose
-throughput is compared with the largest model's alone. The first two also behind Ray's HAProxy ingress.
+given, and the range. Cases: an ordinary cascade, and models of no time, of which what is left is what serving takes.
+Behind Ray's own proxy and behind its HAProxy ingress.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeAlias
 
 from cauc_ray.errors import ExecutionError
+from jobs.bench.children import free_ports, printed
 from jobs.bench.part import absent
-from jobs.bench.serving_cases import CASES, FEW, MANY, ONE, SOME, Plan
-from jobs.bench.serving_ratios import Turns, compare, tell, tell_turn
+from jobs.bench.serving_cases import CASES, FEW, MANY, ONE, OURS, Plan
 
-ROOT = Path(__file__).parents[2]
 PROXY, HAPROXY = "proxy", "haproxy"
-BEHIND = {PROXY: ("sleeping", "instant", "slow"), HAPROXY: ("sleeping", "instant")}
+FIGURES = ("per_s", "p50_s", "p99_s")
+
+Turn: TypeAlias = dict[str, Any]
+# By case and load, then by side; as a session printed them.
+Turns: TypeAlias = dict[tuple[str, str], dict[str, list[Turn]]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes."""
     parser.add_argument("--few", type=int, default=16, help="clients where latency is compared")
-    parser.add_argument("--some", type=int, default=48, help="clients of the slow model: enough that it never idles")
     parser.add_argument("--many", type=int, default=128, help="clients where throughput is compared")
     parser.add_argument("--seconds", type=float, default=4.0, help="what is measured of each turn")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds of load before that")
@@ -44,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deferral", type=float, default=0.3, help="share of the rows that the large model answers")
     parser.add_argument("--rows", type=int, default=2000, help="different requests")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which models to measure")
-    parser.add_argument("--ingress", nargs="+", choices=BEHIND, default=list(BEHIND), help="what takes the requests")
+    parser.add_argument(
+        "--ingress", nargs="+", choices=(PROXY, HAPROXY), default=[PROXY, HAPROXY], help="what takes the requests"
+    )
 
 
 def missing(options: argparse.Namespace) -> str | None:
@@ -55,19 +55,16 @@ def missing(options: argparse.Namespace) -> str | None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure behind one ingress after the other."""
     results: dict[str, Any] = {}
+    plan = Plan(
+        cases=options.cases,
+        clients={ONE: 1, FEW: options.few, MANY: options.many},
+        rows=options.rows,
+        deferral=options.deferral,
+        turns=options.turns,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+    )
     for ingress in options.ingress:
-        cases = tuple(case for case in BEHIND[ingress] if case in options.cases)
-        if not cases:
-            continue
-        plan = Plan(
-            cases=cases,
-            clients={ONE: 1, FEW: options.few, SOME: options.some, MANY: options.many},
-            rows=options.rows,
-            deferral=options.deferral,
-            turns=options.turns,
-            seconds=options.seconds,
-            warm_up_s=options.warm_up,
-        )
         print(f"-- behind Ray's {'HAProxy' if ingress == HAPROXY else 'own proxy'}", flush=True)
         turns: Turns = {}
         for turn in session_turns(plan, ingress):
@@ -78,32 +75,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def session_turns(plan: Plan, ingress: str) -> Iterator[dict[str, Any]]:
+def session_turns(plan: Plan, ingress: str) -> Iterator[Turn]:
     """Measure on a Serve instance of its own, and yield what each turn measured.
 
+    In a process of its own, since Ray's environment chooses the ingress before Serve is imported.
     Raises ExecutionError when the session ends before it is done.
     """
-    with ExitStack() as resources:
-        folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="serving", dir="/tmp")))
-        log = resources.enter_context((folder / "log").open("w+"))
-        process = resources.enter_context(
-            subprocess.Popen(
-                [sys.executable, "-m", "jobs.bench.serving_session", json.dumps(asdict(plan))],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **(haproxy_environment(folder) if ingress == HAPROXY else {})},
-            )
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):  # Ray may write there, too
-                yield json.loads(line)
-        if process.wait():
-            log.seek(0)
-            last = (log.read().strip().splitlines() or ["?"])[-1]
-            raise ExecutionError(f"the session behind {ingress} ended with {process.returncode}: {last}")
+    with tempfile.TemporaryDirectory(prefix="serving", dir="/tmp") as folder:
+        env = haproxy_environment(Path(folder)) if ingress == HAPROXY else None
+        yield from printed(sys.executable, "-m", "jobs.bench.serving_session", json.dumps(asdict(plan)), env=env)
 
 
 def haproxy_environment(folder: Path) -> dict[str, str]:
@@ -125,10 +105,51 @@ def haproxy_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def free_ports(n: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    with ExitStack() as held:
-        listeners = [held.enter_context(socket.socket()) for _ in range(n)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
+def compare(turns: Turns) -> dict[str, Any]:
+    """Return each case's medians and the ratios of our turns to the others. Raises ExecutionError for wrong answers."""
+    found: dict[str, Any] = {}
+    for (case, load), by_side in turns.items():
+        of_load: dict[str, Any] = {side: summary(own, side) for side, own in by_side.items()}
+        for side, theirs in by_side.items():
+            if side != OURS:
+                pairs = list(zip(by_side[OURS], theirs, strict=True))
+                of_load[f"to_{side}"] = {
+                    name: spread([own[name] / other[name] for own, other in pairs]) for name in FIGURES
+                }
+        found.setdefault(case, {})[load] = of_load
+    return found
+
+
+def summary(turns: Sequence[Turn], side: str) -> dict[str, Any]:
+    """Return a side's figures under one load."""
+    counts = sum((Counter(turn["counts"]) for turn in turns), Counter[str]())
+    if counts["wrong"]:
+        raise ExecutionError(f"{side}: {counts['wrong']} of {counts.total()} answers were wrong")
+    return {name: spread([turn[name] for turn in turns]) for name in FIGURES} | {"counts": dict(counts)}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the range."""
+    return {"median": median(values), "least": min(values), "most": max(values)}
+
+
+def tell_turn(turn: Turn, clients: Mapping[str, int]) -> None:
+    """Print a turn as it ends."""
+    n, counts = clients[turn["load"]], ", ".join(f"{n} {kind}" for kind, n in sorted(turn["counts"].items()))
+    print(
+        f"{turn['case']:>8}, {n:>3} clients, {turn['side']:>9}: {turn['per_s']:6.1f} requests/s, "
+        f"p50 {turn['p50_s'] * 1e3:6.1f} ms, p99 {turn['p99_s'] * 1e3:6.1f} ms ({counts})",
+        flush=True,
+    )
+
+
+def tell(found: Mapping[str, Any], clients: Mapping[str, int]) -> None:
+    """Print the ratios behind one ingress."""
+    for case, by_load in found.items():
+        for load, of_load in by_load.items():
+            for side in [side for side in of_load if f"to_{side}" in of_load]:
+                ratios = [
+                    f"{name} {value['median']:.2f} times ({value['least']:.2f}–{value['most']:.2f})"
+                    for name, value in of_load[f"to_{side}"].items()
+                ]
+                print(f"{case}, {clients[load]} clients, {OURS} against {side} by hand: {', '.join(ratios)}")

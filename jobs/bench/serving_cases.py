@@ -3,50 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import cauc_ray
 from cauc_ray.errors import ExecutionError
-from cauc_ray.files.documents import write_text
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import EASY_GAP, HARD_GAP, planted_rows, write_pool, write_table
+from jobs.bench.cascades import EASY_GAP, HARD_GAP, column_model, planted_rows, stage, write_pool, write_table
 
 MODELS = ("small", "large")
-# The fixed rule of the hand-written sides: a row whose small gap is nearer to 0 goes on.
+# The fixed rule of the hand-written side: a row whose small gap is nearer to 0 goes on.
 SURE_GAP = (EASY_GAP + HARD_GAP) / 2
-WAIT_S = 0.005
+BATCH, WAIT_S = 64, 0.005
 # Rows are shuffled within blocks of so many: any stretch of requests then defers nearly the planted share.
 BLOCK = 50
 
-# Sides: cauc-ray with the cascade and with the largest model alone, and the hand-written ones.
-OURS, OURS_LARGEST = "cauc-ray", "cauc-ray-largest"
-BATCHED, PER_SAMPLE, LARGEST = "batched", "per-sample", "largest"
+OURS, BATCHED, CALL_EACH = "cauc-ray", "batched", "call-each"
 # Loads, by how many clients there are; options say how many, but for one.
-ONE, FEW, SOME, MANY = "one", "few", "some", "many"
-
-
-@dataclass(frozen=True, slots=True)
-class StageSetting:
-    """One stage.   model: keyword arguments of from_column.   batch: rows in a call at most; wait_s: for more rows."""
-
-    name: str
-    model: dict[str, Any]
-    batch: int
-    wait_s: float = WAIT_S
-    replicas: int = 1
-    num_cpus: float = 0.1
-
-    @property
-    def seconds_per_row(self) -> float:
-        """Return the stage's seconds for a row where every call is full."""
-        per_call: float = self.model["seconds_per_call"] / self.batch + self.model["seconds_per_row"]
-        return per_call / self.replicas
+ONE, FEW, MANY = "one", "few", "many"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +32,26 @@ class Case:
     """Models and loads.   takes: seconds of a call and of a row, for each model.   loads: which sides take turns."""
 
     takes: tuple[tuple[float, float], ...]
-    batch: int
     loads: dict[str, tuple[str, ...]]
 
     @property
-    def sides(self) -> list[str]:
+    def sides(self) -> tuple[str, ...]:
         """Return the sides that any load is on."""
-        return list(dict.fromkeys(side for sides in self.loads.values() for side in sides))
+        return tuple(dict.fromkeys(side for sides in self.loads.values() for side in sides))
 
     @property
-    def settings(self) -> tuple[StageSetting, StageSetting]:
-        """Return the two stages."""
-        small, large = (
-            StageSetting(
-                name=name,
-                model={"column": f"gap{place}", "seconds_per_call": call, "seconds_per_row": row},
-                batch=self.batch,
-            )
-            for place, (name, (call, row)) in enumerate(zip(MODELS, self.takes, strict=True))
-        )
-        return small, large
-
-    def predicted_speedup(self, deferral: float) -> float:
-        """Return the throughput over the largest model's alone: its seconds per row over the bottleneck's."""
-        small, large = (setting.seconds_per_row for setting in self.settings)
-        return large / max(small, deferral * large)
+    def models(self) -> list[dict[str, Any]]:
+        """Return the two models as a pool has them."""
+        return [column_model(place, per_call=call, per_row=row) for place, (call, row) in enumerate(self.takes)]
 
 
 CASES = {
-    # What an ordinary cascade takes: what the router adds is to be small beside it.
+    # What an ordinary cascade takes: what the router adds is to be small next to it.
     "sleeping": Case(
-        takes=((0.005, 0.0), (0.020, 0.001)),
-        batch=64,
-        loads={FEW: (OURS, BATCHED), MANY: (OURS, BATCHED, PER_SAMPLE)},
+        takes=((0.005, 0.0), (0.020, 0.001)), loads={FEW: (OURS, BATCHED), MANY: (OURS, BATCHED, CALL_EACH)}
     ),
     # Models of no time: what is left is what serving takes.
-    "instant": Case(takes=((0.0, 0.0), (0.0, 0.0)), batch=64, loads={ONE: (OURS, BATCHED)}),
-    # A large model so slow that it is the bottleneck with the cascade, too, and not the machine's cores.
-    "slow": Case(
-        takes=((0.005, 0.0), (0.010, 0.020)),
-        batch=4,
-        loads={SOME: (OURS, OURS_LARGEST, LARGEST)},
-    ),
+    "instant": Case(takes=((0.0, 0.0), (0.0, 0.0)), loads={ONE: (OURS, BATCHED)}),
 }
 
 
@@ -103,7 +59,7 @@ CASES = {
 class Plan:
     """What one session measures.   clients: how many each load has.   seconds, warm_up_s: of a turn."""
 
-    cases: tuple[str, ...]
+    cases: Sequence[str]
     clients: dict[str, int]
     rows: int
     deferral: float
@@ -132,23 +88,14 @@ class Requests:
         predictions: Ints = (answering < 0).astype(np.int64)
         return predictions
 
-    def judge(self, side: str) -> Callable[[int, int, bytes], str]:
-        """Return what names an answer by the stage that gave it, or says that it is wrong or no answer."""
-        alone = side in (LARGEST, OURS_LARGEST)
-        predictions = (self.gaps[:, 1] < 0).astype(int) if alone else self.predictions
-        stages = np.zeros(len(self.gaps), np.int64) if alone else self.deferred_mask.astype(np.int64)
-        expected = list(zip(predictions.tolist(), stages.tolist(), strict=True))
-        names = (MODELS[1],) if alone else MODELS
-
-        def judged(place: int, status: int, body: bytes) -> str:
-            if status != 200:
-                return f"status {status}"
-            data = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
-            prediction, stage = expected[place]
-            right = data["prediction"] == [prediction] and data["stage"] == [stage]
-            return names[stage] if right else "wrong"
-
-        return judged
+    def judge(self, place: int, status: int, body: bytes) -> str:
+        """Name an answer by the stage that gave it, or say that it is wrong or no answer."""
+        if status != 200:
+            return f"status {status}"
+        data = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+        stage = int(self.deferred_mask[place])
+        right = data["prediction"] == [int(self.predictions[place])] and data["stage"] == [stage]
+        return MODELS[stage] if right else "wrong"
 
 
 def plant_requests(n: int, deferral: float) -> Requests:
@@ -170,37 +117,13 @@ def body_of(row: Sequence[float]) -> bytes:
     return json.dumps({"inputs": inputs, "outputs": outputs}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class CascadeFiles:
-    """What cauc-ray serves from: a pool, a policy for its chain, and one for the largest model alone."""
-
-    pool: Path
-    cascade: Path
-    largest: Path
-
-
-def write_cascade(folder: Path, case: Case, requests: Requests, deferral: float) -> CascadeFiles:
-    """Write the files of a case. Raises ExecutionError where the policy would not do as the fixed rule does."""
-    stages = [
-        {
-            "name": setting.name,
-            "model": {"kind": "python", "factory": "jobs.bench.models:from_column", "kwargs": setting.model},
-            "batch_size": setting.batch,
-            "serving": {"batch_wait_s": setting.wait_s},
-            "replicas": {"min": setting.replicas, "max": setting.replicas},
-            "resources": {"num_cpus": setting.num_cpus},
-        }
-        for setting in case.settings
-    ]
-    pool = write_pool(folder / "pool.yaml", stages)
-    costs = {name: place + 1.0 for place, name in enumerate(MODELS)}
-    cascade = write_table(folder / "LOGITS", costs, [deferral])
-    require_same_answers(cascade, requests)
-    largest = cauc_ray.fit(folder / "LOGITS", models=[MODELS[1]], method="rf", threshold=0.0)
-    files = CascadeFiles(pool, folder / "cascade.json", folder / "largest.json")
-    write_text(files.cascade, cascade.to_json())
-    write_text(files.largest, largest.to_json())
-    return files
+def write_cascade(folder: Path, case: Case, requests: Requests, deferral: float) -> tuple[Path, Policy]:
+    """Write the pool of a case; return it and its policy. Raises ExecutionError where that differs from the rule."""
+    serving = {"serving": {"batch_wait_s": WAIT_S}}
+    stages = [stage(name, model, BATCH) | serving for name, model in zip(MODELS, case.models, strict=True)]
+    policy = write_table(folder / "LOGITS", {name: place + 1.0 for place, name in enumerate(MODELS)}, [deferral])
+    require_same_answers(policy, requests)
+    return write_pool(folder / "pool.yaml", stages), policy
 
 
 def require_same_answers(policy: Policy, requests: Requests) -> None:

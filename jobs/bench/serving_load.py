@@ -1,4 +1,4 @@
-"""A light load on an HTTP service: clients that post prepared bodies, each waiting for its answer before the next."""
+"""A light load on an HTTP service: prepared bodies that clients post in turn, or that are posted when they are due."""
 
 from __future__ import annotations
 
@@ -35,16 +35,19 @@ def by_status(place: int, status: int, body: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is posted, by how many clients, for how long.
+    """What is posted, by how many clients or when, for how long.
 
-    bodies: taken in turn by all clients together, again from the first after the last.   timeout_s: of a request.
+    bodies: taken in turn by all clients together, again from the first after the last.   n_clients: that post, and
+    wait for the answer before the next.   due_s: in place of clients, when requests are posted, whatever has become of
+    others, in seconds since the load began, float (n,), rising; latencies count from there.   timeout_s: of a request.
     seconds: how long after the warm-up is measured; requests that are under way at its end are waited for.
     """
 
     url: str
     bodies: Sequence[bytes]
-    n_clients: int
     seconds: float
+    n_clients: int = 1
+    due_s: Floats | None = None
     warm_up_s: float = 1.0
     timeout_s: float = 30.0
     judge: Judge = by_status
@@ -55,12 +58,13 @@ class Load:
 class LoadResult:
     """What became of every request, those of the warm-up included; arrays (n,), in the order of the ends.
 
-    started_s: since the load began.   latency_s: until the whole answer was read, or
-    until it was given up.   statuses: 0 without an answer.   kinds: as judged, without an answer what was met.
+    began: when the load did, by time.perf_counter().   started_s: since then.   latency_s: until the whole answer was
+    read, or until it was given up.   statuses: 0 without an answer.   kinds: as judged, without an answer what was met.
     """
 
     warm_up_s: float
     seconds: float
+    began: float
     started_s: Floats
     latency_s: Floats
     statuses: Ints
@@ -86,12 +90,13 @@ class LoadResult:
         """Return the measured answers per second."""
         return float(self.measured_mask.sum()) / self.seconds
 
-    def latency_quantile(self, share: float) -> float:
-        """Return a quantile of the measured answers' seconds. Raises ExecutionError when there were none."""
+    @property
+    def measured_s(self) -> Floats:
+        """Return the seconds of the measured answers. Raises ExecutionError when there were none."""
         measured = self.latency_s[self.measured_mask]
         if not len(measured):
             raise ExecutionError(f"no request was answered in {self.seconds:g} s: {self.counts()}")
-        return float(np.quantile(measured, share))
+        return measured
 
     def counts(self) -> dict[tuple[int, str], int]:
         """Return how many requests ended with each status and kind, the warm-up's included."""
@@ -118,6 +123,7 @@ async def drive(load: Load) -> LoadResult:
     return LoadResult(
         warm_up_s=load.warm_up_s,
         seconds=load.seconds,
+        began=clients.began,
         started_s=np.array(started) - clients.began,
         latency_s=np.array(ended) - np.array(started),
         statuses=np.array(statuses),
@@ -138,18 +144,22 @@ class _Clients:
     async def run(self) -> None:
         """Make the load, and wait for the last answer."""
         async with asyncio.TaskGroup() as clients:
-            for _ in range(self._load.n_clients):
-                clients.create_task(self._ask_in_turn())
+            if self._load.due_s is None:
+                for _ in range(self._load.n_clients):
+                    clients.create_task(self._ask_in_turn())
+                return
+            for due in (self.began + self._load.due_s).tolist():
+                await asyncio.sleep(due - time.perf_counter())
+                clients.create_task(self._ask(due))
 
     async def _ask_in_turn(self) -> None:
-        while time.perf_counter() < self._until:
-            if await self._ask() == NO_ANSWER:
+        while (now := time.perf_counter()) < self._until:
+            if await self._ask(now) == NO_ANSWER:
                 await asyncio.sleep(PAUSE_S)
 
-    async def _ask(self) -> int:
+    async def _ask(self, started: float) -> int:
         """Post the next body, record what came of it and return the status."""
         place = next(self._places) % len(self._load.bodies)
-        started = time.perf_counter()
         status, met = await self._post(self._load.bodies[place])
         ended = time.perf_counter()
         kind = met if isinstance(met, str) else self._load.judge(place, status, met)

@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files
+from jobs.bench.children import ROOT
 from jobs.faults.cascade import BLOCK_ROWS, Cascade
 from jobs.faults.cluster import NOTICED_S, Cluster, kill, processes, replicas, wait_until
 from jobs.faults.models import give_order
@@ -43,7 +44,6 @@ _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
 # A stage of a service is down for so long, an object store full.
 DOWN_S, HELD_S = 6.0, 4.0
-ROOT = Path(__file__).parents[2]
 # What takes longer hangs.
 DEADLINE_S = 240.0
 

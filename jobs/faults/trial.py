@@ -62,7 +62,7 @@ class Answers:
         column = {"name": "payload", "shape": [1, NUMBER + 1], "datatype": "FP32"}
         inputs = [[{**column, "data": self.scene.cascade.heads[example]}] for example in self.scene.asked]
         bodies = [json.dumps({"inputs": own, "outputs": OUTPUTS}).encode() for own in inputs]
-        load = Load(self.url, bodies, N_CLIENTS, LOAD_S, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=self._judge)
+        load = Load(self.url, bodies, LOAD_S, N_CLIENTS, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=self._judge)
         began = time.monotonic()
         while time.monotonic() - began < HEALING_S:
             was_struck, since = struck.is_set(), time.monotonic()

@@ -8,7 +8,9 @@ from routed import routed
 from synthetic import chain
 from told_models import worker_of
 
-from cauc_ray.cascade.bundles import Bundle, Part
+from cauc_ray.cascade.bundles import Bundle, Part, in_batches
+from cauc_ray.cascade.bundles import joined as together
+from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageLimits
@@ -28,10 +30,17 @@ def workers(policy):
     return [worker_of(answers(stage), stage, {"": policy}, facts=FACTS[stage]) for stage in range(4)]
 
 
-def run(policy, *, seed=0, batch=16, queue=10**9, down=()):
+def answered(worker, parts, sources, batch):
+    """Answer a call batch by batch, as a run's replicas do."""
+    results, onward = zip(*(worker.decide(own, sources) for own in in_batches(parts, batch)), strict=True)
+    assert all(len(result.accepted) <= batch for result in results)
+    return CallResult.joined(results), together(onward)
+
+
+def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
     """Answer all rows, in blocks, by a scheduler and real workers whose calls end in any order; return the owners."""
     rng, of_stage, now = np.random.default_rng(seed), workers(policy), 0.0
-    scheduler = Scheduler([StageLimits(batch, 1.0, queue, 10**9)] * 4, open_rows=10**9)
+    scheduler = Scheduler([StageLimits(batch, 1.0, queue, 10**9, per_call)] * 4, open_rows=10**9)
     for stage in set(range(4)) - set(down):
         for number in range(2):
             scheduler.stages[stage].add_replica(10 * stage + number)
@@ -54,7 +63,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=()):
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
             parts = [Part.of([id(own) for own in sources].index(id(rows.source)), rows.places) for rows in call.rows]
-            scheduler.ended(call, *of_stage[call.stage].decide(parts, sources), now)
+            scheduler.ended(call, *answered(of_stage[call.stage], parts, sources, batch), now)
         assert now < 1000
     return scheduler, owners, sizes
 
@@ -64,12 +73,16 @@ def joined(owners, name):
 
 
 @given(
-    seed=st.integers(0, 2**32 - 1), begins=st.sampled_from([0, 2]), batch=st.integers(1, 40), queue=st.integers(40, 400)
+    seed=st.integers(0, 2**32 - 1),
+    begins=st.sampled_from([0, 2]),
+    batch=st.integers(1, 40),
+    queue=st.integers(40, 400),
+    per_call=st.integers(1, 5),
 )
-def test_every_row_ends_as_in_the_replay(seed, begins, batch, queue):
+def test_every_row_ends_as_in_the_replay(seed, begins, batch, queue, per_call):
     policy = routed(FITTED, begins=begins)
     expected = replay(policy, DATA)
-    _, owners, sizes = run(policy, seed=seed, batch=batch, queue=queue)
+    _, owners, sizes = run(policy, seed=seed, batch=batch, queue=queue, per_call=per_call)
     for name, of in [("predictions", expected.predictions), ("stages", expected.stages), ("costs", expected.costs)]:
         assert np.array_equal(joined(owners, name), of)
     assert np.array_equal(joined(owners, "confidences"), expected.confidences)

@@ -391,6 +391,18 @@ def test_the_last_rows_are_shared_out_among_the_replicas():
     assert len({call.replica for call in calls}) == 2
 
 
+@pytest.mark.parametrize(
+    ("batch_s", "replicas", "expected"), [(0.001, 1, 80), (0.001, 4, 20), (0.006, 1, 30), (1, 1, 10)]
+)
+def test_batches_that_take_next_to_no_time_share_a_call(batch_s, replicas, expected):
+    stage = StageLimits(10, 1e9, PLENTY, PLENTY, batches_per_call=8)
+    scheduler = one_block([stage], 100, replicas=replicas)
+    call = scheduler.next_call(0.0)
+    assert len(call) == 10  # nobody knows yet
+    scheduler.ended(call, replace(result(np.zeros(10), np.ones(10)), compute_s=batch_s), Source(), 0.0)
+    assert len(scheduler.next_call(0.0)) == expected
+
+
 def test_reading_is_bounded_by_rows_and_bytes_but_never_stops():
     for bounds in ({"queue_rows": 5}, {"queue_bytes": 5}):
         scheduler = Scheduler([limits(10, batch_wait_s=0.0, **bounds)], open_rows=PLENTY)

@@ -9,15 +9,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stored import damage, write
 
+from cauc_ray.data import text_files
 from cauc_ray.data.blocks import column_to_numpy, concat_column
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import DataError
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import path_of
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 
 
@@ -49,6 +51,35 @@ def parquet_folder(sizes, row_group_rows):
             )
             pq.write_table(table, f"{folder}/{number:04}.parquet", row_group_size=row_group_rows)
         yield Path(folder)
+
+
+TEXT_ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "n": st.integers(-(2**40), 2**40) | st.none(),
+            "x": st.floats(allow_nan=False, allow_infinity=False) | st.none(),
+            "t": st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1, max_size=6) | st.none(),
+            "label": st.integers(0, 9) | st.none(),
+        }
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@contextmanager
+def text_folder(ending, sizes, rows):
+    """Write files of so many rows, the first with a value in each column. Yields their folder, and one of Parquet."""
+    first = {"n": 1, "x": 0.5, "t": "A1", "label": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        made = [{"example_id": f"{row:03}", **(rows[row % len(rows)] if row else first)} for row in range(sum(sizes))]
+        for number, n in enumerate(sizes):
+            own, made = made[:n], made[n:]
+            write(Path(folder, "text", f"{number}.{ending}"), own)
+            kinds = [("example_id", pa.string()), ("n", pa.int64()), ("x", pa.float64()), ("t", pa.string())]
+            table = pa.Table.from_pylist(own, pa.schema([*kinds, ("label", pa.int64())]))
+            write(Path(folder, "tables", f"{number}.parquet"), table)
+        yield Path(folder, "text"), Path(folder, "tables")
 
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array(np.arange(6, dtype=np.float32)), 3)
@@ -392,15 +423,130 @@ def test_links_in_circles_pipes_and_parquet_beside_images(images):
 
 
 def test_a_folder_of_neither_is_refused_at_once(tmp_path):
-    with pytest.raises(DataError, match=r"there are no \.parquet files and no images \(\.jpg .*\) in /sys/class"):
+    with pytest.raises(
+        DataError, match=r"there are no tables \(\.parquet .*\) and no images \(\.jpg .*\) in /sys/class"
+    ):
         open_input("/sys/class")
     (tmp_path / os.fsdecode(b"\xff.jpg")).write_bytes(b"image")
     with pytest.raises(DataError, match="is not valid UTF-8; rename it"):
         open_input(tmp_path)
 
 
+@pytest.fixture(params=["csv", "jsonl"])
+def little_at_a_time(request, monkeypatch):
+    """An ending of text files, of which a few rows are read at once."""
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(text_files, "JSON_LETTERS", 100)
+    return request.param
+
+
+@given(
+    TEXT_ROWS,
+    st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    st.integers(1, 7),
+    st.sets(st.integers(0, 30)),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_text_files_give_the_rows_of_parquet_files(little_at_a_time, rows, sizes, block_rows, done):
+    with text_folder(little_at_a_time, sizes, rows) as (text, tables):
+        opened = open_input(text)
+        assert list(opened.identity.values()) == sizes
+        assert opened.n_rows == sum(sizes)
+        blocks, expected = read(text, block_rows), read(tables, block_rows)
+        assert ids(blocks) == ids(expected)
+        for name in ("n", "x", "t", "label"):
+            found, wanted = (
+                concat_column([block.columns[name] for block in each.values()]) for each in (blocks, expected)
+            )
+            assert str(found.tolist()) == str(wanted.tolist())
+        assert [block.labels.tolist() for block in read(text, 1).values()] == [
+            block.labels.tolist() for block in read(tables, 1).values()
+        ]
+        left = read(text, block_rows, done)
+        assert ids(left) == ids(blocks)
+        assert all("x" in block.columns for number, block in left.items() if number not in done)
+
+
+def test_a_column_has_one_type_over_all_of_a_file(tmp_path, little_at_a_time):
+    kinds = {"null": [None] * 90, "whole": [1] * 90, "number": [1] * 89 + [0.5], "text": [1] * 89 + ["A1"]}
+    kinds["number_late"] = [None] * 89 + [0.5]
+    rows = [{"example_id": f"{row:03}", **{k: v[row] for k, v in kinds.items()}} for row in range(90)]
+    file = write(tmp_path / f"x.{little_at_a_time}", rows)
+    first, *_, last = read(file, 30).values()
+    for block in (first, last):
+        assert block.example_ids[0].startswith("0")  # ids are text: 007 is not 7
+        assert [block.columns[k].dtype for k in kinds] == [object, np.int64, np.float64, object, np.float64]
+    assert (first.columns["text"][0], last.columns["text"][-1]) == ("1", "A1")
+    source = open_input(file).source(30, columns=frozenset({"example_id", "text"}))
+    ((_, block), *_) = source.blocks(0)
+    assert list(block.columns) == ["example_id", "text"]
+
+
+TEXT_REFUSED = [
+    (
+        r"x\.csv is not a readable CSV file: .*Row #3: Expected 2 columns, got 3",
+        {"x.csv": "example_id,x\na,1\nb,2,3\n"},
+    ),
+    (r"x\.csv is not a readable CSV file: .*[Ee]mpty", {"x.csv": ""}),
+    (r"x\.csv is not a readable CSV file: .* a quote is not closed", {"x.csv": 'example_id\n"' + "a,\n" * 100_000}),
+    (r"x\.csv has no column 'example_id'; it has id, x", {"x.csv": "id,x\na,1\n"}),
+    (r"x\.csv has two columns named 'x'", {"x.csv": "example_id,x,x\na,1,2\n"}),
+    (r"x\.csv, row 1: the row has no example_id", {"x.csv": "example_id,x\na,1\n,2\n"}),
+    (r"x\.csv holds no rows", {"x.csv": "example_id,x\n"}),
+    (r"x\.csv is not a readable CSV file: .*UTF8", {"x.csv": b"example_id,x\na,\xff\n"}),
+    (r"x\.jsonl, line 3: not JSON: ", {"x.jsonl": '{"example_id": "a"}\n\n{"example_id": \n'}),
+    (r"x\.ndjson, line 1: one JSON object a line is expected, got a list", {"x.ndjson": "[1]\n"}),
+    (r"x\.jsonl, row 1: the row has no example_id", {"x.jsonl": '{"example_id": "a"}\n{"x": 1}\n'}),
+    (
+        r"b\.csv has the columns example_id, y, but .*a\.csv has",
+        {"a.csv": "example_id,x\na,1", "b.csv": "example_id,y\nb,1"},
+    ),
+    (r"b\.csv does not fit the files before it: ", {"a.csv": "example_id,x\na,1", "b.csv": "example_id,x\nb,A"}),
+    (r"a\.csv and .*b\.jsonl are of different formats", {"a.csv": "example_id\na", "b.jsonl": '{"example_id": "b"}'}),
+]
+
+
+@pytest.mark.parametrize(("says", "files"), TEXT_REFUSED)
+def test_text_files_that_do_not_serve_are_refused_before_anything_is_read(tmp_path, monkeypatch, says, files):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100_000)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=f"^.*{says}.*$"):
+        open_input(tmp_path if len(files) > 1 else tmp_path / name)
+
+
+def test_text_files_that_change_end_the_reading_and_those_that_go_cost_their_rows(tmp_path, little_at_a_time):
+    for name in "ab":
+        rows = [{"example_id": f"{name}{row}", "x": row} for row in range(4)]
+        write(tmp_path / f"{name}.{little_at_a_time}", rows)
+    source, file = open_input(tmp_path).source(3), tmp_path / f"b.{little_at_a_time}"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + b"0\n")
+    with pytest.raises(DataError, match=r"b\.\w+ has changed since .* start a new run"):
+        list(source.blocks(0))
+    file.unlink()
+    first, second, third = (block for _, block in source.blocks(0))
+    assert (first.unreadable, second.may_return, third.may_return) == (None, True, True)
+    assert second.example_ids == ["a3", f"{file.name}:row 0", f"{file.name}:row 1"]
+    file.write_bytes(content)
+    assert [block.unreadable for _, block in source.blocks(0)] == [None] * 3
+
+
+def test_text_files_are_read_by_uri(s3, little_at_a_time):
+    folder = path_of(f"{s3}/text-{little_at_a_time}")
+    with text_folder(little_at_a_time, [40, 3], [{"n": 1, "x": 0.5, "t": "a", "label": 2}]) as (text, tables):
+        for file in text.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        assert ids(read(folder, 7)) == ids(read(tables, 7))
+
+
+def test_images_and_parquet_files_come_before_text_files(images):
+    (images / "labels.csv").write_text("example_id\na\n")
+    assert "a.jpg" in ids(read(images, 100))
+
+
 REFUSED = [
-    (r"there are no \.parquet files and no images", []),
+    (r"there are no tables \(\.parquet .*\) and no images", []),
     (r"0\.parquet has no column 'example_id'; it has id", [{"id": ["a"]}]),
     (r"0\.parquet: column 'example_id' \(list<", [{"example_id": [["a"]]}]),
     (r"0\.parquet: a row has no example_id", [{"example_id": ["a", None]}]),

@@ -181,6 +181,7 @@ class Teller:
         metrics.feedback("counted", 2)
         metrics.shadowed(0, costs)
         metrics.shadow_rows("compared", 2)
+        metrics.flush()
 
 
 def scrape():

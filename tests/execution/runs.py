@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from stored import write
 
 import cauc_ray
 from cauc_ray.files.parquet import parquet_files, read_parquet
@@ -61,13 +62,11 @@ def split_input(folder, chain):
     return folder / "input"
 
 
-def numbered_input(folder, n=40):
+def numbered_input(folder, n=40, ending="parquet"):
     """Write n rows with a column x in [-2, 2]."""
     x = [4 * row / max(1, n - 1) - 2 for row in range(n)]
-    folder.mkdir(exist_ok=True)
-    path = folder / "input.parquet"
-    pq.write_table(pa.table({"example_id": [f"row-{row}" for row in range(n)], "x": x}), path)
-    return path
+    table = pa.table({"example_id": [f"row-{row}" for row in range(n)], "x": x})
+    return write(folder / f"input.{ending}", table if ending == "parquet" else table.to_pylist())
 
 
 def two_model_policy(threshold=0.7):

@@ -7,18 +7,23 @@ import signal
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 from runs import by_example, read_all, write_pool
+from stored import write
 
 import cauc_ray
+from cauc_ray import execution
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError
 from cauc_ray.execution import manifest
-from cauc_ray.execution.collected import BLOCK_ROWS, Layout
+from cauc_ray.execution.collected import BLOCK_ROWS, CollectedTables, Layout, Target
+from cauc_ray.models.pool import load_pool
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 SPLITS = ("calibration", "validation", "test")
@@ -62,7 +67,7 @@ def questions(path, n, seed=0):
         # The longest is right more often than by chance, so that there is something to calibrate.
         label = int(np.argmax([len(choice) for choice in choices]) if rng.random() < 0.5 else rng.integers(k))
         rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    write(path, rows)
     return {row["id"]: row for row in rows}
 
 
@@ -87,6 +92,11 @@ def test_every_row_of_every_split_is_answered_once_by_every_model(tmp_path):
     assert summary["models"][0]["accuracy"] == right / 1500
     info = LogitTable(tmp_path / "L").info
     assert (info.cost_unit, [(m.name, m.cost) for m in info.models]) == ("s", [("long", 1), ("square", 1)])
+    assert "25/25/50" in info.note
+    assert info.logit_kind == info.models[0].logit_kind == "raw"
+    record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "_collect.json").read_text())
+    assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 750)
+    assert record["source"] == "python user_models:longest"
     policy = cauc_ray.fit(tmp_path / "L", models=["long", "square"], method="rf", costs=[1, 2])
     assert cauc_ray.evaluate(tmp_path / "L", policy).measures.n == 750
 
@@ -107,13 +117,17 @@ def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
     assert not (tmp_path / "L2").exists()
 
 
-def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "ending", ["csv", *(pytest.param(each, marks=pytest.mark.slow) for each in ("jsonl", "parquet"))]
+)
+def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monkeypatch, ending):
     monkeypatch.setattr(manifest, "COMMIT_S", 0.0)  # a part for each block
-    rows = questions(tmp_path / "q.parquet", 2500)
+    data = tmp_path / f"q.{ending}"
+    rows = questions(data, 2500)
     log = tmp_path / "calls"
     stage = python_stage("long", "longest")
     noted = python_stage("noted", "longest_noted", kwargs={"log": str(log)})
-    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    cauc_ray.collect(pool(tmp_path, stage, noted), data, tmp_path / "L")
     undisturbed = collected(tmp_path / "L", "noted")
     assert undisturbed.keys() == rows.keys()
     assert sum(map(int, log.read_text().split())) >= 2500
@@ -122,55 +136,42 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
     assert len(gone) == 3  # each split has more than one block
     gone[0].unlink()
     with pytest.raises(DataError, match=r"part-000001\.parquet is missing, which is committed"):
-        cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+        cauc_ray.collect(pool(tmp_path, stage, noted), data, tmp_path / "L")
     (gone[0].parent / "_manifest" / "part-000001.json").unlink()
     log.unlink()
-    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    cauc_ray.collect(pool(tmp_path, stage, noted), data, tmp_path / "L")
     assert collected(tmp_path / "L", "noted") == undisturbed
     again = {p for p, t in files.items() if p.stat().st_mtime_ns != t}
     assert again == set(gone[:1])  # nothing else was written anew
     assert sum(map(int, log.read_text().split())) == BLOCK_ROWS  # and nothing else computed
     log.unlink()
-    cauc_ray.collect(pool(tmp_path, stage, noted), tmp_path / "q.parquet", tmp_path / "L")
+    cauc_ray.collect(pool(tmp_path, stage, noted), data, tmp_path / "L")
     assert not log.exists()
 
 
 @pytest.mark.slow
 def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
-    questions(tmp_path / "r.parquet", 40, seed=1)
+    data, other = tmp_path / "q.csv", tmp_path / "other" / "q.csv"
+    questions(data, 40)
+    other.parent.mkdir()
+    header, *lines = data.read_text().splitlines(keepends=True)
+    other.write_text("".join([header, *lines[::-1]]))  # of the same size
     one = pool(tmp_path, python_stage("long", "longest"))
-    cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L")
+    cauc_ray.collect(one, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
     with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
-        cauc_ray.collect(one, tmp_path / "r.parquet", tmp_path / "L")
+        cauc_ray.collect(one, other, tmp_path / "L")
     with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
-        cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L", seed=1)
+        cauc_ray.collect(one, data, tmp_path / "L", seed=1)
     faster = pool(tmp_path, python_stage("long", "longest", batch_size=7, replicas={"min": 2}))
-    cauc_ray.collect(faster, tmp_path / "q.parquet", tmp_path / "L")  # how it is run makes no difference
+    cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
     other = pool(tmp_path, python_stage("long", "longest", kwargs={"exponent": 3.0}))
     with pytest.raises(ConfigError, match="is of another model of that name"):
-        cauc_ray.collect(other, tmp_path / "q.parquet", tmp_path / "L")
+        cauc_ray.collect(other, data, tmp_path / "L")
     flops = pool(tmp_path, python_stage("longer", "longest", cost={"gflops": 3}))
     with pytest.raises(ConfigError, match="holds costs in s, this pool gives GFLOPs"):
-        cauc_ray.collect(flops, tmp_path / "q.parquet", tmp_path / "L")
+        cauc_ray.collect(flops, data, tmp_path / "L")
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
-
-
-@pytest.mark.slow
-def test_a_dataset_of_the_same_size_with_other_rows_is_not_gone_on_with(tmp_path):
-    def write(ids):
-        table = pa.table({"example_id": ids, "image": [b"%c" % row for row in range(40)], "label": [0, 1] * 20})
-        pq.write_table(table, tmp_path / "i.parquet", use_dictionary=False, compression="none")
-        return (tmp_path / "i.parquet").stat().st_size
-
-    ids = [f"image-{row:02}" for row in range(40)]
-    size = write(ids)
-    stage = pool(tmp_path, python_stage("bright", "brightness"), task="image-classification")
-    cauc_ray.collect(stage, tmp_path / "i.parquet", tmp_path / "L", split="test")
-    assert write(ids[::-1]) == size
-    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
-        cauc_ray.collect(stage, tmp_path / "i.parquet", tmp_path / "L", split="test")
 
 
 @pytest.mark.slow
@@ -224,31 +225,37 @@ def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp
     assert summary["models"][0]["n_failed"] == 0
 
 
+ENDS = {
+    "dies": (
+        python_stage("bad", "always_dies", cost={"gflops": 2}),
+        r"every replica of stage 'bad' dies: .*unexpectedly exits",
+    ),
+    "has no cost": (python_stage("bad", "longest", cost=None), "stage 'bad': nobody says what a call costs"),
+}
+
+
 @pytest.mark.slow
-def test_a_model_that_always_kills_its_process_ends_the_collection_and_keeps_what_is_there(tmp_path):
+@pytest.mark.parametrize("how", ENDS)
+def test_a_model_that_cannot_go_on_ends_the_collection_and_what_is_there_stays(tmp_path, how):
+    bad, says = ENDS[how]
     questions(tmp_path / "q.parquet", 40)
-    good = python_stage("good", "longest")
-    bad = python_stage("bad", "always_dies")
+    good = python_stage("good", "longest", cost={"gflops": 1})
     cauc_ray.collect(pool(tmp_path, good), tmp_path / "q.parquet", tmp_path / "L")
-    with pytest.raises(ExecutionError, match=r"every replica of stage 'bad' dies: .*unexpectedly exits"):
-        cauc_ray.collect(pool(tmp_path, good, bad), tmp_path / "q.parquet", tmp_path / "L")
+    with pytest.raises(ExecutionError, match=says):
+        cauc_ray.collect(pool(tmp_path, bad), tmp_path / "q.parquet", tmp_path / "L")
     assert len(collected(tmp_path / "L", "good")) == 40
-    table = LogitTable(tmp_path / "L")
-    assert [model.name for model in table.info.models] == ["good"]
+    assert not list(tmp_path.glob("L/model=bad/**/*.parquet"))
+    assert [model.name for model in LogitTable(tmp_path / "L").info.models] == ["good"]
 
 
 @pytest.mark.slow
-def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
-    contents = [bytes([row]) for row in range(200)]
-    contents[17], contents[130] = b"", b""
-    labels = [0] * 200
-    labels[60] = 7
+def test_rows_that_fail_are_reported_and_left_out_of_chains_with_a_warning(tmp_path):
+    contents, labels = [bytes([row]) for row in range(200)], [0] * 200
+    contents[17], contents[130], labels[60] = b"", b"", 7
     images(tmp_path / "i.parquet", contents, labels)
-    stages = [python_stage("a", "brightness"), python_stage("b", "brightness", kwargs={"factor": 2.0})]
-    summary = cauc_ray.collect(
-        pool(tmp_path, *stages, task="image-classification"), tmp_path / "i.parquet", tmp_path / "L"
-    )
-    assert [model["n_failed"] for model in summary["models"]] == [3, 3]
+    stages = [python_stage("a", "brightness"), python_stage("partly", "brightness_below", kwargs={"limit": 190})]
+    path = pool(tmp_path, *stages, task="image-classification")
+    summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
     failed = pa.concat_tables([read_all(p) for p in (tmp_path / "L" / "failed" / "model=a").iterdir()])
     reasons = {row["example_id"]: row["reason"] for row in failed.to_pylist()}
     assert reasons == {
@@ -257,28 +264,14 @@ def test_poisonous_rows_are_reported_and_the_others_answered(tmp_path):
         "image-60": "its label 7 is outside its 2 options",
     }
     assert collected(tmp_path / "L", "a").keys() == {f"image-{row}" for row in range(200)} - reasons.keys()
-
-
-@pytest.mark.slow
-def test_examples_that_one_model_failed_on_are_left_out_of_a_chain_with_a_warning(tmp_path):
-    contents = [bytes([row]) for row in range(1, 201)]
-    images(tmp_path / "i.parquet", contents)
-    stages = [
-        python_stage("whole", "brightness"),
-        python_stage("partly", "brightness_below", kwargs={"limit": 190}),
-    ]
-    cauc_ray.collect(pool(tmp_path, *stages, task="image-classification"), tmp_path / "i.parquet", tmp_path / "L")
-    table = LogitTable(tmp_path / "L")
-    n = 0
+    answered, table = set(), LogitTable(tmp_path / "L")
     for split in SPLITS:
-        lost = len(table.read_failed("partly", split))
-        with pytest.warns(CaucWarning, match=f"{lost} examples that some model of the chain failed on are left out"):
-            chain = table.read_chain(["whole", "partly"], split)
-        n += len(chain.example_ids)
-        assert len(table.read_chain(["whole"], split).example_ids) == len(chain.example_ids) + lost
-    assert n == 190
+        with pytest.warns(CaucWarning, match=r"\d+ examples that some model of the chain failed on are left out"):
+            answered |= set(table.read_chain(["a", "partly"], split).example_ids)
+    assert answered == collected(tmp_path / "L", "a").keys() & collected(tmp_path / "L", "partly").keys()
+    assert [model["n_failed"] for model in summary["models"]] == [3, 200 - len(collected(tmp_path / "L", "partly"))]
     with pytest.warns(CaucWarning):
-        cauc_ray.fit(tmp_path / "L", models=["whole", "partly"], costs=[1, 2])
+        cauc_ray.fit(tmp_path / "L", models=["a", "partly"], costs=[1, 2])
 
 
 @pytest.mark.slow
@@ -316,22 +309,6 @@ def test_operations_are_counted_where_nobody_declares_a_cost(tmp_path):
         summary = cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L")
     assert [model["cost"] for model in summary["models"]] == [12e-9, 12e-9, 24e-9]  # 4 x 3 multiply-adds
     assert {model.name: model.cost for model in LogitTable(tmp_path / "L").info.models}["counted"] == 12e-9
-
-
-@pytest.mark.slow
-def test_a_cost_that_nobody_knows_ends_the_collection_at_its_first_call(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
-    path = pool(tmp_path, python_stage("long", "longest", cost=None))
-    with pytest.raises(ExecutionError, match="stage 'long': nobody says what a call costs"):
-        cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
-    assert not list(tmp_path.glob("L/**/*.parquet"))
-
-
-def test_costs_in_two_units_are_refused(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
-    stages = [python_stage("a", "longest"), python_stage("b", "longest", cost={"params_b": 1})]
-    with pytest.raises(ConfigError, match="stage 'a' has s, stage 'b' has B params"):
-        cauc_ray.collect(pool(tmp_path, *stages), tmp_path / "q.parquet", tmp_path / "L")
 
 
 @pytest.mark.slow
@@ -391,7 +368,11 @@ def test_faults_are_told_before_anything_starts(tmp_path):
     huge = pool(tmp_path, python_stage("huge", "longest", resources={"num_cpus": 4000}))
     with pytest.raises(ExecutionError, match="stage 'huge' with at least 1 replica of"):
         cauc_ray.collect(huge, tmp_path / "q.parquet", tmp_path / "L")
+    units = pool(tmp_path, python_stage("a", "longest"), python_stage("b", "longest", cost={"params_b": 1}))
+    with pytest.raises(ConfigError, match="stage 'a' has s, stage 'b' has B params"):
+        cauc_ray.collect(units, tmp_path / "q.parquet", tmp_path / "L")
     (tmp_path / "file").write_text("")
+    good = pool(tmp_path, python_stage("long", "longest"))
     with pytest.raises(ConfigError, match="is not a folder"):
         cauc_ray.collect(good, tmp_path / "q.parquet", tmp_path / "file")
     assert not (tmp_path / "L").exists()
@@ -418,23 +399,24 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     assert len(collected(tmp_path / "L", "long")) == 40
 
 
+def test_answers_that_never_arrive_end_the_collection(tmp_path, monkeypatch):
+    monkeypatch.setattr(execution.collected, "ANSWERS_DEADLINE_S", 0.2)
+    (stage,) = load_pool(pool(tmp_path, python_stage("long", "longest"))).stages
+    target = Target(tmp_path / "LOGITS", "model", "long")
+    tables = CollectedTables(target, stage, Layout({"test": 1}), {}, frozenset())
+    never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+    try:
+        with pytest.raises(ExecutionError, match="answers of 'long' has not answered for"):
+            tables.add_call(SimpleNamespace(probe=False), SimpleNamespace(error=None), never)
+    finally:
+        ray.cancel(never, force=True)
+
+
 def test_blocks_are_numbered_on_from_split_to_split():
     layout = Layout({"calibration": BLOCK_ROWS + 1, "empty": 0, "validation": BLOCK_ROWS, "test": 1})
     places = [("calibration", 0), ("calibration", 1), ("validation", 0), ("test", 0)]
     assert [layout.place(number) for number in range(4)] == places
     assert [layout.number(*place) for place in places] == [0, 1, 2, 3]
-
-
-@pytest.mark.slow
-def test_what_was_measured_and_said_stands_beside_the_rows(tmp_path):
-    questions(tmp_path / "q.parquet", 40)
-    cauc_ray.collect(pool(tmp_path, python_stage("long", "longest")), tmp_path / "q.parquet", tmp_path / "L")
-    record = json.loads((tmp_path / "L" / "model=long" / "split=test" / "_collect.json").read_text())
-    assert (record["dataset"], record["split"], record["n_rows"]) == ("q.parquet", "test", 20)
-    assert record["source"] == "python user_models:longest"
-    info = LogitTable(tmp_path / "L").info
-    assert "25/25/50" in info.note
-    assert info.logit_kind == info.models[0].logit_kind == "raw"
 
 
 def photographs(path, n):

@@ -1,11 +1,22 @@
-"""Inputs that are larger than a driver's memory."""
+"""Inputs that are larger than the memory of a driver or a controller."""
 
+import gc
 import os
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+import ray
+
+from cauc_ray.data.blocks import InputBlock
+from cauc_ray.execution.plan import RunPlan
+from cauc_ray.execution.run_controller import RunController
+from cauc_ray.execution.user_code import import_paths
+from cauc_ray.models.pool import load_pool
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,3 +32,56 @@ def test_the_drivers_memory_does_not_grow_with_the_input(tmp_path):
     assert done.returncode == 0, done.stderr
     small, large = map(int, done.stdout.splitlines()[-2:])
     assert large < 3 * small
+
+
+@dataclass(frozen=True)
+class ManyBlocks:
+    """Groups of 100 blocks of one row."""
+
+    n_groups: int
+    name: str = "the input"
+    anywhere: bool = True
+    deadline_s: float | None = None
+
+    def blocks(self, group, seen=()):
+        for number in range(100 * group, 100 * group + 100):
+            yield number, InputBlock([f"row-{number}"], None, {"x": np.ones(1)}, 8)
+
+
+class Allocated:
+    """A sink that notes what this process has allocated each time that another 500 blocks are done."""
+
+    commit_s, n_bytes = 60.0, 0
+
+    def __init__(self):
+        self.n_blocks, self.bytes = 0, []
+
+    def start(self, facts): ...
+    def add_call(self, call, result, extra): ...
+    def commit(self): ...
+    def close(self): ...
+
+    def add_block(self, block, example_ids, labels):
+        self.n_blocks += 1
+        if self.n_blocks % 500 == 0:
+            gc.collect()
+            self.bytes.append(tracemalloc.get_traced_memory()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
+    """What it keeps of a block that is done, if only a digest of its ids, would be 160 bytes or more."""
+    from runs import python_pool, two_model_policy  # not where the reading tasks import this module
+
+    stages = load_pool(python_pool(tmp_path, [("by_x", {})] * 2)).stages
+    sink, paths = Allocated(), import_paths(stages)
+    plan = RunPlan("run", stages, two_model_policy(), ManyBlocks(25), sink, 2500, 0, 1, {}, paths)
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    tracemalloc.start()
+    try:
+        RunController(plan, here).run()
+    finally:
+        tracemalloc.stop()
+    assert sink.n_blocks == 2500
+    assert sink.bytes[-1] - sink.bytes[1] < 1500 * 60

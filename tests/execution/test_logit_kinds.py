@@ -42,8 +42,7 @@ def pool(folder, *specs):
 
 
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("method", [pytest.param("base", marks=pytest.mark.slow), "rf"])
-def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path, chains, method):
+def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path, chains):
     turns = iter(range(100))
 
     def written(logits):
@@ -52,22 +51,11 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
 
     table = write(tmp_path / "LOGITS", chains, written)
     kinds = {"m0": "probabilities"}
-    policy = cauc_ray.fit(table, models=MODELS, method=method, budget=3.0, logit_kind=kinds)
+    policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0, logit_kind=kinds)
     run(tmp_path, pool(tmp_path, {"logit_kind": "probabilities"}, {}), policy, split_input(tmp_path, chains["test"]))
     live = by_example(read_all(tmp_path / "out" / "predictions"))
     assert live == by_example(cauc_ray.evaluate(table, policy).to_arrow())
     assert len({row["stage"] for row in live.values()}) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_a_live_run_with_masks_is_that_of_missing_options(tmp_path, chains):
-    plain = write_masked(tmp_path / "PLAIN", chains, -np.inf)
-    write_masked(tmp_path / "LOGITS", chains, -1e4)
-    policy = cauc_ray.fit(plain, models=MODELS, method="rf", threshold=0.7)
-    run(tmp_path, pool(tmp_path), policy, split_input(tmp_path, chains["test"]))
-    live = by_example(read_all(tmp_path / "out" / "predictions"))
-    assert live == by_example(cauc_ray.evaluate(plain, policy).to_arrow())
 
 
 @pytest.mark.usefixtures("ray_session")

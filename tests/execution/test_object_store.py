@@ -61,8 +61,9 @@ def killed_after(process, manifest, n_entries):
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
+    """Its input there is CSV, and on the disk the same rows in Parquet."""
     local = numbered_input(tmp_path, 1000)
-    write_parquet(bucket / "input" / "rows.parquet", pq.read_table(local))
+    (bucket / "input" / "rows.csv").write_bytes(numbered_input(tmp_path, 1000, "csv").read_bytes())
     policy = two_model_policy()
     policy.save(str(bucket / "policy.json"))
     sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.execution.session import store_bytes
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
 pytestmark = [
@@ -25,10 +26,10 @@ def ray_data():
     return ray.data
 
 
-def dataset_input(dataset, **options):
+def dataset_input(dataset):
     from cauc_ray.execution.ray_data import DatasetInput
 
-    return DatasetInput(dataset, **options)
+    return DatasetInput(dataset)
 
 
 def late_first(batch):
@@ -49,7 +50,7 @@ def lazy():
 
 @pytest.mark.slow
 def test_rows_come_in_order_in_blocks_with_tensors(lazy):
-    opened = dataset_input(lazy, object_store_bytes=200_000_000)
+    opened = dataset_input(lazy)
     assert (opened.n_rows, opened.row_bytes) == (None, 0)
     before = lazy.context.execution_options, lazy.context.enable_progress_bars
     source = cloudpickle.loads(cloudpickle.dumps(opened.source(15)))
@@ -70,10 +71,12 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
 
 @pytest.mark.slow
 def test_the_dataset_is_told_how_much_of_the_object_store_it_may_take(lazy):
-    blocks = dataset_input(lazy, object_store_bytes=123_000_000).source(15).blocks(0)
+    from cauc_ray.execution.ray_data import STORE_SHARE
+
+    blocks = dataset_input(lazy).source(15).blocks(0)
     next(blocks)
     options = lazy.context.execution_options
-    assert options.resource_limits.object_store_memory == 123_000_000
+    assert options.resource_limits.object_store_memory == int(STORE_SHARE * store_bytes())
     assert options.resource_limits.cpu == np.inf
     assert options.preserve_order
     blocks.close()

@@ -1,6 +1,7 @@
 """Fits and replays by shards are those of one process, in whatever order the files hold the rows."""
 
 import json
+import re
 import warnings
 from functools import partial
 
@@ -200,17 +201,27 @@ def test_the_jobs_on_one_shard_give_what_the_commands_give(table, ray_session, t
     assert pq.read_table(tmp_path / "evaluate" / "predictions.parquet").num_rows == alone.n
 
 
+# Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says.
+ASKED = {
+    "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, ""),
+    "safe": ({"method": "rf", "safe": True}, "not fused: no gain|threshold chosen anew|nothing had to be changed"),
+    "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, f"^{MODELS[2]} alone, "),
+}
+
+
 @pytest.mark.slow
-def test_certificates_and_strictness_are_those_of_one_process(ray_session, tmp_path):
-    table = tmp_path / "logits"
+@pytest.mark.parametrize("case", ASKED)
+def test_certificates_safe_fits_and_strictness_are_those_of_one_process(ray_session, tmp_path, case):
+    table, (asked, says) = tmp_path / "logits", ASKED[case]
     write_table(table, n=600)
-    asked = {"models": MODELS, "method": "rf", "certify": "risk<=0.2@0.9"}
-    expected = cauc_ray.fit(table, **asked)
-    assert_same(calibrate(table, **asked, **TWO).policy, expected)
+    expected = cauc_ray.fit(table, models=MODELS, **asked)
+    assert_same(calibrate(table, models=MODELS, **asked, **TWO).policy, expected)
+    if says:
+        assert re.search(says, expected.safe.says)
+        return
     fired = [guard.name for guard in expected.guards if guard.fired]
-    assert fired  # these models are too alike to be worth a cascade
     with pytest.raises(GuardError, match=fired[0]):
-        calibrate(table, **asked, strict=True, **TWO)
+        calibrate(table, models=MODELS, **asked, strict=True, **TWO)
 
 
 @pytest.mark.slow
@@ -239,6 +250,7 @@ def nothing_shared(file):
 
 
 BREAKS = {
+    "rows of other lengths": lambda file: None,
     "more options": lambda file: rewritten(file, [11, 31, 51], lambda row: row["logits"].append(-3.0)),
     "nan": lambda file: rewritten(file, [7], lambda row: row["logits"].__setitem__(0, float("nan"))),
     "gone": lambda file: rewritten(file, [13], lambda row: row.update(example_id="another")),
@@ -247,19 +259,22 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", ["more options", *(pytest.param(n, marks=pytest.mark.slow) for n in list(BREAKS)[1:])])
+@pytest.mark.parametrize(
+    "name", ["more options", *(pytest.param(n, marks=pytest.mark.slow) for n in BREAKS if n != "more options")]
+)
 def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, tmp_path, name):
     write_table(tmp_path, n=60, ragged=True)
+    options = {"calibrator": "offsets"} if name == "rows of other lengths" else {}  # which need as many in each
     BREAKS[name](tmp_path / "model=m1" / "split=calibration" / "part-0.parquet")
     messages = []
     for fit, sharding in ((cauc_ray.fit, {}), (calibrate, TWO)):
         with pytest.raises(DataError) as error:
-            fit(tmp_path, models=MODELS, method="base", **sharding)
+            fit(tmp_path, models=MODELS, method="base", **options, **sharding)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
 
 
-def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
+def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, tmp_path):
     table = tmp_path / "logits"
     write_table(table, n=60)
     with pytest.raises(ExecutionError, match=r"4 shards of 1,000 CPUs do not fit on the cluster, 0 do"):
@@ -268,6 +283,10 @@ def test_shards_that_do_not_fit_are_refused(ray_session, tmp_path):
         calibrate(table, models=MODELS, resources={"labels": {"tier": "nowhere"}})
     with pytest.raises(ConfigError, match="1 shard or more, got 0"):
         calibrate(table, models=MODELS, shards=0)
+    with pytest.raises(ConfigError, match="isotonic is for method base with one or two models"):
+        calibrate(table, models=MODELS, calibrator="isotonic", shards=2)
+    with pytest.raises(ConfigError, match="leave --safe or --certify out"):
+        calibrate(table, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
     with pytest.raises(ConfigError, match="resources: unknown key 'num_gpu'"):
         calibrate(table, models=MODELS, resources={"num_gpu": 1})
 

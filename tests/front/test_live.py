@@ -10,8 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.execution.rates import ServiceTime
+from cauc_ray.execution.progress import RateMeter, RunProgress, StageProgress
 from cauc_ray.front import live
 
 SMALL = StageProgress("small", 4096, 512, 640, 360, replicas=4, starting=1, cost=226.0)
@@ -20,11 +19,11 @@ LARGE = StageProgress("a-large-model-with-a-long-name [/red]", 812, 256, 250, 0,
 
 def drawn(width, *stages, n_rows=1_281_167, elapsed_s=3725):
     """Return the lines of a view ten seconds after a start."""
-    pace = ServiceTime()
-    pace.add(RunProgress(100.0, n_rows, 0, tuple(StageProgress(stage.name, replicas=1) for stage in stages)))
+    meter = RateMeter()
+    meter.add(RunProgress(100.0, n_rows, 0, tuple(StageProgress(stage.name, replicas=1) for stage in stages)))
     now = RunProgress(110.0, n_rows, 512, stages)
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(live.run_view(now, pace.add(now), "GFLOPs", elapsed_s))
+    console.print(live.run_view(now, meter.add(now), "GFLOPs", elapsed_s))
     return console.file.getvalue().splitlines()
 
 

@@ -13,11 +13,15 @@ from pathlib import Path
 
 import jsonschema
 import psutil
+import pyarrow as pa
 import pytest
 import yaml
 from job_cases import CASES, N_TASKS, SWEEP, write_config, write_inputs
 from synthetic import write_table
 
+import cauc_ray
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import path_inside, path_of
 from cauc_ray.front.config import read_config
 from jobs.folder import LOCK
 from jobs.job import main
@@ -196,11 +200,29 @@ def test_a_job_that_is_stopped_without_a_cluster_ends_its_own_and_goes_on(inputs
     assert 2 < n_kept < 10 * N_TASKS
 
 
-def start(path, log):
+def start(path, log, name="sweep"):
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with log.open("w") as out:
-        words = [sys.executable, "-m", "jobs.sweep", "--config", str(path)]
+        words = [sys.executable, "-m", f"jobs.{name}", "--config", str(path)]
         return subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=out, env=env)
+
+
+@pytest.mark.slow
+def test_jobs_read_pools_and_tables_by_uri(inputs, s3, tmp_path):
+    """In processes of their own, whose Ray sessions have the environment's endpoint."""
+    bucket = path_of(f"{s3}/{tmp_path.name}")
+    for file in (path for path in inputs.rglob("*") if path.is_file()):
+        (bucket / path_inside(file, inputs)).write_bytes(file.read_bytes())
+    live = {name: f"{bucket}/{file}" for name, file in CASES["evaluate"][0].items()} | {"output": f"{bucket}/live"}
+    paper = {**CASES["paper"][0], "logits": f"{bucket}/sets"}
+    for name, content in (("evaluate", live), ("paper", paper)):
+        path = write_config(tmp_path, f"{name}-out", content)
+        job = start(path, tmp_path / "log", name)
+        assert job.wait(timeout=200) == 0, (tmp_path / "log").read_text()
+        assert CASES[name][1](json.loads((tmp_path / "log").read_text().splitlines()[-1]))
+    expected = cauc_ray.evaluate(inputs / "sets" / "planted", inputs / "policy.json").to_arrow()
+    found = pa.concat_tables(map(read_parquet, parquet_files(bucket / "live" / "run" / "predictions")))
+    assert found.sort_by("example_id").column("prediction").equals(expected.sort_by("example_id").column("prediction"))
 
 
 def test_a_job_of_ones_own_is_as_the_page_says(tmp_path, capsys):

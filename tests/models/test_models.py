@@ -103,7 +103,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
     small, large = pool.chain(("small", "large"))
     assert (small.cost.value, small.cost.unit) == (8.0, "B params")
     assert (small.batch_size, small.replicas.min, small.replicas.max, small.resources.num_cpus) == (256, 1, 1, 1)
-    assert large.model.logits == (tmp_path / "L").resolve()
+    assert large.model.logits == str((tmp_path / "L").resolve())
     assert load_pool(pool_file(tmp_path, stages__0__replicas={"min": 3})).stages[0].replicas.max == 3
 
 

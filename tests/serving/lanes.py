@@ -17,9 +17,6 @@ from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
 from cauc_ray.serving.faults import StageError
 
-# What stages have put where all of them can read it.
-SHARED: list[Any] = []
-
 
 def stage_of(column: str) -> int:
     """Return the number of the stage that reads a column."""
@@ -38,7 +35,6 @@ class Stage:
     before: Callable[[int, dict[str, Any]], Any] | None = None
     alter: Callable[[Answers, dict[str, Any]], Answers] = lambda answers, batch: answers
     batches: list[list[int]] = field(default_factory=list)
-    shares: bool = False
     cascade: Any = None
     n_replicas: int = 1
     n_ended: int = 0
@@ -59,7 +55,7 @@ class Stage:
             raise
 
     async def answered(self, call, on_begin):
-        bundles = [Bundle(SHARED[one] if isinstance(one, int) else one) for one in call.bundles]
+        bundles = [Bundle(call.columns)]
         batch = dict(gathered(call.parts, bundles))
         self.batches.append(batch["row"].tolist())
         started = asyncio.get_running_loop().time()
@@ -73,12 +69,6 @@ class Stage:
 
     def answers(self, batch):
         return self.alter(Answers(np.array(batch[self.column], dtype=np.float32)), batch)
-
-    def share(self, columns):
-        if not self.shares:
-            return None
-        SHARED.append(columns)
-        return len(SHARED) - 1
 
 
 @dataclass
@@ -177,9 +167,6 @@ class Fleet:
         )
         return replica
 
-    def share(self, columns):
-        return None
-
     def replace(self, name):
         for replica in [one for one in self.replicas if one.name == name]:
             self.end(replica)
@@ -212,7 +199,7 @@ class Fleet:
 
     async def computed(self, replica, call, on_begin):
         """Compute a call when its turn comes. A caller that goes away does not end it."""
-        bundles = [Bundle(one) for one in call.bundles]
+        bundles = [Bundle(call.columns)]
         rows = gathered(call.parts, bundles)["row"].tolist()
         async with replica.free:
             if replica.ended.done():

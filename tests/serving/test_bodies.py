@@ -1,7 +1,6 @@
 import asyncio
 
 import pytest
-from starlette.requests import Request
 
 from cauc_ray.serving import http_app
 from cauc_ray.serving.faults import RequestError
@@ -9,7 +8,7 @@ from cauc_ray.serving.http_app import CLIENT_GONE, Bodies
 
 
 def sending(*messages):
-    """Return a request whose connection brings these messages, or raises them."""
+    """Return what receives these messages of a connection, or raises them."""
     coming = iter(messages)
 
     async def receive():
@@ -18,7 +17,7 @@ def sending(*messages):
             raise message
         return message
 
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+    return receive
 
 
 def part(body, more=True):
@@ -50,7 +49,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
         return part(b"a")
 
     with pytest.raises(RequestError, match="not come") as caught:
-        asyncio.run(Bodies().read(Request({"type": "http", "method": "POST", "headers": []}, receive), 1000))
+        asyncio.run(Bodies().read(receive, 1000))
     assert caught.value.status == 408
 
 
@@ -68,9 +67,7 @@ def test_no_more_is_read_at_once_than_there_is_room_for(monkeypatch):
                 await goes_on.wait()
             return message
 
-        first = asyncio.create_task(
-            bodies.read(Request({"type": "http", "method": "POST", "headers": []}, receive), 100)
-        )
+        first = asyncio.create_task(bodies.read(receive, 100))
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="too many") as caught:
             await bodies.read(sending(part(b"abc", more=False)), 100)

@@ -81,14 +81,14 @@ def test_questions_are_json_texts_or_texts_beside_their_choices():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is not JSON"),
-        ("[]", "no JSON object"),
-        ('{"choices": ["a", "b"]}', "no text 'question'"),
-        ('{"question": "q"}', "no list 'choices' of at least two texts"),
-        ('{"question": "q", "choices": ["a"]}', "at least two"),
-        ('{"question": "q", "choices": ["a", 2]}', "two texts"),
+        ("{", "JSON"),
+        ("[]", "row 0"),
+        ('{"choices": ["a", "b"]}', "'question'"),
+        ('{"question": "q"}', "'choices'"),
+        ('{"question": "q", "choices": ["a"]}', "at least 2"),
+        ('{"question": "q", "choices": ["a", 2]}', "choices.1"),
         ('{"question": "q", "choices": ["a", "b"], "answer": 1}', "unknown key 'answer'"),
-        ('{"question": "q", "choices": ["a", "b"], "context": 3}', "'context' is no text"),
+        ('{"question": "q", "choices": ["a", "b"], "context": 3}', "context"),
         (b"\xff", "not UTF-8"),
     ],
 )

@@ -1,6 +1,7 @@
 """The local shell in a process of its own: no Ray, a quick start, an orderly end."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -111,6 +112,21 @@ def test_a_signal_answers_what_is_open_and_ends_with_0(home):
     assert (command.process.returncode, out) == (0, "")
     assert [json.loads(line)["status"] for line in err.splitlines()] == [200]
     assert answers == [200]
+
+
+def test_a_service_that_ends_by_itself_ends_its_command(home):
+    """Here user code raises SystemExit on the event loop, which ends it."""
+    path = home / "pool.yaml"
+    path.write_text(path.read_text() + "\nserving: {tracing: 'user_models:tracing_that_exits'}\n")
+    command = Command(home).started()
+    try:
+        with pytest.raises((OSError, http.client.HTTPException)):
+            command.ask()
+        out, err = command.process.communicate(timeout=DEADLINE_S)
+    finally:
+        command.end()
+    assert (command.process.returncode, out) == (2, "")
+    assert "the service has ended by itself" in err.splitlines()[-1]
 
 
 def test_a_stop_while_models_load_is_orderly(home):

@@ -278,8 +278,7 @@ def require_harmless(url, seconds, bad):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("declared", [False, True])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "declared"), [(1, True), (2, False)])
 def test_a_service_answers_next_to_poison(ray_session, tmp_path, replicas, declared):
     with poisoned(tmp_path, replicas, declared=declared) as service:
         clients = require_harmless(service.url, 8, SOFT)
@@ -289,8 +288,7 @@ def test_a_service_answers_next_to_poison(ray_session, tmp_path, replicas, decla
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [670, 671])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "code"), [(1, 670), (2, 671)])
 def test_an_input_that_ends_or_hangs_its_process_harms_no_other(ray_session, tmp_path, replicas, code):
     # Rows wait while a replica starts, which takes a busy machine long.
     with poisoned(tmp_path, replicas, timeout_s=100.0, call_timeout_s=2.0) as service:

@@ -1,6 +1,5 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,8 +8,8 @@ from synthetic import chain
 from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
-from cauc_ray.serving.store import MemoryStore
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
@@ -70,9 +69,9 @@ def test_a_budget_below_all_points_is_refused():
 def store(request):
     """Return a function from prefixes to stores, of either shell."""
     if request.param == "memory":
-        return partial(replace, MemoryStore())
+        return partial(MemoryStore, values={})
     request.getfixturevalue("ray_session")
-    from cauc_ray.serving.ray_store import RayStore
+    from cauc_ray.serving.router import RayStore
 
     return RayStore
 

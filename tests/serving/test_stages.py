@@ -47,7 +47,7 @@ def answered_while_asked_for_health(model, batch, entered, leave):
     async def main():
         server = StageServer(spec, 0, [])
         n = len(next(iter(batch.values())))
-        call = asyncio.create_task(server.answer(StageCall([Part(0, np.arange(n))], [batch], {"": POLICY})))
+        call = asyncio.create_task(server.answer(StageCall(batch, [Part(0, slice(0, n))], {"": POLICY})))
         try:
             assert await asyncio.to_thread(entered.wait, 60)
             await asyncio.sleep(3 * TIMEOUT_S)
@@ -91,7 +91,7 @@ def test_a_call_is_prepared_while_the_model_answers_the_one_before():
 
     async def main():
         server = StageServer(spec, 0, [])
-        calls = [StageCall([Part(0, slice(0, 1))], [{"x": np.array([x])}], {"": policy}) for x in (0.0, 1.0)]
+        calls = [StageCall({"x": np.array([x])}, [Part(0, slice(0, 1))], {"": policy}) for x in (0.0, 1.0)]
         return await asyncio.gather(*map(server.answer, calls))
 
     results = [result for result, _ in asyncio.run(main())]

@@ -10,8 +10,9 @@ from typing import ClassVar
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from cauc_ray.errors import unknown_name
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front.comparing import SINGLE
-from cauc_ray.front.config import FilePath
+from cauc_ray.front.config import Location
 from cauc_ray.front.options import Seed
 from cauc_ray.front.paper.quoted import columns_of
 from cauc_ray.models.service import Section
@@ -49,7 +50,7 @@ class Chain(Section):
         """Return the models that the table must hold."""
         return self.models
 
-    def reads(self, root: Path) -> tuple[Path, ...]:
+    def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
         """Return the files and folders that its figures come from.   root: of all sets."""
         return (root / self.set,)
 
@@ -65,7 +66,7 @@ class ComparedChain(Chain):
     text_column: str = "question"
     checkpoints: dict[str, str] = Field(default_factory=dict)
 
-    def reads(self, root: Path) -> tuple[Path, ...]:
+    def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
         """Return the table, the texts, and those checkpoints that are folders here and not hub ids."""
         texts = () if self.texts is None else (root / self.texts,)
         local = (path for path in map(Path, self.checkpoints.values()) if path.exists())
@@ -172,14 +173,14 @@ class PaperConfig(Section):
     deadline_s: how long a chain may take, in seconds from where its task has begun.
     """
 
-    logits: FilePath
+    logits: Location
     methods: tuple[str, ...] = Field(default=("all",), min_length=1)
     seed: Seed = 0
     deadline_s: float = Field(default=7200.0, gt=0)
     tables: Tables = Tables()
     figures: Figures = Figures()
 
-    def reads(self) -> set[Path]:
+    def reads(self) -> set[AnyPath]:
         """Return all files and folders that the entries' figures come from."""
         of_tables = {
             path for chains in self.tables.by_name.values() for each in chains for path in each.reads(self.logits)

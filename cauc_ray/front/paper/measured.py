@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import GuardWarning
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front.comparing import Comparison, compare
 from cauc_ray.front.offline import evaluate, fit
 from cauc_ray.front.paper.config import Chain, ComparedChain, GrowingChain, ReliabilityFigure
@@ -35,14 +35,14 @@ def _guards_aside() -> Iterator[None]:
         yield
 
 
-def compare_chain(root: Path, chain: ComparedChain, methods: Sequence[str], seed: int) -> Comparison:
+def compare_chain(root: AnyPath, chain: ComparedChain, methods: Sequence[str], seed: int) -> Comparison:
     """Compare methods on a chain."""
     return compare(
-        root / chain.set,
+        str(root / chain.set),
         models=chain.models,
         methods=methods,
         embedding=chain.embedding,
-        texts=None if chain.texts is None else root / chain.texts,
+        texts=None if chain.texts is None else str(root / chain.texts),
         text_column=chain.text_column,
         checkpoints=chain.checkpoints,
         seed=seed,
@@ -66,17 +66,17 @@ class PairMeasures:
 
 
 @_guards_aside()
-def measure_pair(root: Path, pair: Chain) -> PairMeasures:
+def measure_pair(root: AnyPath, pair: Chain) -> PairMeasures:
     """Measure what fusing does for a pair, and CAUC-RF at the same validation cost."""
     table = root / pair.set
     base = _fit_base(table, pair.models)
     assert base.expected is not None
-    rf = fit(table, models=pair.models, method="rf", budget=base.expected.cost, objective=pair.objective)
+    rf = fit(str(table), models=pair.models, method="rf", budget=base.expected.cost, objective=pair.objective)
     return _pair(table, base, _measures(table, rf))
 
 
 @_guards_aside()
-def measure_gains(root: Path, set_name: str) -> list[PairMeasures]:
+def measure_gains(root: AnyPath, set_name: str) -> list[PairMeasures]:
     """Measure what fusing does for every pair of a set whose second model is the dearer and the more accurate.
 
     Both by the calibration split: whether a cascade of the two is worth while is known before the test.
@@ -92,13 +92,13 @@ def measure_gains(root: Path, set_name: str) -> list[PairMeasures]:
     return [_pair(root / set_name, _fit_base(root / set_name, pair), None) for pair in pairs]
 
 
-def _fit_base(table: Path, models: Sequence[str]) -> BasePolicy:
-    policy = fit(table, models=models, method="base")
+def _fit_base(table: AnyPath, models: Sequence[str]) -> BasePolicy:
+    policy = fit(str(table), models=models, method="base")
     assert isinstance(policy, BasePolicy)
     return policy
 
 
-def _pair(table: Path, base: BasePolicy, rf: Measures | None) -> PairMeasures:
+def _pair(table: AnyPath, base: BasePolicy, rf: Measures | None) -> PairMeasures:
     first, last = base.stages
     direct, fused = (
         _measures(table, base.model_copy(update={"stages": (first.model_copy(update={"fused": fused}), last)}))
@@ -108,8 +108,8 @@ def _pair(table: Path, base: BasePolicy, rf: Measures | None) -> PairMeasures:
     return PairMeasures(base.models, first.complementarity_rate, direct, fused, rf, base.cost_unit)
 
 
-def _measures(table: Path, policy: Policy) -> Measures:
-    return evaluate(table, policy, split="test").measures
+def _measures(table: AnyPath, policy: Policy) -> Measures:
+    return evaluate(str(table), policy, split="test").measures
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +128,17 @@ class GrownChain:
 
 
 @_guards_aside()
-def grow(root: Path, chain: GrowingChain) -> list[GrownChain]:
+def grow(root: AnyPath, chain: GrowingChain) -> list[GrownChain]:
     """Measure a chain from its last model alone to all of its models."""
     return [_grown(root / chain.set, models, chain.objective) for models in chain.chains]
 
 
-def _grown(table: Path, models: tuple[str, ...], objective: Objective) -> GrownChain:
+def _grown(table: AnyPath, models: tuple[str, ...], objective: Objective) -> GrownChain:
     base = _fit_base(table, models)
     # The paper's two policies share a routing schedule: one threshold for both.
-    shared = fit(table, models=models, method="rf", threshold=base.threshold)
+    shared = fit(str(table), models=models, method="rf", threshold=base.threshold)
     assert base.expected is not None
-    best = fit(table, models=models, method="rf", budget=base.expected.cost, objective=objective)
+    best = fit(str(table), models=models, method="rf", budget=base.expected.cost, objective=objective)
     of_base, of_shared, of_best = (_measures(table, policy) for policy in (base, shared, best))
     added = models[-2] if len(models) > 1 else models[-1]
     return GrownChain(added, models, of_base, of_shared, of_best, base.cost_unit)
@@ -163,7 +163,7 @@ class ModelReliability:
     cost_unit: str
 
 
-def measure_reliability(root: Path, figure: ReliabilityFigure) -> dict[str, ModelReliability]:
+def measure_reliability(root: AnyPath, figure: ReliabilityFigure) -> dict[str, ModelReliability]:
     """Measure every model of a figure, by its name."""
     table = LogitTable(root / figure.set)
     return {model: _reliability(table, model) for model in figure.wanted}

@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.execution.tasks import Task
 from cauc_ray.files.listing import content_digest
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.front.paper.config import Chain, ComparedChain, GrowingChain, PaperConfig
 from cauc_ray.front.paper.measured import compare_chain, grow, measure_gains, measure_pair, measure_reliability
 from cauc_ray.front.paper.quoted import columns_of
@@ -83,7 +83,7 @@ def plan_of(config: PaperConfig) -> Plan:
     return Plan(tuple(tasks), tuple(alone), tuple(not_run))
 
 
-def _table_task(config: PaperConfig, part: str, chain: Chain, digest: Callable[[Path], str | None]) -> Task:
+def _table_task(config: PaperConfig, part: str, chain: Chain, digest: Callable[[AnyPath], str | None]) -> Task:
     """Return a task whose identity has all that its value depends on: its entry, and what the files hold."""
     root = config.logits
     files = [digest(path) for path in chain.reads(root)]
@@ -95,7 +95,7 @@ def _table_task(config: PaperConfig, part: str, chain: Chain, digest: Callable[[
     return Task(part, chain.name, partial(measure_pair, root, chain), identity)
 
 
-def _missing(root: Path, set_name: str, models: Sequence[str]) -> str | None:
+def _missing(root: AnyPath, set_name: str, models: Sequence[str]) -> str | None:
     """Say what of an entry is not here, None where all of it is."""
     try:
         table = LogitTable(root / set_name)

@@ -15,6 +15,7 @@ from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.tasks import N_CPUS, Outcome
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import write_json, write_text
+from cauc_ray.files.listing import hive_values
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.front.comparing import SINGLE
 from cauc_ray.front.measuring import published
@@ -80,7 +81,8 @@ def run_paper(
     require_matplotlib()
     plan = plan_of(config)
     folder = Path(output)
-    require_apart(folder, *(path for path in config.logits.iterdir() if any(path.glob("model=*"))))
+    sets = [path for path in config.logits.iterdir() if path.is_dir() and hive_values(path, "model")]
+    require_apart(folder, *sets)
     outcomes: list[Outcome] = []
     n_tasks = len(plan.tasks) + len(plan.alone)
     kept = kept_in(folder / "tasks")

@@ -18,7 +18,7 @@ from cauc_ray.front.planning.sizing import (
     run_rows,
     sized,
 )
-from cauc_ray.front.planning.stages import PlannedStage, loads, reaches, with_drift
+from cauc_ray.front.planning.stages import PlannedStage, RouterSeconds, loads, reaches, with_drift
 from cauc_ray.front.planning.timings import EarlierRun, Timing
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy
@@ -26,12 +26,17 @@ from cauc_ray.policies.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is planned.   stages: as they are served, one replica each.   rate: requests a second."""
+    """What is planned.
+
+    stages: as they are served, one replica each.   router: what one takes, with as many as the pool allows.   rate:
+    requests a second.
+    """
 
     specs: tuple[StageSpec, ...]
     policy: Policy
     timings: Sequence[Timing]
     stages: tuple[PlannedStage, ...]
+    router: RouterSeconds
     rate: float
     slo_p99_s: float | None
 
@@ -49,6 +54,7 @@ def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> di
         "most_load": MOST_LOAD,
         "requests_per_s": simulation.rows_per_s,
         "latency_s": latency_figures(sizing),
+        "router": _router_figures(chain, sizing),
         "stages": stages,
         "total": {
             "replicas": sum(sizing.counts),
@@ -69,7 +75,7 @@ def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> di
 def drifted(chain: Chain, sizing: Sizing, factor: float) -> dict[str, Any]:
     """Return what becomes of a plan when every deferral rate is so many times what was expected."""
     stages = with_drift(sizing.stages, factor)
-    trials = Trials(stages, chain.rate)
+    trials = Trials(stages, chain.rate, chain.router)
     now, anew = trials.of(sizing.counts), sized(trials, chain.slo_p99_s)
     return {
         "factor": factor,
@@ -97,13 +103,15 @@ def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any
     """
     most = [stage.with_replicas(spec.replicas.max) for stage, spec in zip(chain.stages, chain.specs, strict=True)]
     least = [stage.with_replicas(spec.replicas.min) for stage, spec in zip(chain.stages, chain.specs, strict=True)]
-    rate, bottleneck = most_rate(most)
+    routers_rate = 1 / max(chain.router.load(most, 1.0), 1e-12)
+    stages_rate, bottleneck = most_rate(most, 1.0)
+    rate = MOST_LOAD * min(routers_rate, stages_rate)
     run = run_of(as_run)
     return {
         "max_rate": rate,
-        "max_rate_at_min": most_rate(least)[0],
-        "saturated_rate": most_rate(most, 1.0)[0],
-        "bottleneck": most[bottleneck].name,
+        "max_rate_at_min": min(MOST_LOAD * routers_rate, most_rate(least)[0]),
+        "saturated_rate": min(routers_rate, stages_rate),
+        "bottleneck": most[bottleneck].name if stages_rate <= routers_rate else "router",
         "carries_rate": chain.rate <= rate,
         "run_rows_per_s": run.rows_per_s,
         "run_rows": run_rows(as_run),
@@ -169,6 +177,17 @@ def _stage_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> 
             )
         )
     ]
+
+
+def _router_figures(chain: Chain, sizing: Sizing) -> dict[str, Any]:
+    needed = Trials(sizing.stages, chain.rate, chain.router).router
+    return {
+        "per_request_s": needed.per_request,
+        "per_call_s": needed.per_call,
+        "replicas": needed.replicas,
+        "pool_replicas": chain.router.replicas,
+        "load": needed.load(sizing.stages, chain.rate),
+    }
 
 
 def _dearest_alone(chain: Chain, cost: float) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.front.offline import policy_of
 from cauc_ray.front.planning.figures import Chain, drifted, plan_figures, range_figures
+from cauc_ray.front.planning.routing import time_router
 from cauc_ray.front.planning.sizing import Trials, sized
 from cauc_ray.front.planning.stages import PlannedStage
 from cauc_ray.front.planning.timings import EarlierRun, Timing, fit_seconds, read_earlier_run, saved_timing
@@ -46,6 +47,7 @@ def plan(
     of the latency shall be, in seconds.   ledger: the folder of an earlier run, whose calls tell how long batches
     take.   input: rows to measure that on now, on Ray, as for run.   Without either, stages must be saved ones, which
     take the time that they are told to.   address: as for run.   on_step: called with what is being done.
+    What the router takes is measured here, by a local service of a sleeping model.
     Returns the plan: the stages with their replicas, load and cost, the latency, totals, what drifting deferral
     rates change, and what the pool's own range of replicas can carry. Raises CaucError.
     """
@@ -60,11 +62,15 @@ def plan(
     earlier = None if ledger is None else read_earlier_run(ledger, policy.models)
     timings = _timings(specs, earlier, input, address, on_step)
     _warn_of_far_batches(specs, timings)
-    chain = Chain(specs, policy, timings, served_stages(specs, timings, deferral), rate, slo_p99_s)
+    on_step("timing the router")
+    router = time_router().with_replicas(pool.serving.router.replicas.max)
+    chain = Chain(specs, policy, timings, served_stages(specs, timings, deferral), router, rate, slo_p99_s)
     on_step("sizing")
-    sizing = sized(Trials(chain.stages, rate), slo_p99_s)
+    sizing = sized(Trials(chain.stages, rate, router), slo_p99_s)
     _warn_of_range(specs, sizing.counts)
     figures = plan_figures(chain, sizing, earlier)
+    if (n := figures["router"]["replicas"]) > router.replicas:
+        _warn(f"{n:,} routers are needed, the pool file allows {router.replicas:,}: raise serving.router.replicas' max")
     drift = []
     for factor in DRIFTS:
         on_step(f"deferral × {factor:g}")

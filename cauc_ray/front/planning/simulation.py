@@ -1,9 +1,9 @@
 """A cascade in virtual time: the scheduler of `cauc serve` or `cauc run`, and stages that only take their seconds.
 
 No Ray, no model, and a clock that jumps to whatever happens next. Assumed: requests of one row each arrive
-independently (Poisson), each stage defers its share of rows at random, a batch takes exactly its seconds, and nothing
-else takes any time: no network, no router, no controller. Replicas are there from the start and stay. Nothing is
-refused.
+independently (Poisson), each stage defers its share of rows at random, a batch takes exactly its seconds, and so does
+the router, which does one thing at a time: what comes while it works waits for it. Nothing else takes any time: no
+network, no proxy, no controller. Replicas are there from the start and stay. Nothing is refused.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageLimits
 from cauc_ray.errors import ConfigError
 from cauc_ray.front.planning.measures import Latency, Simulation, StageFigures, StageMeter, Window
-from cauc_ray.front.planning.stages import PlannedStage, loads, reaches
+from cauc_ray.front.planning.stages import PlannedStage, RouterSeconds, loads, reaches
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.serving.open_requests import OpenRequests
 
 SEED = 0
+NO_TIME = RouterSeconds()
 # Of a simulation of arriving requests: rows that the first stage and the last one get in the window at least, and
 # calls of each stage. The p99 of another seed then differs by some 3 %.
 LEAST_ROWS, LEAST_LAST_ROWS, LEAST_CALLS = 10_000, 500, 150
@@ -48,30 +49,44 @@ LEAST_WAIT_S = 1e-9
 
 
 def simulate_arrivals(
-    stages: Sequence[PlannedStage], rate: float, *, seed: int = SEED, window: Window | None = None
+    stages: Sequence[PlannedStage],
+    rate: float,
+    *,
+    router: RouterSeconds = NO_TIME,
+    seed: int = SEED,
+    window: Window | None = None,
 ) -> Simulation:
-    """Simulate a cascade that is served, with one router, where requests arrive at a rate (1/s).
+    """Simulate a cascade that is served where requests arrive at a rate (1/s).
 
-    window: what is measured (default: as long as the figures need to settle).
+    router: what it takes; several count as a faster one.   window: what is measured (default: as long as the figures
+    need to settle).
     Raises ConfigError where that would be too many requests.
     """
     window = window or settled_window(stages, rate)
     rng = np.random.default_rng(seed)
     # A Poisson process of which the number of requests is known: that the rate is just this leaves less to chance.
     times = np.sort(rng.random(max(1, round(rate * window.last)))) * window.last
-    found = simulate_trace(stages, times, _stops(stages, len(times), rng), window, together=TOGETHER)
-    return replace(found, grows=found.grows or bool((loads(stages, rate) >= 1).any()))
+    found = simulate_trace(stages, times, _stops(stages, len(times), rng), window, router=router, together=TOGETHER)
+    most_load = max(router.load(stages, rate), *loads(stages, rate))
+    return replace(found, grows=found.grows or bool(most_load >= 1))
 
 
 def simulate_trace(
-    stages: Sequence[PlannedStage], times: Floats, answered_by: Ints, window: Window, *, together: float = 0.0
+    stages: Sequence[PlannedStage],
+    times: Floats,
+    answered_by: Ints,
+    window: Window,
+    *,
+    router: RouterSeconds = NO_TIME,
+    together: float = 0.0,
 ) -> Simulation:
     """Simulate a cascade that is served, of whose requests all is known.
 
-    times: when each arrives, float (N,), rising.   answered_by: at which stage, int8 (N,).   together: requests go to
-    the scheduler together that come within this share of the time of the quickest answer.
+    times: when each arrives, float (N,), rising.   answered_by: at which stage, int8 (N,).   router: as for
+    simulate_arrivals.   together: requests go to the scheduler together that come within this share of the time of the
+    quickest answer.
     """
-    cascade = _Cascade(stages, window)
+    cascade = _Cascade(stages, window, router)
     scheduler = RequestScheduler(
         [RequestLimits(at.batch_size, at.batch_wait_s, UNBOUNDED, math.inf, name=at.name) for at in stages],
         cascade.crowd.expects_more,
@@ -99,7 +114,7 @@ def simulate_trace(
 
 def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int = SEED) -> Simulation:
     """Simulate a run over n rows that are all there, to its end."""
-    cascade = _Cascade(stages, Window(0.0, math.inf))
+    cascade = _Cascade(stages, Window(0.0, math.inf), NO_TIME)
     scheduler = Scheduler(
         [StageLimits(at.batch_size, at.batch_wait_s, at.queue_rows or UNBOUNDED, math.inf) for at in stages], UNBOUNDED
     )
@@ -150,17 +165,17 @@ class _Arrivals(Owner):
 
 
 class _Cascade:
-    """A simulation in progress.
+    """A simulation in progress, by the clock of the router: it moves on with all that the router does.
 
     n_arrived: rows that have come.   latencies: of those answered within the window, in parts.
     """
 
-    def __init__(self, stages: Sequence[PlannedStage], window: Window) -> None:
+    def __init__(self, stages: Sequence[PlannedStage], window: Window, router: RouterSeconds) -> None:
         self.now = 0.0
         self.crowd = OpenRequests(lambda: self.now)
         self.n_arrived = 0
         self.latencies: list[Floats] = []
-        self._stages, self._window = stages, window
+        self._stages, self._window, self._router = stages, window, router
         self._meters = [StageMeter(stage, window.first, window.last) for stage in stages]
         self._ends: list[tuple[float, int, Call]] = []
         self._number = count()
@@ -178,13 +193,14 @@ class _Cascade:
             wait_s = scheduler.wait_s(self.now)
             due = math.inf if wait_s is None else self.now + max(wait_s, LEAST_WAIT_S)
             ends = self._ends[0][0] if self._ends else math.inf
-            now = min(due, ends, math.inf if coming is None else coming.all_there_at)
+            now = max(self.now, min(due, ends, math.inf if coming is None else coming.all_there_at))
             if now > self._window.last or now == math.inf:
                 return
             self.now = now
             while coming is not None and coming.all_there_at <= now:
                 self.n_arrived += coming.n
                 self.crowd.came(coming.n)
+                self.now += self._router.of(coming.n / 2)
                 start(coming)
                 coming = next(arrivals, None)
             while self._ends and self._ends[0][0] <= now:
@@ -209,9 +225,11 @@ class _Cascade:
         """Have a call answered, and forget whoever needs nothing more."""
         rows = [(cast("_Arrivals", own.owner), own.indices) for own in call.rows]
         accepted = np.concatenate([owner.answered_by[at] for owner, at in rows]) == call.stage
+        n, n_answered = len(accepted), int(np.count_nonzero(accepted))
+        self.now += self._router.of(0, 1)
+        answered_at = self.now + self._router.of(0.5) * np.arange(1, n_answered + 1)
         if self.now >= self._window.first:
-            self.latencies.append(self.now - np.concatenate([owner.times[at] for owner, at in rows])[accepted])
-        n = len(accepted)
+            self.latencies.append(answered_at - np.concatenate([owner.times[at] for owner, at in rows])[accepted])
         result = CallResult(
             predictions=np.zeros(n, np.int32),
             confidences=np.zeros(n),
@@ -224,7 +242,8 @@ class _Cascade:
             node="",
         )
         scheduler.ended(call, result, None, self.now)
-        self.crowd.left(int(np.count_nonzero(accepted)))
+        self.crowd.left(n_answered)
+        self.now += self._router.of(n_answered / 2)
         for owner in scheduler.done:
             owner.live = False
         scheduler.done.clear()

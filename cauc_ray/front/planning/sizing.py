@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.front.planning.measures import Simulation
-from cauc_ray.front.planning.simulation import simulate_arrivals, simulate_backlog
-from cauc_ray.front.planning.stages import PlannedStage, loads, reaches, with_replicas
+from cauc_ray.front.planning.simulation import NO_TIME, simulate_arrivals, simulate_backlog
+from cauc_ray.front.planning.stages import PlannedStage, RouterSeconds, loads, reaches, with_replicas
 from cauc_ray.numbers.types import Floats
 
 # A plan leaves a fifth of every stage's capacity for what no average tells.
@@ -20,6 +21,8 @@ SPARE_LOAD = 0.05
 # To meet a latency goal a stage is raised by a tenth at a time, and what was too much is taken back afterwards.
 STEP = 0.1
 MOST_REPLICAS = 1_000_000
+# What exceeds a whole number by a rounding alone asks for no further replica.
+ROUNDED = 1 - 1e-12
 # Rows of a simulated run: so many full batches for each replica of every stage, within reason.
 RUN_BATCHES = 50
 MOST_RUN_ROWS = 3_000_000
@@ -43,10 +46,12 @@ class Sizing:
 
 
 class Trials:
-    """Simulations of a chain at a rate (1/s), by its replicas: each is done once."""
+    """Simulations of a chain at a rate (1/s), by its replicas, with as many routers as it needs; each is done once."""
 
-    def __init__(self, stages: Sequence[PlannedStage], rate: float) -> None:
+    def __init__(self, stages: Sequence[PlannedStage], rate: float, router: RouterSeconds = NO_TIME) -> None:
         self.stages, self.rate = tuple(stages), rate
+        one = router.with_replicas(1)
+        self.router = one.with_replicas(max(1, math.ceil(one.load(stages, rate) / MOST_LOAD * ROUNDED)))
         self._done: dict[tuple[int, ...], Sizing] = {}
 
     def of(self, counts: Sequence[int]) -> Sizing:
@@ -54,7 +59,7 @@ class Trials:
         key = tuple(counts)
         if key not in self._done:
             stages = with_replicas(self.stages, key)
-            self._done[key] = Sizing(stages, simulate_arrivals(stages, self.rate))
+            self._done[key] = Sizing(stages, simulate_arrivals(stages, self.rate, router=self.router))
         return self._done[key]
 
 
@@ -116,8 +121,7 @@ def run_of(stages: Sequence[PlannedStage]) -> Simulation:
 def _needed(stages: Sequence[PlannedStage], rate: float, load: float) -> Floats:
     """Return the whole replicas with which no stage has more than a load, float (M,)."""
     one_each = loads(with_replicas(stages, [1] * len(stages)), rate)
-    # What exceeds a whole number by a rounding alone asks for no further replica.
-    needed: Floats = np.maximum(1.0, np.ceil(one_each / load * (1 - 1e-12)))
+    needed: Floats = np.maximum(1.0, np.ceil(one_each / load * ROUNDED))
     return needed
 
 

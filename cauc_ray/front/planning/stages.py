@@ -23,6 +23,32 @@ class BatchSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterSeconds:
+    """What routers take, each one thing at a time.
+
+    per_request: seconds to read a request and to write its answer.   per_call: to send a call and to take its end.
+    replicas: routers that share requests evenly.
+    """
+
+    per_request: float = 0.0
+    per_call: float = 0.0
+    replicas: int = 1
+
+    def of(self, n_requests: float, n_calls: float = 0.0) -> float:
+        """Return the seconds of requests and calls, as though all routers were one."""
+        return (self.per_request * n_requests + self.per_call * n_calls) / self.replicas
+
+    def load(self, stages: Sequence[PlannedStage], rate: float) -> float:
+        """Return the share of their time that routers work at a rate of requests a second, where calls are full."""
+        calls = reaches(stages) / [stage.batch_size for stage in stages]
+        return self.of(rate, rate * float(calls.sum()))
+
+    def with_replicas(self, n: int) -> RouterSeconds:
+        """Return so many routers in place of one."""
+        return replace(self, replicas=n)
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedStage:
     """A stage of a chain.
 

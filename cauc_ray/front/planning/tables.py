@@ -60,6 +60,11 @@ def _latency(latency: Mapping[str, float] | None) -> str:
 
 
 def _resources(found: Mapping[str, Any]) -> None:
+    router = found["router"]
+    line(
+        f"router: {router['replicas']:,} at a load of {percent(router['load'])}; here it takes "
+        f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
+    )
     for stage in found["stages"]:
         line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
     total, alone = found["total"], found["dearest_alone"]

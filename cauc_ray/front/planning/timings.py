@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ import pyarrow.compute as pc
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, read_record
 from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.front.planning.stages import BatchSeconds
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.models.saved import SavedSpec
@@ -70,13 +70,13 @@ def saved_timing(stage: StageSpec) -> Timing | None:
     return Timing(BatchSeconds(stage.model.seconds_per_call, stage.model.seconds_per_row), "saved")
 
 
-def read_earlier_run(path: str | Path, stages: Sequence[str]) -> EarlierRun:
-    """Read what the folder of a `cauc run` says of some stages.
+def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
+    """Read what the folder of a `cauc run`, a path or a URI, says of some stages.
 
     Each replica's first call is left out where others are there: models allocate and tune in it. Raises ConfigError
     or DataError in one line where there is no run, or none of its calls is of one of the stages.
     """
-    folder = Path(path)
+    folder = path_of(path)
     if not (folder / "run.json").is_file() or not (folder / "ledger").is_dir():
         raise ConfigError(f"{folder} is not the folder of an earlier `cauc run`: it has no run.json or no ledger")
     record = read_record(folder)
@@ -95,7 +95,7 @@ def read_earlier_run(path: str | Path, stages: Sequence[str]) -> EarlierRun:
     return EarlierRun(record.policy_id, timings, deferral)
 
 
-def _read_ledger(folder: Path) -> pa.Table:
+def _read_ledger(folder: AnyPath) -> pa.Table:
     """Return the calls that came back, by when they started."""
     tables = [read_parquet(file) for file in parquet_files(folder)]
     for table in tables:

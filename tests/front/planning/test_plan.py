@@ -33,6 +33,7 @@ def pool_content(most=64, **stage):
     return {
         "name": "planned",
         "task": "multiple-choice",
+        "serving": {"router": {"replicas": {"max": 500}}},
         "stages": [
             {
                 "name": name,
@@ -154,6 +155,18 @@ def test_the_pools_own_range_is_what_its_bottleneck_carries(planned, home):
     assert own["max_rate_at_min"] == pytest.approx(own["max_rate"] / 64)
     assert own["carries_rate"]
     assert 0.85 * own["saturated_rate"] < own["run_rows_per_s"] <= 1.05 * own["saturated_rate"]
+
+
+def test_a_router_that_cannot_take_the_rate_is_the_bottleneck_and_asks_for_more(home):
+    one = {**pool_content(), "serving": {"router": {"replicas": {"max": 1}}}}
+    (home / "router.yaml").write_text(yaml.safe_dump(one))
+    with pytest.warns(CaucWarning, match="routers are needed, the pool file allows 1"):
+        found = cauc_ray.plan(home / "router.yaml", home / "policy.json", 3000.0)
+    router = found["router"]
+    assert router["replicas"] > router["pool_replicas"] == 1
+    assert 0.4 < router["load"] <= 0.8
+    assert router["per_request_s"] > 0
+    assert (found["range"]["bottleneck"], found["range"]["carries_rate"]) == ("router", False)
 
 
 @pytest.mark.slow

@@ -21,7 +21,15 @@ from cauc_ray.front.planning.simulation import (
     simulate_backlog,
     simulate_trace,
 )
-from cauc_ray.front.planning.stages import BatchSeconds, PlannedStage, loads, reaches, with_drift, with_replicas
+from cauc_ray.front.planning.stages import (
+    BatchSeconds,
+    PlannedStage,
+    RouterSeconds,
+    loads,
+    reaches,
+    with_drift,
+    with_replicas,
+)
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.serving.cascade import Cascade
 
@@ -63,7 +71,7 @@ class Sleeping:
         self.sizes = []
 
     async def answer(self, call, on_begin=None):
-        answered_by = gathered(call.parts, [Bundle(one) for one in call.bundles])["answered_by"]
+        answered_by = gathered(call.parts, [Bundle(call.columns)])["answered_by"]
         n, takes = len(answered_by), self.seconds.of(len(answered_by))
         self.sizes.append(n)
         async with self.turns[int(call.replica)]:
@@ -72,9 +80,6 @@ class Sleeping:
         nothing = np.zeros(n)
         result = CallResult(nothing.astype(np.int32), nothing, accepted, nothing, 0.0, takes, 0.0, None, "here")
         return result, np.zeros((n - int(accepted.sum()), 1))
-
-    def share(self, columns):
-        return None
 
 
 def served(stages, times, answered_by):
@@ -170,6 +175,23 @@ def test_one_replica_and_single_rows_are_an_m_d_1_queue(load):
     assert found.latency.mean == pytest.approx(service_s + waits_s, rel=0.03)
     assert found.stages[0].busy == pytest.approx(load, rel=0.02)
     assert not found.grows
+
+
+def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
+    stages, window, first = [stage(4, per_call=1.0)], Window(0.0, 9.0), np.zeros(2, np.int8)
+    router, times = RouterSeconds(per_request=0.2, per_call=0.05), np.array([0.0, 0.05])
+    alone = simulate_trace(stages, times[:1], first[:1], window, router=router)
+    assert alone.latency.mean == pytest.approx(1.0 + 0.2 + 0.05)
+    # The first is sent at 0.1 s and answered at 1.25; the second, read from then on, waits for the replica until 1.1.
+    both = simulate_trace(stages, times, first, window, router=router)
+    assert both.latency.mean == pytest.approx((1.25 + 2.25 - 0.05) / 2)
+    # A router that is busy for four fifths of its time holds nothing up: what it reads goes on before it reads more.
+    chain, fast = [stage(256, 30, per_call=0.01, per_row=0.0002, wait_s=0.005)], RouterSeconds(8e-6)
+    pairs = [simulate_arrivals(chain, 1e5, router=own, window=Window(0.4, 0.6)) for own in (fast, RouterSeconds())]
+    assert pairs[0].latency.p50 == pytest.approx(pairs[1].latency.p50, rel=0.05)
+    busy = simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012))
+    assert busy.grows  # the replicas have time, the router has none
+    assert not simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012, replicas=2)).grows
 
 
 def slow_queues(stages, times, answered_by):

@@ -18,7 +18,15 @@ from cauc_ray.front.planning.sizing import (
     run_rows,
     sized,
 )
-from cauc_ray.front.planning.stages import BatchSeconds, PlannedStage, loads, reaches, with_drift, with_replicas
+from cauc_ray.front.planning.stages import (
+    BatchSeconds,
+    PlannedStage,
+    RouterSeconds,
+    loads,
+    reaches,
+    with_drift,
+    with_replicas,
+)
 
 
 def stage(name, batch_size, per_call, per_row, deferral=0.0, wait_s=0.005):
@@ -60,6 +68,14 @@ def test_the_highest_rate_fills_the_bottleneck_and_nothing_beyond(stages):
     at = loads(stages, rate)
     assert at[bottleneck] == pytest.approx(MOST_LOAD)
     assert at.max() == at[bottleneck]
+
+
+@pytest.mark.parametrize("allowed", [1, 50])
+def test_there_are_as_many_routers_as_a_rate_needs_whatever_the_pool_allows(allowed):
+    stages = [PlannedStage("s", 10, 0.0, BatchSeconds(0.01, 0.0), 0.0)]
+    router = Trials(stages, 1000.0, RouterSeconds(0.002, 0.004, allowed)).router
+    assert router.replicas == 3  # 1000 x (2 ms + a tenth of 4 ms) are 2.4 s a second, of which each has 0.8
+    assert router.load(stages, 1000.0) == pytest.approx(0.8)
 
 
 def test_a_rate_alone_takes_the_least_replicas():

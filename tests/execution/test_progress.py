@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cauc_ray.execution.progress import RunProgress, StageProgress
-from cauc_ray.execution.rates import ETA_WINDOW_S, RATE_WINDOW_S, ServiceTime, accepted_share
+from cauc_ray.execution.progress import ETA_WINDOW_S, RATE_WINDOW_S, RateMeter, RunProgress, StageProgress
 
 
 def look(at, accepted=0, n_finished=0, n_rows=None, **stage):
@@ -53,9 +52,9 @@ def handled(place, look):
 
 @given(steps)
 def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
-    seen, pace = looks(steps), ServiceTime()
+    seen, meter = looks(steps), RateMeter()
     for look in seen:
-        rates = pace.add(look)
+        rates = meter.add(look)
     assert rates.n_done == ended(seen[-1])
     assert rates.rows_per_s == pytest.approx(slow_rate(seen, ended, RATE_WINDOW_S))
     for place, rate in enumerate(rates.stage_rows_per_s):
@@ -66,9 +65,9 @@ def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
 
 @given(st.floats(0.1, 5), st.integers(1, 1000), st.integers(2, 300))
 def test_a_steady_run_ends_when_it_was_foretold(dt, per_look, n_looks):
-    pace, n_rows = ServiceTime(), per_look * n_looks
+    meter, n_rows = RateMeter(), per_look * n_looks
     for i in range(n_looks + 1):
-        rates = pace.add(look(i * dt, accepted=i * per_look, n_rows=n_rows))
+        rates = meter.add(look(i * dt, accepted=i * per_look, n_rows=n_rows))
         assert rates.eta_s is None if i == 0 else rates.eta_s == pytest.approx((n_looks - i) * dt)
         assert rates.rows_per_s is None if i == 0 else rates.rows_per_s == pytest.approx(per_look / dt)
 
@@ -78,40 +77,40 @@ def test_a_steady_run_ends_when_it_was_foretold(dt, per_look, n_looks):
     steps=st.lists(st.tuples(st.integers(0, 100), st.booleans()), min_size=1, max_size=50),
 )
 def test_rows_done_are_earlier_attempts_and_what_ended_since_committed_or_not(earlier, steps):
-    pace, ended, committed = ServiceTime(), 0, 0
-    pace.add(look(0.0, n_finished=earlier))
+    meter, ended, committed = RateMeter(), 0, 0
+    meter.add(look(0.0, n_finished=earlier))
     for at, (more, commit) in enumerate(steps, start=1):
         ended += more
         committed = ended if commit else committed
-        assert pace.add(look(float(at), accepted=ended, n_finished=earlier + committed)).n_done == earlier + ended
+        assert meter.add(look(float(at), accepted=ended, n_finished=earlier + committed)).n_done == earlier + ended
 
 
-def test_the_time_that_models_take_to_load_is_not_part_of_the_pace():
-    pace = ServiceTime()
+def test_the_time_that_models_take_to_load_is_not_part_of_the_meter():
+    meter = RateMeter()
     for at in range(50):
-        assert pace.add(look(float(at), n_rows=100, replicas=0, starting=1)).rows_per_s is None
-    rates = pace.add(look(50.0, accepted=25, n_rows=100))  # they have begun since the last look
+        assert meter.add(look(float(at), n_rows=100, replicas=0, starting=1)).rows_per_s is None
+    rates = meter.add(look(50.0, accepted=25, n_rows=100))  # they have begun since the last look
     assert (rates.rows_per_s, rates.eta_s) == (25, 3)
 
 
 def test_a_run_that_stands_still_has_no_end_in_sight_and_one_that_is_done_has():
-    pace = ServiceTime()
+    meter = RateMeter()
     for at in range(100):
-        rates = pace.add(look(float(at), accepted=10, n_rows=100))
+        rates = meter.add(look(float(at), accepted=10, n_rows=100))
     assert (rates.rows_per_s, rates.eta_s) == (0, None)
-    assert pace.add(look(100.0, accepted=100, n_rows=100)).eta_s == 0
-    assert ServiceTime().add(look(0.0, n_finished=100, n_rows=100)).eta_s == 0
-    assert pace.add(look(101.0, accepted=101, n_rows=None)).eta_s is None
+    assert meter.add(look(100.0, accepted=100, n_rows=100)).eta_s == 0
+    assert RateMeter().add(look(0.0, n_finished=100, n_rows=100)).eta_s == 0
+    assert meter.add(look(101.0, accepted=101, n_rows=None)).eta_s is None
 
 
 def test_a_clock_that_is_set_back_makes_no_rate_below_zero():
-    pace = ServiceTime()
+    meter = RateMeter()
     for at, accepted in ((100.0, 10), (101.0, 20), (50.0, 25), (51.0, 31)):
-        rates = pace.add(look(at, accepted=accepted))
+        rates = meter.add(look(at, accepted=accepted))
         assert rates.rows_per_s is None or rates.rows_per_s >= 0
     assert rates.rows_per_s == 6
 
 
 def test_the_accepted_share_is_of_a_stages_answers():
-    assert accepted_share(StageProgress("m", failed=3)) is None
-    assert accepted_share(StageProgress("m", accepted=3, deferred=1, failed=5, degraded=7)) == 0.75
+    assert StageProgress("m", failed=3).accepted_share is None
+    assert StageProgress("m", accepted=3, deferred=1, failed=5, degraded=7).accepted_share == 0.75
