@@ -243,7 +243,12 @@ def test_the_command_shows_and_prints_the_same(cauc, planned):
     code, out, err = cauc(*plain, "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert {**found, "elapsed_s": 0} == {**planned, "elapsed_s": 0}
+    # A plan times the router anew, so what is simulated moves a little.
+    assert found.keys() == planned.keys()
+    steady = ("name", "reach", "deferral", "requests_per_s", "least_replicas", "pool_replicas", "seconds")
+    for ours, theirs in zip(found["stages"], planned["stages"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [ours[name] for name in steady] == [theirs[name] for name in steady]
     code, out, err = cauc(*plain, "--slo-p99", 5)
     assert (code, err) == (0, "")
     for words in ("p99 within 5 s holds", "1.2 ×", "the bottleneck is 'm2'", "every request at m2 alone", "seed 0"):
