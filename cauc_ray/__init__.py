@@ -13,41 +13,41 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cauc_ray.api.checking import check
+    from cauc_ray.api.collecting import collect
+    from cauc_ray.api.estimator import CascadeClassifier
+    from cauc_ray.api.offline import evaluate, fit, replace_model, sweep
+    from cauc_ray.api.online import run
+    from cauc_ray.api.samples import sample_logits
+    from cauc_ray.api.serving import serve, set_policy
+    from cauc_ray.api.sharding import calibrate
+    from cauc_ray.comparison.comparing import compare
     from cauc_ray.data.writing import write_logits
     from cauc_ray.errors import CaucError, CaucWarning
-    from cauc_ray.front.checking import check
-    from cauc_ray.front.collecting import collect
-    from cauc_ray.front.comparing import compare
-    from cauc_ray.front.estimator import CascadeClassifier
-    from cauc_ray.front.offline import evaluate, fit, replace_model, sweep
-    from cauc_ray.front.online import run
-    from cauc_ray.front.planning.plan import plan
-    from cauc_ray.front.report.writing import report
-    from cauc_ray.front.samples import sample_logits
-    from cauc_ray.front.serving import serve, set_policy
-    from cauc_ray.front.sharding import calibrate
+    from cauc_ray.planning.plan import plan
     from cauc_ray.policies.policy import Policy
+    from cauc_ray.reporting.writing import report
 
 # Loaded at first use, so that importing the package costs nothing.
 _PUBLIC = {
-    "CascadeClassifier": "cauc_ray.front.estimator",
+    "CascadeClassifier": "cauc_ray.api.estimator",
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
-    "calibrate": "cauc_ray.front.sharding",
-    "check": "cauc_ray.front.checking",
-    "collect": "cauc_ray.front.collecting",
-    "compare": "cauc_ray.front.comparing",
-    "evaluate": "cauc_ray.front.offline",
-    "fit": "cauc_ray.front.offline",
-    "plan": "cauc_ray.front.planning.plan",
-    "replace_model": "cauc_ray.front.offline",
-    "report": "cauc_ray.front.report.writing",
-    "run": "cauc_ray.front.online",
-    "sample_logits": "cauc_ray.front.samples",
-    "serve": "cauc_ray.front.serving",
-    "set_policy": "cauc_ray.front.serving",
-    "sweep": "cauc_ray.front.offline",
+    "calibrate": "cauc_ray.api.sharding",
+    "check": "cauc_ray.api.checking",
+    "collect": "cauc_ray.api.collecting",
+    "compare": "cauc_ray.comparison.comparing",
+    "evaluate": "cauc_ray.api.offline",
+    "fit": "cauc_ray.api.offline",
+    "plan": "cauc_ray.planning.plan",
+    "replace_model": "cauc_ray.api.offline",
+    "report": "cauc_ray.reporting.writing",
+    "run": "cauc_ray.api.online",
+    "sample_logits": "cauc_ray.api.samples",
+    "serve": "cauc_ray.api.serving",
+    "set_policy": "cauc_ray.api.serving",
+    "sweep": "cauc_ray.api.offline",
     "write_logits": "cauc_ray.data.writing",
 }
 

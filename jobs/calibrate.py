@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
+from cauc_ray.api import tables
+from cauc_ray.api.config import Location
+from cauc_ray.api.options import FitOptions, Names
+from cauc_ray.api.sharding import calibrate
+from cauc_ray.cli.show_policy import show_policy
 from cauc_ray.data.logits import FAILED
 from cauc_ray.execution.sharded import DEADLINE_S
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.front import tables
-from cauc_ray.front.config import Location
-from cauc_ray.front.options import FitOptions, Names
-from cauc_ray.front.sharding import calibrate
-from cauc_ray.front.show_policy import show_policy
 from cauc_ray.models.resources import Resources
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 

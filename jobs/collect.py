@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationInfo
 
+from cauc_ray.api.collecting import collect
+from cauc_ray.api.config import Location, folder_of, located
+from cauc_ray.cli import show
 from cauc_ray.data.benchmarks import BENCHMARKS
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
-from cauc_ray.front import show
-from cauc_ray.front.collecting import collect
-from cauc_ray.front.config import Location, folder_of, located
 from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files
 
 

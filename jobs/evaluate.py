@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from cauc_ray.api import online
+from cauc_ray.api.config import Location
+from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.api.options import EvaluateOptions
+from cauc_ray.api.sharding import evaluate_shards
+from cauc_ray.cli import show
 from cauc_ray.errors import CaucError
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.front import online, show
-from cauc_ray.front.config import Location
-from cauc_ray.front.evaluated import evaluation_summary
-from cauc_ray.front.options import EvaluateOptions
-from cauc_ray.front.sharding import evaluate_shards
 from cauc_ray.policies.policy import Policy
 from jobs.calibrate import ShardedJob, chain_files
 from jobs.job import Job, JobConfig, JobResult, JobRun, main, pool_files

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import cauc_ray
+from cauc_ray.api.config import Location, read_config
+from cauc_ray.cli.warned import warnings_on_stderr
 from cauc_ray.errors import CaucError, CaucWarning, ConfigError
 from cauc_ray.files.listing import content_digest
 from cauc_ray.files.paths import AnyPath, RemotePath
-from cauc_ray.front.config import Location, read_config
-from cauc_ray.front.warned import warnings_on_stderr
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.service import Section
 from jobs.folder import Origin, job_folder, read_result, remove_result, write_result

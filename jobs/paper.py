@@ -6,11 +6,11 @@ import sys
 
 from rich.console import Console
 
+from cauc_ray.api.config import FilePath
+from cauc_ray.api.tables import line
 from cauc_ray.execution.tasks import Outcome
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.front.config import FilePath
-from cauc_ray.front.paper import Paper, PaperConfig, run_paper
-from cauc_ray.front.tables import line
+from cauc_ray.paper import Paper, PaperConfig, run_paper
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
 WIDTH = 220  # a log has no width of its own

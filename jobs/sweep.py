@@ -6,11 +6,11 @@ import sys
 
 from rich.console import Console
 
+from cauc_ray.api.config import Location
+from cauc_ray.api.tables import line
+from cauc_ray.comparison.sweeping import Sweep, SweepConfig, run_sweep
+from cauc_ray.comparison.sweeping.tables import grids
 from cauc_ray.execution.tasks import Outcome
-from cauc_ray.front.config import Location
-from cauc_ray.front.sweeping import Sweep, SweepConfig, run_sweep
-from cauc_ray.front.sweeping.tables import grids
-from cauc_ray.front.tables import line
 from jobs.job import Job, JobConfig, JobResult, JobRun, main
 
 WIDTH = 200  # a log has no width of its own

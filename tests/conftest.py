@@ -54,7 +54,7 @@ def shared_logits() -> Path:
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
     """Return a function that runs `cauc` in an empty folder: its exit code, standard output and errors."""
-    from cauc_ray.front.command import main
+    from cauc_ray.cli.command import main
 
     monkeypatch.chdir(tmp_path)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from synthetic import write_table
 
+from cauc_ray.cli.command import _parser
 from cauc_ray.data.table_info import TableInfo
-from cauc_ray.front.command import _parser
 from cauc_ray.models.pool import load_pool
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cauc_ray.api.sharding import calibrate
 from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.execution.session import ray_session
-from cauc_ray.front.sharding import calibrate
 from cauc_ray.policies.policy import Policy
 from jobs.bench.children import printed
 
@@ -30,7 +30,7 @@ BUDGET = 3.0
 ALONE = """
 import json, resource, sys, time
 import cauc_ray
-import cauc_ray.front.offline
+import cauc_ray.api.offline
 started = time.perf_counter()
 policy = cauc_ray.fit(sys.argv[1], models=json.loads(sys.argv[2]), method=sys.argv[3], budget=float(sys.argv[4]))
 seconds = time.perf_counter() - started

@@ -27,19 +27,19 @@ import numpy as np
 import cauc_ray
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files, read_parquet
-from cauc_ray.front.planning.measures import Latency, Simulation, Window
-from cauc_ray.front.planning.plan import expected_deferral, run_stages, served_stages
-from cauc_ray.front.planning.routing import time_router
-from cauc_ray.front.planning.simulation import (
+from cauc_ray.models.pool import load_pool
+from cauc_ray.planning.measures import Latency, Simulation, Window
+from cauc_ray.planning.plan import expected_deferral, run_stages, served_stages
+from cauc_ray.planning.routing import time_router
+from cauc_ray.planning.simulation import (
     settled_window,
     simulate_arrivals,
     simulate_backlog,
     simulate_trace,
 )
-from cauc_ray.front.planning.sizing import MOST_LOAD, most_rate
-from cauc_ray.front.planning.stages import PlannedStage, RouterSeconds
-from cauc_ray.front.planning.timings import read_earlier_run, saved_timing
-from cauc_ray.models.pool import load_pool
+from cauc_ray.planning.sizing import MOST_LOAD, most_rate
+from cauc_ray.planning.stages import PlannedStage, RouterSeconds
+from cauc_ray.planning.timings import read_earlier_run, saved_timing
 from cauc_ray.policies.policy import Policy
 from jobs.bench.cascades import planted_rows, stage, write_input, write_pool, write_table
 from jobs.bench.children import served

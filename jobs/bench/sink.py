@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
+from cauc_ray.api.summary import summarise
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows
 from cauc_ray.execution.committing import Committer
@@ -25,7 +26,6 @@ from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.execution.reader import BlockHeader
 from cauc_ray.execution.runner import BLOCK_ROWS
 from cauc_ray.execution.session import ray_session
-from cauc_ray.front.summary import summarise
 from jobs.bench.cascades import write_table
 
 STAGES = {"small": 1.0, "large": 8.0}

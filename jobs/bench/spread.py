@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 import cauc_ray
+from cauc_ray.api.sharding import evaluate_shards
+from cauc_ray.comparison.sweeping import SweepConfig, run_sweep
+from cauc_ray.comparison.sweeping.config import SweptSet
 from cauc_ray.execution.tasks import Outcome
-from cauc_ray.front.sharding import evaluate_shards
-from cauc_ray.front.sweeping import SweepConfig, run_sweep
-from cauc_ray.front.sweeping.config import SweptSet
 from cauc_ray.policies.policy import Policy
 from jobs.bench.calibrate import BUDGET, MODELS, write_table
 from jobs.bench.processes import own_session, session_is_up

@@ -2,8 +2,8 @@
 
 import sys
 
+from cauc_ray.cli.command import main
 from cauc_ray.execution import manifest, runner
-from cauc_ray.front.command import main
 from jobs.faults.cascade import BLOCK_ROWS
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cauc_ray.front.command import main
+from cauc_ray.cli.command import main
 from cauc_ray.models.pool import load_pool
 from cauc_ray.serving import ServingArgs
 

@@ -2,8 +2,8 @@
 
 import sys
 
+from cauc_ray.cli.command import main
 from cauc_ray.execution import manifest, runner
-from cauc_ray.front.command import main
 
 if __name__ == "__main__":
     runner.BLOCK_ROWS, manifest.COMMIT_S = 64, 0.0

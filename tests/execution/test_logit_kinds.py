@@ -8,9 +8,9 @@ from masked import MODELS, softmax, splits, write, write_masked
 from runs import by_example, numbered_input, read_all, run, split_input, two_model_policy, write_pool
 
 import cauc_ray
+from cauc_ray.api.sharding import calibrate, evaluate_shards
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError, PolicyError
-from cauc_ray.front.sharding import calibrate, evaluate_shards
 
 LOWEST = float(np.finfo(np.float32).min)
 

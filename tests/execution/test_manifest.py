@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from runs import by_example, two_model_policy
 
+from cauc_ray.api.summary import summarise
 from cauc_ray.cascade.results import CallResult
 from cauc_ray.cascade.rows import Call, Owner, Rows
 from cauc_ray.errors import DataError
@@ -15,7 +16,6 @@ from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.parquet import parquet_below, read_parquet
-from cauc_ray.front.summary import summarise
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3"], indirect=True)
 RECORD = new_record("policy", 4, {"input": 12})

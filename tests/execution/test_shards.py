@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
+from cauc_ray.api.evaluated import Evaluation
+from cauc_ray.api.sharding import calibrate, evaluate_shards
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts_of
-from cauc_ray.front.evaluated import Evaluation
-from cauc_ray.front.sharding import calibrate, evaluate_shards
 from cauc_ray.numbers.chain import digest_of_rows
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule

@@ -41,7 +41,7 @@ def join(cascade, out, head, home, **environment):
     words = ["run", "pool.yaml", "--policy", "policy.json", "--input", "input.parquet"]
     words += ["-o", str(out), "--address", head.gcs_address]
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from cauc_ray.front.command import main; main(sys.argv[1:])", *words],
+        [sys.executable, "-c", "import sys; from cauc_ray.cli.command import main; main(sys.argv[1:])", *words],
         cwd=cascade, env={**env, "HOME": home, **environment}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     # These rows cost more than the policy expects; that warning is of another matter.

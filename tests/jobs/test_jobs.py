@@ -20,9 +20,9 @@ from job_cases import CASES, N_TASKS, SWEEP, write_config, write_inputs
 from synthetic import write_table
 
 import cauc_ray
+from cauc_ray.api.config import read_config
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.files.paths import path_inside, path_of
-from cauc_ray.front.config import read_config
 from jobs.folder import LOCK
 from jobs.job import main
 from jobs.progress import Progress
@@ -272,7 +272,7 @@ def test_shipped_configs_read_nothing_outside_the_repository(name):
 
 @pytest.mark.slow
 def test_shipped_configs_run_on_what_the_demo_makes(tmp_path, ray_session, capsys):
-    from cauc_ray.front.demo import run_demo
+    from cauc_ray.demo import run_demo
 
     shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     run_demo(str(tmp_path / "out" / "demo"))

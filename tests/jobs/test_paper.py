@@ -11,14 +11,14 @@ import yaml
 from synthetic import chain, softmax, write_table
 
 import cauc_ray
+from cauc_ray.api.config import read_config
+from cauc_ray.api.grids import Cell, Grid
+from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.measuring import published
+from cauc_ray.comparison.quoted import columns_of, quoted_figures
 from cauc_ray.errors import CaucWarning, ConfigError
-from cauc_ray.front.comparing import compare
-from cauc_ray.front.config import read_config
-from cauc_ray.front.measuring import published
-from cauc_ray.front.paper import PaperConfig, run_paper
-from cauc_ray.front.paper.grids import Cell, Grid
-from cauc_ray.front.paper.plan import plan_of
-from cauc_ray.front.paper.quoted import columns_of, quoted_figures
+from cauc_ray.paper import PaperConfig, run_paper
+from cauc_ray.paper.plan import plan_of
 from cauc_ray.policies.methods import METHODS
 from jobs.job import main
 from jobs.paper import JOB

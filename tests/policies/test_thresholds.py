@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binom
 from synthetic import chain, seeds, splits
 
+from cauc_ray.cli.show_policy import show_policy
 from cauc_ray.errors import BudgetError, ConfigError, DataError, PolicyError, RiskError
-from cauc_ray.front.show_policy import show_policy
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS

@@ -19,7 +19,7 @@ import synthetic
 from hostile import Asked, post
 from runs import MODELS, python_pool, saved_pool, two_model_policy
 
-from cauc_ray.front.command import main
+from cauc_ray.cli.command import main
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 

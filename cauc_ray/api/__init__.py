@@ -1,0 +1,1 @@
+"""The Python API: what `import cauc_ray` gives, and what its functions share."""

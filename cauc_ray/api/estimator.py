@@ -1,0 +1,312 @@
+"""CascadeClassifier: a cascade of scikit-learn's classifiers, in scikit-learn's manners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, Self
+
+import numpy as np
+
+from cauc_ray.api import offline
+from cauc_ray.api.evaluated import Evaluation
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.logits import LogitKind, as_logits
+from cauc_ray.numbers.softmax import log_softmax
+from cauc_ray.numbers.sweep import Objective
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.predictions import Predictions
+from cauc_ray.policies.trace import Answered, steps_of
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, clone
+    from sklearn.frozen import FrozenEstimator
+    from sklearn.model_selection import StratifiedShuffleSplit, check_cv
+    from sklearn.utils import check_random_state, column_or_1d, get_tags, indexable
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
+except ImportError as missing:
+    raise ConfigError("CascadeClassifier needs scikit-learn 1.6 or newer: pip install 'cauc-ray[sklearn]'") from missing
+
+# Below the least score of a row, for a class that a member has not seen.
+_UNSEEN = 50.0
+
+
+class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """Classifiers that answer in turn, cheapest first; the next one is called only for rows on which none is sure.
+
+    >>> from cauc_ray import CascadeClassifier
+    >>> from sklearn.datasets import load_digits
+    >>> from sklearn.ensemble import RandomForestClassifier
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X, y = load_digits(return_X_y=True)
+    >>> members = [("small", LogisticRegression(C=1e-4)), ("large", RandomForestClassifier(50, random_state=0))]
+    >>> model = CascadeClassifier(members, costs=[1, 10], cv=0.5, method="rf").fit(X[:1200], y[:1200])
+    >>> bool(model.score(X[1200:], y[1200:]) > 0.8)
+    True
+
+    Args:
+        estimators: (name, classifier) pairs, cheapest first. Each has predict_proba, else decision_function. They are
+            cloned and fitted, but for fitted ones in sklearn.frozen.FrozenEstimator, which stay as they are.
+        costs: of a call of each, in their order or by name.
+        method: "base" or "rf".
+        budget: mean cost per row that the threshold is chosen for.
+        threshold: one to use as it is.
+        objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
+        calibrator: of each member: "temperature", "offsets", or for Base with at most two members "isotonic".
+        safe: fuse only where that is supported, and fall back on a single member that is no worse.
+        cv: how rows are found that a member was not fitted on, as the policy needs: folds, a number of them or any
+            splitter, whose rows are answered out of fold before the members are fitted on all rows; or a share between
+            0 and 1 that is held out, the members being fitted on the rest.
+        validation: share of these rows that the threshold is chosen on; the others calibrate.
+        random_state: of these draws.
+
+    Attributes:
+        policy_: the policy, as cauc_ray.fit returns it.
+        classes_: the labels, sorted; a prediction of the policy is an index of them.
+        members_: the fitted classifiers by name.
+        cost_: the mean cost of a row that the policy expects.
+    """
+
+    def __init__(
+        self,
+        estimators: Sequence[tuple[str, Any]],
+        costs: Sequence[float] | Mapping[str, float] | None = None,
+        *,
+        method: str = "base",
+        budget: float | None = None,
+        threshold: float | None = None,
+        objective: Objective = "accuracy",
+        calibrator: CalibratorKind = "temperature",
+        safe: bool = False,
+        cv: Any = 5,
+        validation: float | None = 0.5,
+        random_state: Any = 0,
+    ) -> None:
+        self.estimators = estimators
+        self.costs = costs
+        self.method = method
+        self.budget = budget
+        self.threshold = threshold
+        self.objective = objective
+        self.calibrator = calibrator
+        self.safe = safe
+        self.cv = cv
+        self.validation = validation
+        self.random_state = random_state
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the parameters, with deep the members and theirs as well: large, large__C."""
+        params: dict[str, Any] = super().get_params(deep=False)
+        if deep:
+            for name, member in self._pairs():
+                params[name] = member
+                params |= {f"{name}__{key}": value for key, value in member.get_params(deep=True).items()}
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Set parameters, members by their names, and members' own as large__C."""
+        if "estimators" in params:
+            self.estimators = params.pop("estimators")
+        given = {name: params.pop(name) for name, _ in self._pairs() if name in params}
+        if given:
+            self.estimators = [(name, given.get(name, member)) for name, member in self._pairs()]
+        super().set_params(**params)
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        of_members = [get_tags(member).input_tags for _, member in self._pairs()]
+        tags.input_tags.sparse = all(of.sparse for of in of_members)
+        tags.input_tags.allow_nan = all(of.allow_nan for of in of_members)
+        return tags
+
+    def fit(self, X: Any, y: Any, **fit_params: Any) -> Self:
+        """Fit the members, and the policy on rows that they were not fitted on.
+
+        X: (N, features) or what else the members take.   y: (N,) labels.   fit_params: for every member's fit, such as
+        sample_weight (N,); the policy counts every row once.
+        Raises ValueError as scikit-learn does, ConfigError for parameters and costs, BudgetError for the budget.
+        """
+        names = self._names()
+        if self.costs is None:
+            raise ConfigError("costs: give what a call of each member costs, as costs=[1, 10]")
+        X, y = self._checked(X, y)
+        seed = self.random_state
+        seed = int(seed if isinstance(seed, Integral) else check_random_state(seed).randint(2**31 - 1))
+        # A float is a share; True is a number, too.
+        shared = isinstance(self.cv, Real) and not isinstance(self.cv, Integral)
+        cv = StratifiedShuffleSplit(1, test_size=float(self.cv), random_state=seed) if shared else self.cv
+        folds = list(check_cv(cv, y, classifier=True).split(X, y))
+        answers: dict[str, list[Floats]] = {name: [] for name in names}
+        kinds: dict[str, LogitKind] = {}
+        for train, held_out in folds:
+            self.members_ = self._fitted(X, y, fit_params, train)
+            for name, member in self.members_.items():
+                values, kinds[name] = self._scores(name, member, _rows_of(X, held_out))
+                answers[name].append(values)
+        if len(folds) > 1:
+            self.members_ = self._fitted(X, y, fit_params)
+        held_out = np.concatenate([rows for _, rows in folds])
+        order = np.argsort(held_out, kind="stable")
+        self.policy_ = offline.fit(
+            {name: np.concatenate(parts)[order] for name, parts in answers.items()},
+            self._codes(y[held_out[order]]),
+            models=names,
+            costs=self.costs,
+            method=self.method,
+            budget=self.budget,
+            threshold=self.threshold,
+            objective=self.objective,
+            calibrator=self.calibrator,
+            safe=self.safe,
+            validation=self.validation,
+            seed=seed,
+            logit_kind=kinds,
+        )
+        if self.policy_.expected is not None:
+            self.cost_ = self.policy_.expected.cost
+        return self
+
+    def predict(self, X: Any) -> Any:
+        """Return the labels (N,); a member is called for the rows that reach it, and no others."""
+        answered, _ = self._answer(X)
+        return self.classes_[answered.predictions]
+
+    def predict_proba(self, X: Any) -> Floats:
+        """Return calibrated probabilities, float64 (N, K), of the stage at which each row stops."""
+        _, scores = self._answer(X)
+        return np.exp(log_softmax(scores))
+
+    def predictions(self, X: Any) -> Predictions:
+        """Return what the policy answers: .prediction (an index of classes_), .confidence, .stage and .cost."""
+        answered, _ = self._answer(X)
+        return Predictions(
+            prediction=answered.predictions,
+            confidence=answered.confidences,
+            stage=answered.stages,
+            cost=answered.costs,
+            example_ids=tuple(map(str, range(len(answered)))),
+            labels=None,
+            models=self.policy_.models,
+            cost_unit=self.policy_.cost_unit,
+        )
+
+    def evaluate(self, X: Any, y: Any) -> Evaluation:
+        """Return accuracy, cost and the whole curve on labelled rows: every member is called for all of them."""
+        X = self._opened(X)
+        logits = {name: self._scores(name, self.members_[name], X)[0] for name in self.policy_.models}
+        kinds = {name: self._scores_kind(self.members_[name]) for name in self.policy_.models}
+        return offline.evaluate(logits, self.policy_, labels=self._codes(column_or_1d(y)), logit_kind=kinds)
+
+    def _pairs(self) -> list[tuple[str, Any]]:
+        """Return the members; none where estimators are not pairs, which fit() refuses."""
+        given = self.estimators if isinstance(self.estimators, list | tuple) else []
+        return [(pair[0], pair[1]) for pair in given if isinstance(pair, list | tuple) and len(pair) == 2]
+
+    def _names(self) -> list[str]:
+        names = [name for name, _ in self._pairs()]
+        if not names or len(set(names)) < len(self.estimators):
+            raise ConfigError(f"estimators: pairs (name, classifier) with each name once, got {self.estimators!r}")
+        other = next((member for _, member in self._pairs() if not hasattr(member, "fit")), None)
+        if other is not None:
+            raise ConfigError(f"estimators: {other!r} is not a classifier; leave the pair out")
+        own = self.get_params(deep=False)
+        clashes = [name for name in names if "__" in name or name in own]
+        if clashes:
+            raise ConfigError(f"estimators: {clashes[0]!r} cannot name a member: it has '__' or is a parameter")
+        return names
+
+    def _checked(self, X: Any, y: Any) -> tuple[Any, Any]:
+        """Return rows that can be indexed, and labels, whose classes are set."""
+        if y is None:
+            raise ValueError(f"{type(self).__name__} requires y to be passed, but the target y is None")
+        validate_data(self, X, skip_check_array=True)
+        y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        X, y = indexable(X, y)
+        check_consistent_length(X, y)
+        frozen = [member for _, member in self._pairs() if isinstance(member, FrozenEstimator)]
+        for member in frozen:
+            check_is_fitted(member)
+        self.classes_ = np.unique(np.concatenate([y, *(member.classes_ for member in frozen)]))
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"a classifier needs samples of at least 2 classes, the data hold {len(self.classes_)} class"
+            )
+        return X, y
+
+    def _fitted(self, X: Any, y: Any, params: Mapping[str, Any], rows: Ints | None = None) -> dict[str, Any]:
+        """Return the members, fitted on some rows, None for all."""
+        if rows is not None:
+            n, X, y = len(y), _rows_of(X, rows), y[rows]
+            params = {key: _rows_of(of, rows) if _n_rows(of) == n else of for key, of in params.items()}
+        return {name: clone(member).fit(X, y, **params) for name, member in self._pairs()}
+
+    def _opened(self, X: Any) -> Any:
+        check_is_fitted(self, "policy_")
+        (X,) = indexable(X)  # the members check their features themselves
+        return X
+
+    def _codes(self, y: Any) -> Ints:
+        """Return labels as indexes of classes_. Raises DataError for one that is not among them."""
+        codes: Ints = np.searchsorted(self.classes_, y)
+        unknown = self.classes_[np.minimum(codes, len(self.classes_) - 1)] != y
+        if unknown.any():
+            raise DataError(
+                f"label {y[unknown][:1].tolist()[0]!r} is not among the classes {', '.join(map(str, self.classes_))}"
+            )
+        return codes
+
+    def _answer(self, X: Any) -> tuple[Answered, Floats]:
+        """Return what the policy answers, and the scores of it, float64 (N, K)."""
+        X, policy = self._opened(X), self.policy_
+        n = _n_rows(X)
+        predictions, stages = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int8)
+        confidences, scores = np.empty(n), np.empty((n, len(self.classes_)))
+
+        def logits_of(stage: int, rows: Ints) -> Floats:
+            name = policy.models[stage]
+            values, kind = self._scores(name, self.members_[name], X if len(rows) == n else _rows_of(X, rows))
+            return as_logits(values, kind)
+
+        for stage, rows, step in steps_of(policy, np.arange(n), logits_of):
+            done = rows[step.accepted]
+            predictions[done], confidences[done] = step.predictions[step.accepted], step.confidences[step.accepted]
+            scores[done], stages[done] = step.scores[step.accepted], stage
+        costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.stages]))
+        return Answered(predictions, confidences, stages, costs.of_stops(stages)), scores
+
+    def _scores_kind(self, member: Any) -> LogitKind:
+        return "probabilities" if hasattr(member, "predict_proba") else "surrogate"
+
+    def _scores(self, name: str, member: Any, X: Any) -> tuple[Floats, LogitKind]:
+        """Return what a member says of rows, float32 (n, K) in the order of classes_, and of what kind that is."""
+        kind = self._scores_kind(member)
+        if kind == "surrogate" and not hasattr(member, "decision_function"):
+            raise ConfigError(f"member {name!r} has neither predict_proba nor decision_function")
+        own = member.predict_proba(X) if kind == "probabilities" else member.decision_function(X)
+        own = np.asarray(own, dtype=np.float32)
+        if own.ndim == 1:
+            own = np.stack([np.zeros_like(own), own], axis=1)
+        if np.array_equal(member.classes_, self.classes_):
+            return own, kind
+        # A fold may lack a class: improbable, not impossible.
+        unseen = np.zeros(len(own)) if kind == "probabilities" else own.min(axis=1) - _UNSEEN
+        values = np.repeat(unseen[:, None], len(self.classes_), axis=1).astype(np.float32)
+        values[:, self._codes(member.classes_)] = own
+        return values, kind
+
+
+def _n_rows(X: Any) -> int:
+    """Return how many rows there are, none of what is not an array or a list."""
+    shape = getattr(X, "shape", (len(X) if isinstance(X, list | tuple) else 0,))
+    return int(shape[0]) if shape else 0
+
+
+def _rows_of(X: Any, rows: Ints) -> Any:
+    if hasattr(X, "iloc"):
+        return X.iloc[rows]
+    return X[rows] if hasattr(X, "shape") else [X[row] for row in rows]

@@ -1,0 +1,184 @@
+"""What a policy's answers on saved logits are worth: figures, tables, the accuracy-cost curve, JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from cauc_ray.api.tables import number
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.guarantees import StageGuarantees
+from cauc_ray.numbers.intervals import Mean, Share, share
+from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.checks import as_expected
+from cauc_ray.policies.evidence import Guard, Measures
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.predictions import Predictions
+from cauc_ray.policies.trace import Answered, answers_alone, measure_guarantees, measure_replay, trace_policy
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Evaluation(Shown):
+    """A policy's answers on a split of a logit table, or on arrays, and what they are worth.
+
+    measures: accuracy, macro_f1, cost and more.   guarantees: of each stage, what its threshold promises there; None
+    for the last.   guards: of what was realised there against what was expected.
+    order: int (N,), of the chain's examples in predictions; None for the chain's own.
+    """
+
+    policy: Policy
+    chain: Chain
+    replay: Answered
+    measures: Measures
+    guarantees: tuple[StageGuarantees | None, ...]
+    guards: tuple[Guard, ...]
+    order: Ints | None = None
+
+    @classmethod
+    def of(cls, policy: Policy, chain: Chain, order: Ints | None = None) -> Evaluation:
+        """Evaluate a policy on a chain."""
+        answers, measures = measure_replay(policy, chain)
+        on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
+        guards = () if on_cost is None else (on_cost,)
+        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order)
+
+    @property
+    def predictions(self) -> Predictions:
+        """Return the answers, one for each example."""
+        found = Predictions.of(self.replay, self.chain, self.policy.cost_unit)
+        return found if self.order is None else found.of_rows(self.order)
+
+    def to_arrow(self) -> pa.Table:
+        """Return the answers as a predictions file has them, with labels where they are known."""
+        return self.predictions.to_arrow()
+
+    def to_pandas(self) -> Any:
+        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
+        return self.predictions.to_pandas()
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy over cost: every threshold, each model by itself, and the policy where it stands.
+
+        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
+        Raises ConfigError where matplotlib is missing, DataError where an example has no label.
+        """
+        axes = accuracy_over_cost(self.policy.cost_unit, axes)
+        chain, measures = self.chain, self.measures
+        chain.require_labels("a curve")
+        curve = trace_policy(self.policy, chain).frontier(chain)
+        axes.step(curve.cost, 100 * curve.quality, where="post", color="#0072B2", label="every threshold")
+        alone = answers_alone(self.policy, chain) == chain.labels[:, None]
+        for model, cost, accuracy in zip(chain.models, chain.costs.means, alone.mean(axis=0), strict=True):
+            plot_model(axes, model, cost, accuracy)
+        assert measures.accuracy is not None
+        point = 100 * measures.accuracy.value
+        spread = [[point - 100 * measures.accuracy.low], [100 * measures.accuracy.high - point]]
+        axes.errorbar(
+            measures.cost, point, yerr=spread, fmt="D", color="#D55E00", capsize=3, label="this policy, 95 %", zorder=3
+        )
+        if self.policy.budget is not None:
+            axes.axvline(self.policy.budget, color="#888888", linestyle=":", label="budget")
+        axes.legend(loc="lower right", frameon=False)
+        return axes
+
+    def small_table(self) -> SmallTable:
+        """Return accuracy and cost, and what each stage answered, as people see it."""
+        measures, unit = self.measures, self.policy.cost_unit
+        relative = "" if measures.relative_cost is None else f", {measures.relative_cost:.2f} of the last model's"
+        accuracy = None if measures.accuracy is None else measures.accuracy.value
+        rows = [
+            [
+                stage.name,
+                f"{stage.reached:,}",
+                f"{stage.answered:,}",
+                share_text(stage.accepted_accuracy.value if stage.accepted_accuracy else None),
+            ]
+            for stage in measures.stages
+        ]
+        caption = (
+            f"{self.policy.method} on {measures.n:,} examples: {share_text(accuracy)} accuracy at "
+            f"{number(measures.cost)} {unit} each{relative}"
+        )
+        return SmallTable(caption, ["stage", "reached", "answered", "accuracy"], rows)
+
+
+def accuracy_over_cost(unit: str, axes: Any = None) -> Any:
+    """Return axes of accuracy in percent over cost: those given, or a new figure's.
+
+    Raises ConfigError where matplotlib is missing.
+    """
+    if axes is None:
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
+        _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.margins(x=0.1, y=0.12)
+    axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
+    axes.set_ylabel("accuracy (%)")
+    axes.grid(alpha=0.25)
+    return axes
+
+
+def plot_model(axes: Any, model: str, cost: float, accuracy: float) -> None:
+    """Draw a model by itself as a point with its name."""
+    point = (cost, 100 * accuracy)
+    axes.plot(*point, "o", color="black", markersize=5)
+    axes.annotate(model, point, xytext=(0, -14), textcoords="offset points", ha="center", parse_math=False)
+
+
+def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
+    """Return an evaluation as `cauc evaluate --json` prints it."""
+    policy, measures = evaluation.policy, evaluation.measures
+    return {
+        "method": policy.method,
+        "policy_id": policy.id,
+        "source": evaluation.chain.source,
+        "n": measures.n,
+        "n_labelled": measures.n_labelled,
+        "accuracy": measures.accuracy.value if measures.accuracy else None,
+        "accuracy_interval": _interval(measures.accuracy),
+        "macro_f1": measures.macro_f1,
+        "cost": measures.cost,
+        "cost_unit": policy.cost_unit,
+        "relative_cost": measures.relative_cost,
+        "threshold": policy.threshold,
+        "last_stage_avoided": 1 - measures.stages[-1].reached / measures.n,
+        "stages": [
+            {
+                "name": stage.name,
+                "reached": stage.reached,
+                "answered": stage.answered,
+                "accepted_accuracy": stage.accepted_accuracy.value if stage.accepted_accuracy else None,
+                "accepted_accuracy_interval": _interval(stage.accepted_accuracy),
+                "guarantees": None if guarantees is None else guarantees.as_json(),
+            }
+            for stage, guarantees in zip(measures.stages, evaluation.guarantees, strict=True)
+        ],
+        "early": _early(evaluation),
+        "guards": [guard.model_dump() for guard in evaluation.guards],
+    }
+
+
+def _early(evaluation: Evaluation) -> dict[str, Any]:
+    """Return how often answers given before the last stage are wrong, and what was certified of that, if it was."""
+    inner = [early for stage in evaluation.measures.stages[:-1] if (early := stage.accepted_accuracy)]
+    n = sum(answers.n for answers in inner)
+    right = share(sum(round(answers.n * answers.value) for answers in inner), n)
+    certificate = evaluation.policy.threshold_choice.certificate
+    return {
+        "n": n,
+        "coverage": n / evaluation.measures.n_labelled if evaluation.measures.n_labelled else None,
+        "risk": 1 - right.value if n else None,
+        "risk_interval": [1 - right.high, 1 - right.low] if n else None,
+        "certified_risk": None if certificate is None else certificate.risk,
+        "certified_confidence": None if certificate is None else certificate.confidence,
+    }
+
+
+def _interval(share: Share | None) -> list[float] | None:
+    return [share.low, share.high] if share else None

@@ -1,0 +1,174 @@
+"""Serve a policy's cascade over HTTP, and change its policy: the Python side of `cauc serve` and `cauc policy set`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cauc_ray.api.offline import policy_of
+from cauc_ray.cascade.agreement import require_agreement
+from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable
+from cauc_ray.models.pool import Pool, load_pool
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving.service import require_name
+
+POLICY_TOKEN = "CAUC_POLICY_TOKEN"
+HTTP_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service that runs: where it is, the model's name in URLs, and the id of the policy it began with.
+
+    require_alive: raises ExecutionError if the service has ended by itself.
+    """
+
+    url: str
+    model: str
+    policy_id: str
+    require_alive: Callable[[], None] = field(repr=False, compare=False)
+
+
+@contextmanager
+def serve(
+    pool: str | Path | Pool,
+    policy: str | Path | Policy,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    local: bool = False,
+    address: str | None = None,
+    on_wait: Callable[[str], None] = lambda says: None,
+) -> Iterator[Service]:
+    """Serve a policy's chain over HTTP for the length of the block, once all stages are ready.
+
+    pool, policy: or their files.   host, port: where to listen; port 0 takes a free one.   name: of the model in
+    URLs, the pool's without one.   local: in this process, without Ray.   address: of a Ray cluster; without it the
+    session of this process, or one of its own for this.   on_wait: told in a few words what is waited for.
+    Raises CaucError where something does not fit, or a stage does not start.
+    """
+    _require_packages()
+    if local and address is not None:
+        raise ConfigError("a local service runs in one process: give either local or the address of a Ray cluster")
+    pool = pool if isinstance(pool, Pool) else load_pool(pool)
+    policy = policy_of(policy)
+    stages = pool.chain(policy.models)
+    require_agreement(stages, policy)
+    port = _free_port(host, port)
+    model = require_name(pool.name if name is None else name)
+    if local:
+        from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
+
+        running = local_service(pool, policy, model, host, port)
+    else:
+        from cauc_ray.serving.on_serve import serve_service
+
+        running = serve_service(pool, policy, model, host, port, address, on_wait)
+    with running as require_alive:
+        yield Service(f"http://{f'[{host}]' if ':' in host else host}:{port}", model, policy.id, require_alive)
+
+
+def set_policy(
+    policy: str | Path | Policy | None = None,
+    *,
+    url: str = "http://127.0.0.1:8000",
+    name: str | None = None,
+    threshold: float | None = None,
+    budget: float | None = None,
+) -> dict[str, Any]:
+    """Change the policy of a running service, on all of its replicas; no model is loaded again.
+
+    policy: or its file; None keeps the one in force and changes its threshold or budget (mean cost per example).
+    url: of the service.   name: of its model, needed where it has several.
+    The environment's CAUC_POLICY_TOKEN is sent if there is one. Returns policy_id, previous, version and replicas (None
+    where one has not confirmed it: it takes the policy before it answers).
+    Raises PolicyError where the service refuses, also where a change at the same time has replaced this one, and
+    ExecutionError where it cannot be reached.
+    """
+    change: dict[str, Any] = {"threshold": threshold, "budget": budget}
+    if policy is not None:
+        change["policy"] = policy_of(policy).model_dump(mode="json")
+    change = {key: value for key, value in change.items() if value is not None}
+    if not change:
+        raise ConfigError("give a policy, a threshold or a budget")
+    url = url.rstrip("/")
+    name = name or _only_model(url)
+    address = f"{url}/v2/models/{quote(name, safe='')}/policy"
+    return _http("PUT", address, change)
+
+
+def _only_model(url: str) -> str:
+    models = _http("GET", f"{url}/v2").get("models")
+    if not isinstance(models, list) or len(models) != 1:
+        raise ConfigError(f"{url} has no single model; name one")
+    return str(models[0])
+
+
+def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
+    """Make a request of JSON. Raises CaucError in one line."""
+    headers: dict[str, Any] = {"Content-Type": "application/json", **_authorization()}
+    body = None if content is None else json.dumps(content).encode()
+    try:
+        request = urllib.request.Request(url, body, headers, method=method)
+        if request.type not in ("http", "https"):
+            raise ConfigError(f"{url} is no http address")
+        with urllib.request.urlopen(request, timeout=HTTP_DEADLINE_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        raise PolicyError(f"the service refuses ({error.code}): {_said(error)}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise ExecutionError(f"{url} cannot be reached: {printable(said)}") from error
+    if not isinstance(answer, dict):
+        raise ExecutionError(f"{url} does not answer as a service of cauc-ray does")
+    return answer
+
+
+def _authorization() -> dict[str, bytes]:
+    """Return the header that bears the environment's token, if there is one. Raises ConfigError."""
+    token = os.fsencode(os.environ.get(POLICY_TOKEN, "")).strip()
+    if not token:
+        return {}
+    if set(token) & set(b"\r\n\0"):
+        raise ConfigError(f"{POLICY_TOKEN} holds a line break in its midst, which no header can carry")
+    return {"Authorization": b"Bearer " + token}
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    text = error.read(10_000).decode(errors="replace")
+    try:
+        return printable(str(json.loads(text)["error"]))
+    except (ValueError, KeyError, TypeError):
+        return printable(" ".join(text.split()) or error.reason)
+
+
+def _require_packages() -> None:
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if find_spec(package) is None:
+            raise ConfigError(f"serving needs {package}; install it with: pip install 'cauc-ray[serve]'")
+
+
+def _free_port(host: str, port: int) -> int:
+    """Return the port if nobody listens there, a free one for 0. Raises ConfigError."""
+    if not host:
+        raise ConfigError("give a host to listen at: 127.0.0.1 for this machine alone, 0.0.0.0 for all of its networks")
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}") from error

@@ -1,0 +1,250 @@
+"""Where logits come from: a table's folder, or arrays that are here; both are read as chains by the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.api.options import ChainOptions, EvaluateOptions
+from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, model_kinds
+from cauc_ray.data.splits import split_shares
+from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.paths import RemotePath
+from cauc_ray.numbers.arrays import array_chain
+from cauc_ray.numbers.chain import Chain, ChainLogits
+from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
+from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.policy import Policy
+
+# A table by its path or URI, or arrays by model.
+Logits: TypeAlias = str | Path | Mapping[str, Any]
+# What calls cost: by model, else as CallCosts has it.
+ModelCosts: TypeAlias = Mapping[str, float] | Literal["per-call"] | None
+
+
+class LogitArrays:
+    """Arrays of logits by model, read as a LogitTable is."""
+
+    def __init__(
+        self,
+        splits: Mapping[str, Sequence[Any]],
+        logit_kind: LogitKinds = None,
+        *,
+        undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+    ) -> None:
+        """Take arrays with their labels, or None, and if there are any their ids, by split; else as LogitTable."""
+        self.path = "the arrays"
+        self._splits = splits
+        self.models = list(next(iter(splits.values()))[0])
+        if not self.models or not all(isinstance(model, str) for model in self.models):
+            raise ConfigError(f"{self.path}: models have names, as {{'small': (N, K)}}, got {self.models}")
+        self.kinds = model_kinds(self.path, self.models, logit_kind, undeclared)
+        self.declared_costs: dict[str, float] = {}  # arrays do not say what calls cost
+
+    def splits(self, model: str) -> list[str]:
+        """Return the names of the splits."""
+        return list(self._splits)
+
+    def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
+        """Return a chain on a split, in the order of example ids, as a table has it. Raises as LogitTable."""
+        if costs is None or isinstance(costs, str):
+            raise ConfigError("arrays do not say what a call of each model costs; give costs={model: cost}")
+        if split not in self._splits:
+            raise ConfigError(
+                f"the arrays have no split {split!r}: give validation and test each as a share of the arrays, "
+                "or as a pair (logits, labels)"
+            )
+        arrays, labels, *ids = self._splits[split]
+        if not isinstance(arrays, Mapping):
+            raise ConfigError(f"{split}: a pair is (logits by model, labels), got {type(arrays).__name__} first")
+        chain = array_chain(
+            arrays,
+            models,
+            labels,
+            costs=Costs(UNNAMED_UNIT, np.array(costs, dtype=np.float64)),
+            kinds=self.kinds,
+            example_ids=ids[0] if ids else None,
+            source=f"{self.path}, split {split!r}",
+        )
+        return chain.of_rows(np.argsort(chain.example_ids))
+
+
+class Source:
+    """A table or arrays, on the splits that options name or cut.
+
+    models: the chain that options ask for.   costs: of calls, where options give them.   declared: those, else what
+    the table declares.
+    """
+
+    def __init__(
+        self,
+        logits: Logits,
+        options: ChainOptions,
+        labels: Any = None,
+        example_ids: Any = None,
+        undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
+    ) -> None:
+        """Open a table, or take arrays with their labels and ids.   undeclared: as LogitTable has it."""
+        self._options = options
+        self._source: LogitTable | LogitArrays
+        arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
+        if isinstance(logits, Mapping):
+            own = {options.calibration_split: (logits, labels, example_ids)}
+            self._source = LogitArrays({**own, **arrays}, options.logit_kind, undeclared=undeclared)
+        else:
+            _require_table(logits, labels, example_ids, *arrays)
+            self._source = LogitTable(logits, options.logit_kind, undeclared=undeclared)
+        self.path = self._source.path
+        for model in options.models or ():
+            if model not in self._source.models:
+                raise ConfigError(f"{self.path}: {unknown_name('model', model, self._source.models)}")
+        self.costs = self._given_costs()
+        self.declared = self.costs if self.costs is not None else self._source.declared_costs
+        self.models = options.models or tuple(
+            # Where a cost is missing, whoever reads the chain says so.
+            sorted(self._source.models, key=lambda model: self.declared.get(model, 0.0))
+        )
+
+    @property
+    def table(self) -> LogitTable | None:
+        """Return the table, None for arrays."""
+        return self._source if isinstance(self._source, LogitTable) else None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the names of the splits that are read, calibration first."""
+        return tuple(self._options.cuts)
+
+    def origin(self, split: str) -> str:
+        """Return the split that a split's examples are of: its own, or calibration where it is a share of that."""
+        return self._options.calibration_split if isinstance(self._options.cuts[split], float) else split
+
+    def _given_costs(self) -> dict[str, float] | None:
+        """Return what calls cost by model, None where options do not give it."""
+        models, costs = self._options.models, self._options.costs
+        if not isinstance(costs, tuple):
+            return costs
+        if models is None and self.table is not None:
+            raise ConfigError("costs in a list are in the order of models; name the models, or give {model: cost}")
+        models = models or tuple(self._source.models)
+        if len(costs) != len(models):
+            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
+        return dict(zip(models, costs, strict=True))
+
+    def read(self, models: Sequence[str], costs: ModelCosts) -> tuple[ChainLogits, ChainLogits | None]:
+        """Read calibration, and validation where there is one, in the order of example ids, as a table has them.
+
+        models: of the source.   costs: of their calls, None for the source's.
+        """
+        chains = self.read_all(models, costs)
+        calibration, validation = self._options.splits
+        return chains[calibration], chains.get(validation)
+
+    def read_all(self, models: Sequence[str], costs: ModelCosts) -> dict[str, ChainLogits]:
+        """Read all splits by name, validation only where there is one. Arguments are those of read."""
+        priced, cuts = _in_order(costs, models), self._options.cuts
+        shares = {split: cut for split, cut in cuts.items() if isinstance(cut, float)}
+        calibration, validation = self._options.splits
+        chains = {
+            split: self._read(models, split, priced)
+            for split in cuts
+            if split not in shares and (split != validation or split in self._source.splits(models[0]))
+        }
+        if shares:
+            whole = {calibration: 1 - sum(shares.values())}
+            chains |= _cut(chains[calibration], {**whole, **shares}, self._options.seed)
+        return chains
+
+    def read_heads(self) -> list[ChainHeads]:
+        """Read what a table has of calibration, and of validation where there is one, but the logits."""
+        assert isinstance(self._source, LogitTable)
+        calibration, validation = self._options.splits
+        splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
+        priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
+        chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
+        if unit is not None:
+            chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
+        return chains
+
+    def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
+        chain = self._source.read_chain(models, split, costs=costs)
+        unit = self._options.cost_unit
+        return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
+
+
+def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
+    """Return costs in the order of models, where they are given. Raises ConfigError naming one that is missing."""
+    if costs is None or isinstance(costs, str):
+        return costs
+    missing = next((model for model in models if model not in costs), None)
+    if missing is not None:
+        raise ConfigError(f"costs: {unknown_name('model', missing, costs)}")
+    return [costs[model] for model in models]
+
+
+def _require_table(logits: Any, *given: Any) -> None:
+    """Raise ConfigError unless logits are the path of a table, and nothing is given that goes with arrays."""
+    if not isinstance(logits, str | PathLike | RemotePath):
+        raise ConfigError(
+            "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
+            f"{type(logits).__name__}"
+        )
+    if any(each is not None for each in given):
+        raise ConfigError("a logit table has its own labels, ids and splits; those given go with arrays")
+
+
+def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:
+    """Cut the examples at random into parts of some shares, whatever their order."""
+    # By length, then as text: the ids of arrays are then in the order of their rows.
+    order = np.array(sorted(range(len(chain)), key=lambda row: (len(chain.example_ids[row]), chain.example_ids[row])))
+    parts = split_shares(len(chain), shares, seed)
+    empty = next((split for split, rows in parts.items() if not len(rows)), None)
+    if empty is not None:
+        raise ConfigError(f"{empty}: a share of {shares[empty]:g} of {len(chain)} examples leaves it empty")
+    return {split: chain.of_rows(np.sort(order[rows])) for split, rows in parts.items()}
+
+
+def read_policy_chain(
+    logits: Logits,
+    policy: Policy,
+    split: str,
+    logit_kind: LogitKinds = None,
+    labels: Any = None,
+    example_ids: Any = None,
+) -> ChainLogits:
+    """Read a policy's models on a split of a table, or from arrays, with costs counted as the policy counts them.
+
+    labels, example_ids: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's
+    means there. Examples are in the order of their ids.
+    """
+    if isinstance(logits, Mapping):
+        arrays = LogitArrays({split: (logits, labels, example_ids)}, logit_kind, undeclared=policy.kinds_by_model)
+        chain = arrays.read_chain(policy.models, split, costs=[stage.cost for stage in policy.stages])
+        return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
+    _require_table(logits, labels, example_ids)
+    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
+    return table.read_chain(policy.models, split, costs=_costs_of(policy))
+
+
+def read_policy_heads(logits: str | Path, policy: Policy, options: EvaluateOptions) -> ChainHeads:
+    """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
+    table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
+    return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
+
+
+def _costs_of(policy: Policy) -> CallCosts:
+    """Return what calls cost as the policy counts them."""
+    return "per-call" if policy.costs == "per-call" else [stage.cost for stage in policy.stages]
+
+
+def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
+    """Return where the rows of arrays are in a chain of them, int (N,).   example_ids: as the arrays were given."""
+    position = {example: index for index, example in enumerate(chain.example_ids)}
+    return np.array([position[str(row)] for row in (range(len(chain)) if example_ids is None else example_ids)])

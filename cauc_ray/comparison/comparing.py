@@ -1,0 +1,268 @@
+"""All methods side by side on one chain: the Python side of `cauc compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.api.evaluated import accuracy_over_cost, plot_model
+from cauc_ray.api.examples import ExampleReader
+from cauc_ray.api.fingerprints import fingerprints_of
+from cauc_ray.api.options import CompareOptions, Cut
+from cauc_ray.api.sources import Logits, Source
+from cauc_ray.api.tables import number
+from cauc_ray.comparison.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
+from cauc_ray.comparison.calibrating import calibration_of
+from cauc_ray.comparison.measuring import CONVENTIONS, Bench
+from cauc_ray.data.logits import LogitKinds
+from cauc_ray.data.queries import Texts
+from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.files.atomic import new_folder
+from cauc_ray.files.documents import write_json
+from cauc_ray.files.parquet import write_parquet
+from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.policies.baselines.simple import fit_single
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
+from cauc_ray.policies.notebook import Shown, SmallTable, share_text
+from cauc_ray.policies.predictions import pandas_frame
+
+# Every model of the chain, alone: rows that are named single:<model>.
+SINGLE = "single"
+
+# Of curves; each is told from the others also by who does not see all colours, as far as so many can be.
+_COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C564B", "#999999",
+    "#F0E442", "#1B7837", "#C51B7D", "#4D4D4D", "#B2DF8A", "#FB9A99", "#6A3D9A", "#B15928", "#A6CEE3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
+    """Methods side by side.
+
+    about: the chain, the splits, the budget, the conventions of the metrics.   rows: one for each method.
+    curves: every operating point that validation tells apart, with its final figures.   not_run: methods and why.
+    """
+
+    about: dict[str, Any]
+    rows: list[dict[str, Any]]
+    curves: pa.Table
+    not_run: list[dict[str, str]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `cauc compare --json` prints: all but the curves."""
+        return {**self.about, "rows": self.rows, "not_run": self.not_run}
+
+    def row(self, method: str) -> dict[str, Any]:
+        """Return a method's row."""
+        return next(row for row in self.rows if row["method"] == method)
+
+    def to_arrow(self) -> pa.Table:
+        """Return the rows as a table; what was true of all of them is in its metadata."""
+        about = {key: str(value) for key, value in self.about.items()}
+        return pa.Table.from_pylist(self.rows).replace_schema_metadata(about)
+
+    def to_pandas(self) -> Any:
+        """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
+        return pandas_frame(self.to_arrow())
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw accuracy over cost: each method's curve with its point at the budget, and each model by itself.
+
+        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
+        Raises ConfigError where matplotlib is missing.
+        """
+        axes = accuracy_over_cost(self.about["cost_unit"], axes)
+        axes.set_prop_cycle(color=_COLORS)
+        for row in self.rows:
+            method, accuracy = row["method"], 100 * row["accuracy"]
+            if method.startswith(f"{SINGLE}:"):
+                plot_model(axes, method.removeprefix(f"{SINGLE}:"), row["cost"], row["accuracy"])
+                continue
+            (point,) = axes.plot(row["cost"], accuracy, "o", label=method)
+            curve = self.curves.filter(pc.equal(self.curves["method"], method)).sort_by("cost")
+            (line,) = axes.plot(
+                curve["cost"], 100 * curve["accuracy"].to_numpy(), linewidth=0.8, color=point.get_color()
+            )
+            if METHODS[method].paradigm == "ours":
+                low, high = row["accuracy_interval"]
+                spread = [[accuracy - 100 * low], [100 * high - accuracy]]
+                axes.errorbar(row["cost"], accuracy, yerr=spread, capsize=3, color=point.get_color(), zorder=3)
+                point.set(marker="D", markersize=8, zorder=4)
+                line.set(linewidth=2.5, zorder=3)
+        axes.axvline(self.about["budget"], color="#888888", linestyle=":", label="budget")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        return axes
+
+    def small_table(self) -> SmallTable:
+        """Return each method's accuracy and cost, as people see them."""
+        unit = self.about["cost_unit"]
+        rows = [
+            [
+                row["method"],
+                share_text(row["accuracy"]),
+                number(row["cost"]),
+                "–" if row["relative_cost"] is None else f"{row['relative_cost']:.2f}",
+                share_text(row["avoided"]),
+            ]
+            for row in self.rows
+        ]
+        caption = (
+            f"{' → '.join(self.about['models'])} on {self.about['n']:,} examples, methods at a budget of "
+            f"{self.about['budget']:.4g} {unit}"
+        )
+        return SmallTable(caption, ["method", "accuracy", f"cost ({unit})", "relative", "last model avoided"], rows)
+
+
+def compare(
+    logits: Logits,
+    labels: Any = None,
+    *,
+    example_ids: Any = None,
+    models: Sequence[str] | None = None,
+    methods: Sequence[str] = ("all",),
+    embedding: str | None = None,
+    texts: str | Path | None = None,
+    text_column: str = "question",
+    checkpoints: Mapping[str, str] = MappingProxyType({}),
+    costs: Mapping[str, float] | Sequence[float] | None = None,
+    cost_unit: str | None = None,
+    calibration_split: str = "calibration",
+    validation_split: str = "validation",
+    validation: Cut = None,
+    split: str = "test",
+    test: Cut = None,
+    budget: float | None = None,
+    seed: int = 0,
+    logit_kind: LogitKinds = None,
+    on_method: Callable[[str, int, int], None] = lambda name, place, of: None,
+) -> Comparison:
+    """Fit methods on one chain, and measure them on a split that none of them has seen.
+
+    >>> import cauc_ray
+    >>> found = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
+    >>> found.row("oracle")["accuracy"] >= found.row("rf")["accuracy"]
+    True
+
+    logits, labels, example_ids, models, costs, cost_unit, logit_kind: as for fit.
+    validation, test: in place of splits of a table, shares of the calibration examples, cut off at random; or for
+    arrays also (logits, labels) or (logits, labels, example_ids).
+    methods: names of METHODS and "single", or "all".
+    embedding: an encoder of the table, whose embeddings routers look at; one that is named like a model of the table
+    is that model, whose call they pay on every example; without one they look at the first model's outputs, and pay
+    for its call.   texts, text_column: a Parquet file of the queries' texts, and checkpoints, by a method's name the
+    hub id or folder of the model that it trains on them: for the methods that train on texts.
+    budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
+    seed: of all random draws.   on_method: called with each method's name, its index and their number before its fit.
+    Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
+    Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
+    """
+    options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
+    source = Source(logits, options, labels, example_ids)
+    chosen, not_run = _chosen(options.methods, source.models, set(checkpoints) if texts is not None else set())
+    for name in checkpoints:
+        if name not in METHODS or not METHODS[name].needs_texts:
+            takers = [method.name for method in METHODS.values() if method.needs_texts]
+            raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
+    reader = ExampleReader(source, embedding, Texts(texts, text_column) if texts is not None else None)
+    calibrating, choosing, final = reader.read("a comparison")
+    fitting = Fitting(calibrating, choosing, seed)
+    bench = Bench(fitting, final, budget, checkpoints)
+    measured = []
+    for place, entry in enumerate(chosen):
+        on_method(entry.method.name, place, len(chosen))
+        measured.append(bench.measure(entry.method, entry.load()))
+    largest = max(float(curve.cost.max()) for _, curve, _ in measured)
+    rows = [row | bench.areas(curve, largest) for row, curve, _ in measured]
+    about = {
+        "source": str(source.path),
+        "models": list(source.models),
+        "splits": {"calibration": calibration_split, "validation": validation_split, "final": split},
+        "n": len(final),
+        "cost_unit": final.chain.costs.unit,
+        "budget": bench.budget,
+        "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
+        "embedding": embedding,
+        "seed": seed,
+        "fingerprints": fingerprints_of(calibrating.chain, choosing.chain, final.chain),
+        "calibration": calibration_of(fitting, final),
+        "conventions": {**CONVENTIONS, **CALIBRATION_CONVENTIONS},
+    }
+    curves = [_curve_table(row["method"], curve, points) for row, curve, points in measured]
+    return Comparison(about, rows, pa.concat_tables(curves), not_run)
+
+
+def save_comparison(comparison: Comparison, folder: str | Path) -> None:
+    """Write a comparison into a new folder: rows.parquet, curves.parquet and comparison.json.
+
+    Raises ConfigError where the folder exists and is not empty, or cannot be made.
+    """
+    path = Path(folder)
+    with new_folder(path):
+        write_json(path / "comparison.json", comparison.as_json())
+        write_parquet(path / "rows.parquet", comparison.to_arrow())
+        write_parquet(path / "curves.parquet", comparison.curves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A row to be: a method, and what returns the function that fits it."""
+
+    method: Method
+    load: Callable[[], Callable[[Fitting], Fitted]]
+
+
+def _chosen(
+    names: Sequence[str], models: Sequence[str], trainable: set[str]
+) -> tuple[list[_Entry], list[dict[str, str]]]:
+    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
+
+    trainable: those for which there are texts and a checkpoint.
+    """
+    known = ("all", SINGLE, *METHODS)
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name("method", name, known))
+    entries, cannot = [], []
+    if "all" in names or SINGLE in names:
+        entries = [_single(model, place) for place, model in enumerate(models)]
+    for name in METHODS if "all" in names else [name for name in METHODS if name in names]:
+        method = METHODS[name]
+        why = None
+        if method.needs_texts and name not in trainable:
+            why = "trains a model on the queries' texts: give texts, and its checkpoint"
+        elif method.absent:
+            why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
+        if why is None:
+            entries.append(_Entry(method, method.load))
+        elif name in names:
+            raise ConfigError(f"method {name!r} {why}")
+        else:
+            cannot.append({"method": name, "why": why})
+    return entries, cannot
+
+
+def _single(model: str, place: int) -> _Entry:
+    return _Entry(Method(f"{SINGLE}:{model}", "single-model", ""), lambda: partial(fit_single, model=place))
+
+
+def _curve_table(method: str, curve: Curve, points: OperatingPoints) -> pa.Table:
+    return pa.table(
+        {
+            "method": pa.array([method] * len(curve.cost), pa.string()),
+            "setting": curve.settings,
+            "validation_accuracy": points.quality,
+            "validation_cost": points.cost,
+            "accuracy": curve.accuracy,
+            "macro_f1": curve.macro_f1,
+            "cost": curve.cost,
+            "avoided": 1.0 - curve.last_share,
+        }
+    )

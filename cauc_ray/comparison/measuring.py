@@ -1,0 +1,167 @@
+"""What one method of a comparison is measured by: at the matched cost, at its own setting, over its whole curve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.resources import files
+from json import loads
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.errors import BudgetError
+from cauc_ray.numbers.areas import CONVENTIONS as AREA_CONVENTIONS
+from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferral_area, upper_hull
+from cauc_ray.numbers.intervals import paired_difference, share
+from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
+from cauc_ray.policies.trace import Answers, Examples
+
+# CPT is told for these shares of the gap between the two models.
+GAP_SHARES = (0.5, 0.8)
+# Base is fitted so often; the best counts.
+BASE_FITS = 3
+
+CONVENTIONS: Mapping[str, str] = {
+    "accuracy": "Share of the final split's examples answered right, with its 95 % Wilson interval.",
+    "macro_f1": "Unweighted mean of the classes' F1, over the classes among answers or labels.",
+    "cost": "Mean per example of all calls made: a cascade pays for every stage that it ran, a router for the model "
+    "that it chose; who looks at a pool model's embedding pays that model's call on every example; other encoders and "
+    "routers themselves are not counted.",
+    "relative_cost": "Cost over the mean cost of a call of the last model.",
+    "avoided": "Share of the examples that never called the last model.",
+    "gain": "Accuracy less the last model's on the same examples, with its 95 % percentile bootstrap interval over "
+    "10,000 resamples of the examples.",
+    "by_lot": "Accuracy that mixing single models by lot has at the same cost: linear between those on the upper hull "
+    "of validation cost and accuracy.",
+    "setting": "What steers the method (a threshold; for a router less the price of a unit of cost, for FrugalGPT its "
+    "budget), chosen on validation as the best within the budget, or as the cheapest where none is within it; controls "
+    "by lot spend the budget, and Base without a given one has its own threshold.",
+    "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
+    "else the best on validation.",
+    "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
+    "are not counted.",
+} | dict(AREA_CONVENTIONS)
+
+
+def published() -> dict[str, Any]:
+    """Return the paper's own numbers, by the name of their table."""
+    content: dict[str, Any] = loads(files("cauc_ray.comparison").joinpath("published.json").read_text(encoding="utf-8"))
+    return content
+
+
+class Bench:
+    """What all methods of a comparison have in common: the splits, the budget, Base's setup time."""
+
+    def __init__(self, fitting: Fitting, test: Examples, budget: float | None, checkpoints: Mapping[str, str]) -> None:
+        self._fitting = fitting
+        self._checkpoints = checkpoints
+        self._test = test
+        self._correct = test.correct()
+        fit_base = METHODS["base"].load()
+        # In the best of a few: it is short, and the first of a process also pays for what numpy loads.
+        base, self._base_s = min((self._set_up(fit_base) for _ in range(BASE_FITS)), key=lambda timed: timed[1])
+        self._base = base
+        own = base.curve(fitting.validation, np.array([base.default]))
+        self._given = budget is not None
+        self.budget = float(own.cost[0]) if budget is None else budget
+        base.points.index_of_best(self.budget)  # raises where no cascade is so cheap
+        self._published_s = published()["setup_s"]
+
+    def measure(
+        self, method: Method, fit: Callable[[Fitting], Fitted]
+    ) -> tuple[dict[str, Any], Curve, OperatingPoints]:
+        """Fit a method by its function, and measure it at the budget, at its own setting, and at every other."""
+        if method.name == "base":
+            fitted, setup_s = self._base, self._base_s
+        else:
+            fitted, setup_s = self._set_up(fit, self._checkpoints.get(method.name))
+        # Base's own threshold is what gives the budget its size, where nobody gave one.
+        own_budget = method.name == "base" and not self._given
+        setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted)
+        answers = fitted.answers(self._seen(method), setting)
+        own = fitted.answers(self._seen(method), fitted.default)
+        row = {
+            "method": method.name,
+            "paradigm": method.paradigm,
+            **self._figures(answers),
+            "setting": setting,
+            "steered": steered,
+            **self._against_others(answers),
+            "default": {"setting": fitted.default, **self._figures(own)},
+            "setup_s": setup_s,
+            "setup_ratio": setup_s / self._base_s,
+            "paper_setup_ratio": self._paper_ratio(method.name),
+            "note": fitted.note,
+        }
+        return row, fitted.curve(self._test, fitted.points.settings), fitted.points
+
+    def _at_budget(self, method: Method, fitted: Fitted) -> tuple[float, bool]:
+        """Return a method's setting for the budget, and whether the budget steers it."""
+        try:
+            setting = method.setting(fitted, self.budget)
+        except BudgetError:  # a model that costs more is called for its embedding, whatever follows
+            return float(fitted.points.settings[fitted.points.cost.argmin()]), False
+        return (fitted.default, False) if setting is None else (setting, True)
+
+    def areas(self, curve: Curve, largest_cost: float) -> dict[str, float | None]:
+        """Return what sums up a curve; what is defined for two models is None for other chains."""
+        first, last = float(self._correct[:, 0].mean()), float(self._correct[:, -1].mean())
+        names = ["deferral_area", "apgr", *(f"cpt{round(100 * q)}" for q in GAP_SHARES)]
+        of_two: dict[str, float | None] = dict.fromkeys(names)
+        if self._correct.shape[1] == 2 and len(curve.settings) > 1:
+            whole = oracle_deferral_area(self._correct[:, 0], self._correct[:, -1])
+            pair = (curve.last_share, curve.accuracy, first, last)
+            values = [deferral_area(*pair, whole), apgr(*pair), *(cpt(*pair, q) for q in GAP_SHARES)]
+            of_two = dict(zip(names, values, strict=True))
+        return {**of_two, "aiq": aiq(curve.cost, curve.accuracy, largest_cost)}
+
+    def _set_up(self, fit: Callable[[Fitting], Fitted], checkpoint: str | None = None) -> tuple[Fitted, float]:
+        """Fit a method and find its operating points. Returns it and the seconds that took."""
+        started = time.perf_counter()
+        fitted = fit(replace(self._fitting, checkpoint=checkpoint))
+        _ = fitted.points
+        return fitted, time.perf_counter() - started
+
+    def _seen(self, method: Method) -> Examples:
+        return self._test if method.sees_labels else self._test.without_labels()
+
+    def _figures(self, answers: Answers) -> dict[str, Any]:
+        chain = self._test.chain
+        right = answers.predictions == chain.labels
+        accuracy = share(int(right.sum()), len(right))
+        cost, of_last = float(answers.costs(chain).mean()), float(chain.costs.means[-1])
+        return {
+            "accuracy": accuracy.value,
+            "accuracy_interval": [accuracy.low, accuracy.high],
+            "macro_f1": macro_f1(answers.predictions, chain.labels),
+            "cost": cost,
+            "relative_cost": cost / of_last if of_last > 0 else None,
+            "avoided": 1.0 - float(answers.calls[:, -1].mean()),
+            "calls": dict(zip(chain.models, answers.calls.mean(axis=0).tolist(), strict=True)),
+        }
+
+    def _against_others(self, answers: Answers) -> dict[str, Any]:
+        right = answers.predictions == self._test.chain.labels
+        gain = paired_difference(right, self._correct[:, -1], seed=self._fitting.seed)
+        return {
+            "gain": gain.value,
+            "gain_interval": [gain.low, gain.high],
+            "gain_p": gain.p_value,
+            "by_lot": self._by_lot(float(answers.costs(self._test.chain).mean())),
+        }
+
+    def _by_lot(self, cost: float) -> float:
+        """Return the accuracy of single models mixed by lot at a cost; beyond the dearest, the dearest's."""
+        validation = self._fitting.validation
+        mixed = upper_hull(validation.chain.costs.means, validation.correct().mean(axis=0), falling=True)
+        costs = self._test.chain.costs.means[mixed]
+        return float(np.interp(cost, costs, self._correct.mean(axis=0)[mixed]))
+
+    def _paper_ratio(self, method: str) -> float | None:
+        """Return the paper's setup time over that of Base; RouteLLM's, of which variant it does not say, for each."""
+        seconds = self._published_s.get(method.split("-")[0] if method.startswith("routellm") else method)
+        return None if seconds is None else seconds / self._published_s["base"]

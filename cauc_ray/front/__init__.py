@@ -1,1 +1,0 @@
-"""The cauc command, reports and the demo."""

@@ -1,5 +1,0 @@
-"""`cauc demo`: the whole path, on real images, without a network."""
-
-from cauc_ray.front.demo.pipeline import run_demo
-
-__all__ = ["run_demo"]

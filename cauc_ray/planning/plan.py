@@ -1,0 +1,215 @@
+"""How many replicas sustain a rate of requests, and what they cost: the Python side of `cauc plan`."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cauc_ray.api.offline import policy_of
+from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
+from cauc_ray.data.inputs import open_input
+from cauc_ray.errors import CaucWarning, ConfigError
+from cauc_ray.models.pool import Pool, StageSpec, load_pool
+from cauc_ray.planning.figures import Chain, drifted, plan_figures, range_figures
+from cauc_ray.planning.routing import time_router
+from cauc_ray.planning.sizing import Trials, sized
+from cauc_ray.planning.stages import PlannedStage
+from cauc_ray.planning.timings import EarlierRun, Timing, fit_seconds, read_earlier_run, saved_timing
+from cauc_ray.policies.policy import Policy
+
+# A plan is looked at again with deferral rates so many times the policy's.
+DRIFTS = (1.2, 0.8)
+# Seconds are drawn out to batches of so many times the largest that was measured, beyond that with a warning.
+FAR = 1.5
+
+# Of a rate and of a goal: below this, times could not be told apart.
+LEAST = 1e-6
+
+
+def plan(
+    pool: str | Path | Pool,
+    policy: str | Path | Policy,
+    rate: float,
+    *,
+    slo_p99_s: float | None = None,
+    ledger: str | Path | None = None,
+    input: str | Path | None = None,
+    address: str | None = None,
+    on_step: Callable[[str], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Plan the replicas of a policy's chain for a rate of requests a second, one row each, that come independently.
+
+    pool, policy: files, or what they hold; the policy must say what it expects.   slo_p99_s: what the 99th percentile
+    of the latency shall be, in seconds.   ledger: the folder of an earlier run, whose calls tell how long batches
+    take.   input: rows to measure that on now, on Ray, as for run.   Without either, stages must be saved ones, which
+    take the time that they are told to.   address: as for run.   on_step: called with what is being done.
+    What the router takes is measured here, by a local service of a sleeping model.
+    Returns the plan: the stages with their replicas, load and cost, the latency, totals, what drifting deferral
+    rates change, and what the pool's own range of replicas can carry. Raises CaucError.
+    """
+    started = time.perf_counter()
+    _require_positive("rate", rate)
+    if slo_p99_s is not None:
+        _require_positive("p99 goal", slo_p99_s)
+    pool = pool if isinstance(pool, Pool) else load_pool(pool)
+    policy = policy_of(policy)
+    specs = pool.chain(policy.models)
+    deferral = expected_deferral(policy)
+    earlier = None if ledger is None else read_earlier_run(ledger, policy.models)
+    timings = _timings(specs, earlier, input, address, on_step)
+    _warn_of_far_batches(specs, timings)
+    on_step("timing the router")
+    router = time_router().with_replicas(pool.serving.router.replicas.max)
+    chain = Chain(specs, policy, timings, served_stages(specs, timings, deferral), router, rate, slo_p99_s)
+    on_step("sizing")
+    sizing = sized(Trials(chain.stages, rate, router), slo_p99_s)
+    _warn_of_range(specs, sizing.counts)
+    figures = plan_figures(chain, sizing, earlier)
+    if (n := figures["router"]["replicas"]) > router.replicas:
+        _warn(f"{n:,} routers are needed, the pool file allows {router.replicas:,}: raise serving.router.replicas' max")
+    drift = []
+    for factor in DRIFTS:
+        on_step(f"deferral × {factor:g}")
+        drift.append(drifted(chain, sizing, factor))
+    on_step("what the pool can carry")
+    return {
+        "pool": pool.name,
+        "policy_id": policy.id,
+        **figures,
+        "drift": drift,
+        "range": range_figures(chain, run_stages(specs, timings, deferral)),
+        "elapsed_s": time.perf_counter() - started,
+    }
+
+
+def expected_deferral(policy: Policy) -> list[float]:
+    """Return the share of its rows that each stage defers, 0 for the last. Raises ConfigError where nobody knows."""
+    if policy.expected is None:
+        raise ConfigError(
+            f"policy {policy.id} does not say how often its stages defer: its threshold was changed, or it was fitted "
+            "without a labelled validation split; fit it with one, at this threshold or budget (`cauc fit`)"
+        )
+    stages = policy.expected.stages
+    return [1 - stage.answered / stage.reached if stage.reached else 0.0 for stage in stages[:-1]] + [0.0]
+
+
+def served_stages(
+    specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
+) -> tuple[PlannedStage, ...]:
+    """Return a chain as it is served, one replica each."""
+    return tuple(
+        PlannedStage(
+            name=spec.name,
+            batch_size=spec.serving.batch_size or spec.batch_size,
+            batch_wait_s=spec.serving.batch_wait_s,
+            seconds=timing.seconds,
+            deferral=share,
+        )
+        for spec, timing, share in zip(specs, timings, deferral, strict=True)
+    )
+
+
+def run_stages(
+    specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
+) -> tuple[PlannedStage, ...]:
+    """Return a chain as a run has it once all the replicas work that the pool allows."""
+    return tuple(
+        PlannedStage(
+            name=spec.name,
+            batch_size=spec.batch_size,
+            batch_wait_s=spec.batch_wait_s,
+            seconds=timing.seconds,
+            deferral=share,
+            replicas=spec.replicas.max,
+            queue_rows=_queue_rows(specs, place),
+        )
+        for place, (spec, timing, share) in enumerate(zip(specs, timings, deferral, strict=True))
+    )
+
+
+def _queue_rows(specs: Sequence[StageSpec], place: int) -> int | None:
+    """Return what may wait before a stage of a run; of the first, whose rows are all there, it does not matter."""
+    if place == 0:
+        return None
+    spec = specs[place]
+    return queue_rows(spec.batch_size, spec.replicas.max, fed_rows(specs[place - 1].batch_size))
+
+
+def _require_positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= LEAST):
+        raise ConfigError(f"a {what} is a number above 0 ({LEAST:g} at least), not {value:g}")
+
+
+def _timings(
+    specs: Sequence[StageSpec],
+    earlier: EarlierRun | None,
+    input: str | Path | None,
+    address: str | None,
+    on_step: Callable[[str], None],
+) -> list[Timing]:
+    if earlier is not None and input is not None:
+        raise ConfigError("seconds come from the ledger of an earlier run or are measured on an input, not both")
+    if earlier is not None:
+        return [earlier.timings[spec.name] for spec in specs]
+    if input is not None:
+        return _measured(specs, input, address, on_step)
+    return [_saved(spec) for spec in specs]
+
+
+def _saved(spec: StageSpec) -> Timing:
+    timing = saved_timing(spec)
+    if timing is None or not timing.seconds.of(1):
+        why = "is told to take no time" if timing else "is not a saved one"
+        raise ConfigError(
+            f"nobody knows the seconds of stage {spec.name!r}, which {why}: give the folder of an earlier run "
+            "(--ledger RUN), or rows to measure them on (--input DATA)"
+        )
+    return timing
+
+
+def _measured(
+    specs: Sequence[StageSpec], input: str | Path, address: str | None, on_step: Callable[[str], None]
+) -> list[Timing]:
+    """Time the stages on Ray, with batches up to the larger of their two sizes."""
+    from cauc_ray.execution.session import ray_session
+    from cauc_ray.execution.timing import time_stages
+
+    rows = open_input(input)
+    largest = [
+        spec.model_copy(update={"batch_size": max(spec.batch_size, spec.serving.batch_size or 1)}) for spec in specs
+    ]
+    on_step("starting Ray")
+    with ray_session(address, max(spec.resources.num_cpus for spec in specs)):
+        timed = time_stages(largest, rows, lambda name: on_step(f"timing {name}"))
+    return [fit_seconds(calls.rows, calls.seconds, "measured") for calls in timed]
+
+
+def _warn_of_far_batches(specs: Sequence[StageSpec], timings: Sequence[Timing]) -> None:
+    for spec, timing in zip(specs, timings, strict=True):
+        size = spec.serving.batch_size or spec.batch_size
+        if timing.n_calls and size > FAR * timing.most_rows:
+            _warn(
+                f"stage {spec.name!r} is planned with batches of {size}, none of more than {timing.most_rows} was timed"
+            )
+        elif timing.n_calls and timing.least_rows == timing.most_rows and size > 1:
+            _warn(
+                f"stage {spec.name!r}: every call had {timing.most_rows} rows, which does not tell what a smaller "
+                "batch takes; its share of their seconds is assumed"
+            )
+
+
+def _warn_of_range(specs: Sequence[StageSpec], counts: Sequence[int]) -> None:
+    for spec, n in zip(specs, counts, strict=True):
+        if n > spec.replicas.max:
+            _warn(
+                f"stage {spec.name!r} needs {n:,} replicas, the pool file allows {spec.replicas.max:,}: raise its "
+                "replicas' max"
+            )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CaucWarning, stacklevel=4)

@@ -1,0 +1,116 @@
+"""Seconds of a stage's batches: from an earlier run's ledger, from measuring now, or as saved stages are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, read_record
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.saved import SavedSpec
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.planning.stages import BatchSeconds
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What is known of a stage's seconds.
+
+    error: root mean square of what calls took beside what the fit says, over the mean seconds of a call; None where
+    nothing was measured.   n_calls: that were fitted.   least_rows, most_rows: of their batches.
+    """
+
+    seconds: BatchSeconds
+    source: Literal["ledger", "measured", "saved"]
+    error: float | None = None
+    n_calls: int = 0
+    least_rows: int = 0
+    most_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """What a run's ledger says: each stage's seconds, the share that it deferred, and of which policy it was."""
+
+    policy_id: str
+    timings: dict[str, Timing]
+    deferral: dict[str, float]
+
+
+def fit_seconds(rows: Ints, seconds: Floats, source: Literal["ledger", "measured"]) -> Timing:
+    """Fit the seconds of a call by least squares: per_call + per_row n, neither below 0.
+
+    rows: int (C,), of each call.   seconds: float (C,). Calls of one size alone do not tell the two apart: all their
+    seconds are taken to be the rows'.
+    """
+    n, mean_rows, mean_s = len(rows), float(rows.mean()), float(seconds.mean())
+    spread = float(((rows - mean_rows) ** 2).sum())
+    per_row = float(((rows - mean_rows) * (seconds - mean_s)).sum()) / spread if spread else mean_s / mean_rows
+    per_row = max(0.0, per_row)
+    per_call = mean_s - per_row * mean_rows
+    if per_call < 0 or not spread:  # the best without a share of the call's own
+        per_call, per_row = 0.0, float((rows * seconds).sum() / (rows.astype(np.float64) ** 2).sum())
+    residuals = seconds - per_call - per_row * rows
+    error = float(np.sqrt((residuals**2).mean())) / mean_s if mean_s > 0 else 0.0
+    return Timing(BatchSeconds(per_call, per_row), source, error, n, int(rows.min()), int(rows.max()))
+
+
+def saved_timing(stage: StageSpec) -> Timing | None:
+    """Return the seconds that a saved stage is told to take, None for a stage of another kind."""
+    if not isinstance(stage.model, SavedSpec):
+        return None
+    return Timing(BatchSeconds(stage.model.seconds_per_call, stage.model.seconds_per_row), "saved")
+
+
+def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
+    """Read what the folder of a `cauc run`, a path or a URI, says of some stages.
+
+    Each replica's first call is left out where others are there: models allocate and tune in it. Raises ConfigError
+    or DataError in one line where there is no run, or none of its calls is of one of the stages.
+    """
+    folder = path_of(path)
+    if not (folder / "run.json").is_file() or not (folder / "ledger").is_dir():
+        raise ConfigError(f"{folder} is not the folder of an earlier `cauc run`: it has no run.json or no ledger")
+    record = read_record(folder)
+    ledger = _read_ledger(folder / "ledger")
+    timings, deferral = {}, {}
+    for stage in stages:
+        calls = ledger.filter(pc.equal(ledger.column("stage"), stage))
+        if not len(calls):
+            had = sorted(set(ledger.column("stage").to_pylist()))
+            raise ConfigError(f"{folder}: its ledger has no answered call of stage {stage!r}; it has {', '.join(had)}")
+        timings[stage] = _timing(calls)
+        if not timings[stage].seconds.of(1):
+            raise DataError(f"{folder}: its ledger says that stage {stage!r} takes no time")
+        accepted, deferred = (pc.sum(calls.column(name)).as_py() for name in ("accepted", "deferred"))
+        deferral[stage] = deferred / max(1, accepted + deferred)
+    return EarlierRun(record.policy_id, timings, deferral)
+
+
+def _read_ledger(folder: AnyPath) -> pa.Table:
+    """Return the calls that came back, by when they started."""
+    tables = [read_parquet(file) for file in parquet_files(folder)]
+    for table in tables:
+        lacks = [name for name in LEDGER_SCHEMA.names if name not in table.column_names]
+        if lacks:
+            raise DataError(f"{folder} is no ledger: it has no column {lacks[0]!r}")
+    ledger = pa.concat_tables(tables)
+    answered = pc.greater(pc.add(ledger.column("accepted"), ledger.column("deferred")), 0)
+    came_back = pc.and_(pc.is_valid(ledger.column("compute_s")), answered)
+    return ledger.filter(came_back).sort_by("started_at")
+
+
+def _timing(calls: pa.Table) -> Timing:
+    rows, seconds, replica = (calls.column(name).to_numpy() for name in ("batch", "compute_s", "replica"))
+    first = np.unique(replica, return_index=True)[1]
+    later = np.setdiff1d(np.arange(len(rows)), first)
+    kept = later if seconds[later].any() else np.arange(len(rows))
+    return fit_seconds(rows[kept].astype(np.int64), seconds[kept], "ledger")

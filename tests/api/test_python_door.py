@@ -1,0 +1,498 @@
+"""Fits and evaluations from Python: arrays and tables give the same, and options are checked in one place."""
+
+import inspect
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import planted, write_table
+
+import cauc_ray
+from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.api.options import CompareOptions, EvaluateOptions, FitOptions, SweepOptions
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import CaucError, ConfigError, DataError
+
+COSTS = {"small": 1.0, "large": 10.0}
+
+
+def arrays(seed, n, k=4, ragged=False, dtype=np.float32):
+    """Return logits by model, and labels."""
+    labels, (small, large) = planted(np.random.default_rng(seed), n, k, (1.0, 2.2), ragged=ragged, dtype=dtype)
+    return {"small": small, "large": large}, labels
+
+
+def probabilities(z):
+    odds = np.exp(z - z.max(axis=1, keepdims=True))
+    return odds / odds.sum(axis=1, keepdims=True)
+
+
+def write(folder, **splits):
+    """Write splits as a table whose ids are positions."""
+    for split, (logits, labels) in splits.items():
+        for model, z in logits.items():
+            ids = [str(row) for row in range(len(z))]
+            write_logits(folder, model, split, example_ids=ids, labels=labels, logits=z)
+    return folder
+
+
+def write_table_costs(folder):
+    models = [{"name": name, "cost": cost} for name, cost in COSTS.items()]
+    (folder / "pool.json").write_text(json.dumps({"cost_unit": "GFLOPs", "models": models}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data():
+    return {split: arrays(place, 150) for place, split in enumerate(("calibration", "validation", "test"))}
+
+
+@given(
+    seed=st.integers(0, 999),
+    n=st.integers(40, 120),
+    k=st.integers(2, 5),
+    ragged=st.booleans(),
+    kind=st.sampled_from(["raw", "probabilities"]),
+    dtype=st.sampled_from([np.float32, np.float64]),
+    options=st.sampled_from(
+        [{}, {"method": "rf"}, {"method": "rf", "budget": 6.0}, {"threshold": 0.8}, {"safe": True}]
+    ),
+)
+def test_the_file_of_a_policy_is_the_same_through_both_doors(
+    tmp_path_factory, seed, n, k, ragged, kind, dtype, options
+):
+    folder, pairs = tmp_path_factory.mktemp("doors"), []
+    for own, rows in ((seed, n), (seed + 1000, n + 7)):
+        logits, labels = arrays(own, rows, k, ragged and kind == "raw", dtype)
+        pairs.append(({m: probabilities(z) if kind == "probabilities" else z for m, z in logits.items()}, labels))
+    write(folder, calibration=pairs[0], validation=pairs[1])
+    told = {**options, "costs": COSTS, "logit_kind": kind}
+    from_arrays = cauc_ray.fit(*pairs[0], validation=pairs[1], **told)
+    from_table = cauc_ray.fit(folder, **told)
+    assert from_arrays.to_json() == from_table.to_json()
+    assert cauc_ray.fit(folder, models=["small", "large"], **{**told, "costs": [1, 10]}) == from_table
+
+
+@given(seed=st.integers(0, 999), share=st.sampled_from([0.2, 0.5, 0.75]))
+def test_a_share_is_drawn_alike_from_arrays_and_from_a_table_and_is_disjoint(tmp_path_factory, seed, share):
+    logits, labels = arrays(seed, 120)
+    told = {"costs": COSTS, "validation": share, "seed": seed, "method": "rf"}
+    policy = cauc_ray.fit(logits, labels, **told)
+    folder = write(tmp_path_factory.mktemp("share"), calibration=(logits, labels))
+    assert cauc_ray.fit(folder, **told).to_json() == policy.to_json()
+    assert (policy.calibration.n, policy.validation.n) == (120 - round(share * 120), round(share * 120))
+    assert policy.calibration.examples_fingerprint != policy.validation.examples_fingerprint
+    assert cauc_ray.fit(logits, labels, **{**told, "seed": seed + 1}).validation != policy.validation
+
+
+def test_an_evaluation_is_the_same_through_both_doors(data, tmp_path):
+    policy = cauc_ray.fit(*data["calibration"], costs=COSTS, validation=data["validation"], method="rf", budget=5.0)
+    logits, labels = data["test"]
+    folder = write(tmp_path, test=data["test"])
+    policy.save(tmp_path / "policy.json")
+    from_arrays = cauc_ray.evaluate(logits, policy, labels=labels)
+    from_table = cauc_ray.evaluate(folder, tmp_path / "policy.json")
+    own, of_table = evaluation_summary(from_arrays), evaluation_summary(from_table)
+    of_place = {"source": None, "guards": None}  # which say where the logits are from
+    assert own | of_place == of_table | of_place
+    assert from_arrays.to_arrow().sort_by("example_id").equals(from_table.to_arrow())
+    assert from_arrays.to_pandas().label.tolist() == labels.tolist()
+    predicted = policy.predict(logits)
+    np.testing.assert_array_equal(predicted.prediction, from_arrays.predictions.prediction)
+    np.testing.assert_array_equal(predicted.confidence, from_arrays.predictions.confidence)
+    assert cauc_ray.check(logits, policy, labels=labels).holds == cauc_ray.check(folder, policy).holds
+    assert cauc_ray.evaluate(logits, policy).measures.accuracy is None
+
+
+SETUP = ("setup_s", "setup_ratio", "paper_setup_ratio", "source")  # clocks, and where logits are from
+
+
+def figures(comparison):
+    return [{key: value for key, value in row.items() if key not in SETUP} for row in comparison.rows]
+
+
+def test_sweeps_and_comparisons_are_the_same_through_both_doors_and_need_no_chain(data, tmp_path):
+    folder = write(tmp_path, **data)
+    logits, labels = data["calibration"]
+    pairs = {"validation": data["validation"], "test": data["test"]}
+    for from_arrays, from_table in (
+        (cauc_ray.sweep(logits, labels, costs=COSTS, **pairs), cauc_ray.sweep(folder, costs=COSTS)),
+        (
+            cauc_ray.sweep(logits, labels, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
+            cauc_ray.sweep(folder, costs=COSTS, cost_unit="s", validation=0.3, test=0.3, seed=5, points=4),
+        ),
+    ):
+        assert from_arrays.equals(from_table, check_metadata=True)
+    told = {"costs": {"large": 10, "small": 1}, "methods": ["single", "base", "rf", "random"]}
+    compared = cauc_ray.compare(logits, labels, **told, **pairs)
+    assert figures(compared) == figures(cauc_ray.compare(folder, **told))
+    assert compared.about["models"] == ["small", "large"]
+    shares = {**told, "validation": 0.25, "test": 0.5, "seed": 1}
+    cut = cauc_ray.compare(logits, labels, **shares)
+    assert figures(cut) == figures(cauc_ray.compare(folder, **shares))
+    assert cut.about["n"] == 75
+    fingerprints = [of["examples"] for of in cut.about["fingerprints"].values() if isinstance(of, dict)]
+    assert len(set(fingerprints)) == 3
+
+
+@given(seed=st.integers(0, 999), options=st.sampled_from([{"validation": 0.4, "method": "rf"}, {"validation": 0.3}]))
+def test_with_ids_nothing_depends_on_the_order_of_rows(seed, options):
+    logits, labels = arrays(seed, 90)
+    ids = [f"image {row}" for row in range(90)]
+    order = np.random.default_rng(seed).permutation(90)
+    turned = {model: z[order] for model, z in logits.items()}
+    told = {**options, "costs": COSTS}
+    policy = cauc_ray.fit(logits, labels, example_ids=ids, **told)
+    turned_ids = np.array(ids)[order]
+    assert cauc_ray.fit(turned, labels[order], example_ids=turned_ids, **told).to_json() == policy.to_json()
+    evaluated = cauc_ray.evaluate(turned, policy, labels=labels[order], example_ids=turned_ids)
+    assert evaluated.predictions.example_ids == tuple(turned_ids)
+    assert evaluated.to_arrow().column("label").to_pylist() == labels[order].tolist()
+    predicted = policy.predict(turned, example_ids=turned_ids)
+    assert (
+        predicted.to_arrow()
+        .drop("label" if predicted.labels is not None else [])
+        .equals(evaluated.to_arrow().drop("label"))
+    )
+    checked = cauc_ray.check(turned, policy, labels=labels[order], example_ids=turned_ids)
+    assert checked.as_json() == cauc_ray.check(logits, policy, labels=labels, example_ids=ids).as_json()
+
+
+def test_a_replaced_model_needs_no_table(data):
+    (logits, labels), (held_out, held_out_labels) = data["calibration"], data["validation"]
+    policy = cauc_ray.fit(logits, labels, costs=COSTS, cost_unit="USD", validation=data["validation"], method="rf")
+    other = {"other": logits["small"] * 2, "large": logits["large"]}
+    pair = ({"other": held_out["small"] * 2, "large": held_out["large"]}, held_out_labels)
+    replaced = cauc_ray.replace_model(policy, other, {"small": "other"}, labels, costs={"other": 2.0}, validation=pair)
+    refitted = cauc_ray.fit(
+        other, labels, costs={"other": 2.0, "large": 10.0}, cost_unit="USD", validation=pair, method="rf"
+    )
+    assert replaced.to_json() == refitted.to_json()
+
+
+def test_costs_decide_the_order_where_no_chain_is_given(data):
+    logits, labels = data["calibration"]
+    turned = dict(reversed(logits.items()))
+    for costs in (COSTS, [10.0, 1.0], np.array([10.0, 1.0])):
+        assert cauc_ray.fit(turned, labels, costs=costs).models == ("small", "large")
+    assert cauc_ray.fit(logits, labels, models=["large"], costs=COSTS).models == ("large",)
+
+
+BAD_OPTIONS = [
+    ({"budget": "much"}, "budget: "),
+    ({"method": "bass"}, "method: "),
+    ({"seed": -1}, "seed: "),
+    ({"validation": 1.5}, "validation: "),
+    ({"models": "small,large"}, "models: "),
+    ({"models": ["small", 3]}, "models: "),
+    ({"costs": [1.0]}, "1 costs for 2 models"),
+    ({"costs": {"small": 1.0}}, "unknown model 'large'"),
+    ({"costs": None}, "give costs"),
+    ({"budget": 3.0, "threshold": 0.5}, "not both"),
+    ({"calibration_split": "validation"}, "two splits"),
+    ({"search": True, "safe": True}, "leave one of both out"),
+    ({"logit_kind": "odds"}, "unknown logit kind 'odds'"),
+    ({"method": "rf"}, "validation"),
+    ({"validation": 0.001}, "empty"),
+    ({"validation": (1, 2, 3, 4)}, "validation: "),
+    ({"validation": (np.eye(4), [0, 1, 2, 3])}, "validation: a pair is"),
+    ({"models": []}, "models: "),
+    ({"models": ["small", "small"]}, "models: "),
+    ({"costs": [-1.0, 2.0]}, "costs: "),
+    ({"costs": {"small": 1.0, "large": np.inf}}, "costs: "),
+    ({"example_ids": ["a"] * 150}, "example 'a' is a duplicate"),
+    ({"example_ids": ["a", "b"]}, "2 example ids for 150 examples"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
+def test_bad_options_are_refused_in_one_line(data, options, says):
+    logits, labels = data["calibration"]
+    with pytest.raises(CaucError, match=re.escape(says)) as raised:
+        cauc_ray.fit(logits, labels, **{"costs": COSTS, **options})
+    assert "\n" not in str(raised.value)
+
+
+def test_results_show_themselves_in_few_lines(data):
+    logits, labels = data["calibration"]
+    told = {"costs": COSTS, "methods": ["single", "rf"], "validation": 0.3, "test": 0.3}
+    compared = cauc_ray.compare(logits, labels, **told)
+    assert [row["method"] for row in compared.rows] == compared.to_pandas().method.tolist()
+    assert compared.to_arrow().column("accuracy").to_pylist() == [row["accuracy"] for row in compared.rows]
+    policy = cauc_ray.fit(logits, labels, costs=COSTS, validation=0.5, method="rf")
+    evaluation = cauc_ray.evaluate(logits, policy, labels=labels)
+    checked = cauc_ray.check(logits, policy, labels=labels)
+    for shown in (compared, policy, evaluation, evaluation.predictions, checked):
+        assert len(repr(shown)) < 600
+        assert shown._repr_html_().startswith("<table>")
+    for row in compared.rows:
+        assert row["method"] in repr(compared)
+
+
+# Hides every installed package that a plain install does not bring.
+PLAIN = """
+import re, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def name_of(requirement):
+    return re.split(r"[^A-Za-z0-9._-]", requirement)[0].replace("_", "-").lower()
+
+brought, queue = set(), ["cauc-ray", *map(name_of, sys.argv[1:])]
+while queue:
+    name = queue.pop()
+    if name not in brought:
+        brought.add(name)
+        try:
+            queue += [name_of(of) for of in requires(name) or () if "extra ==" not in of and name != "cauc-ray"]
+        except PackageNotFoundError:
+            pass  # of another platform
+hidden = {top for top, dists in packages_distributions().items() if not brought & {name_of(dist) for dist in dists}}
+hidden.discard("psutil")  # Ray brings a copy
+
+class Plain:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in hidden:
+            return next((spec for each in finders if (spec := each.find_spec(name, path, target)) is not None), None)
+
+finders, sys.meta_path[:] = list(sys.meta_path), [Plain()]
+import cauc_ray
+table = cauc_ray.sample_logits()
+policy = cauc_ray.fit(table, method="rf", budget=4.0)
+print(cauc_ray.evaluate(table, policy), cauc_ray.check(table, policy), cauc_ray.sweep(table).num_rows)
+print(cauc_ray.compare(table))
+from cauc_ray import *
+assert fit is cauc_ray.fit and "CascadeClassifier" not in globals()
+"""
+
+
+def test_a_plain_install_fits_evaluates_and_compares():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    words = [sys.executable, "-W", "ignore", "-c", PLAIN, *project["dependencies"]]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "margin" in done.stdout
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_logits_come_in_whatever_holds_numbers(data, library):
+    frames = pytest.importorskip(library)
+    logits, labels = data["calibration"]
+    told = {"costs": COSTS, "validation": 0.5}
+    own = cauc_ray.fit(logits, labels, **told).to_json()
+    for held, same in (
+        (lambda z: frames.DataFrame(z), frames.Series(labels)),
+        (lambda z: frames.Series(z.tolist()), frames.Series(labels)),  # a column of vectors
+        (lambda z: pa.array(z.tolist()), pa.array(labels)),
+        (lambda z: pa.table({str(k): z[:, k] for k in range(z.shape[1])}), pa.chunked_array([labels])),
+        (lambda z: z.tolist(), labels.tolist()),
+        (lambda z: np.asfortranarray(z, dtype=np.float64), labels.astype(np.float64)),
+    ):
+        assert cauc_ray.fit({model: held(z) for model, z in logits.items()}, same, **told).to_json() == own
+
+
+def bad_logits(z):
+    return [
+        (np.ma.masked_array(z, mask=z < 0), "masked"),
+        (z.astype(complex), "not numbers"),
+        (z.astype(str), "not numbers"),
+        (z[:, 0], "shape"),
+        (z[:0], "at least one row"),
+        (z[:-1], "shape"),
+        (np.where(np.arange(len(z))[:, None] == 7, np.nan, z), "example '7'"),
+        ([list(row) for row in z[:-1]] + [["a"] * 4], "not numbers"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_logits_that_are_not_numbers_by_row_and_option_are_refused_in_one_line(data, case):
+    logits, labels = data["calibration"]
+    bad, says = bad_logits(logits["large"])[case]
+    with pytest.raises(DataError, match=says) as raised:
+        cauc_ray.fit({"small": logits["small"], "large": bad}, labels, costs=COSTS)
+    assert "'large'" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", ["array", "list", "tuple", "none", "empty", "number"])
+def test_logits_without_names_of_models_are_refused_in_one_line(data, bad):
+    (small, large), labels = data["calibration"][0].values(), data["calibration"][1]
+    given = {
+        "array": small,
+        "list": [small, large],
+        "tuple": (small, large),
+        "none": None,
+        "empty": {},
+        "number": {0: small, 1: large},
+    }[bad]
+    for verb in (
+        lambda: cauc_ray.fit(given, labels, costs=[1, 10]),
+        lambda: cauc_ray.sweep(given, labels, costs=[1, 10], validation=0.4, test=0.2),
+        lambda: cauc_ray.evaluate(given, cauc_ray.fit(*data["calibration"], costs=COSTS), labels=labels),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            verb()
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("bad", [2**32, 2**40, -(2**33), 0.5, np.nan])
+def test_labels_that_no_option_has_are_refused_whatever_their_type(data, bad):
+    logits, labels = data["calibration"]
+    with pytest.raises(DataError, match="label"):
+        cauc_ray.fit(logits, labels.astype(np.int64) + bad, costs=COSTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"validation": 0.5}, "have no split 'test'"),
+        ({"validation": 0.5, "test": 0.5}, "must be below 1"),
+        ({"validation": 0.5, "test": 0.2, "embedding": "small"}, "arrays have no embeddings"),
+        ({"validation": 0.5, "test": 0.2, "methods": "base"}, "methods: "),
+        ({"validation": 0.5, "test": 0.2, "methods": ["bass"]}, "unknown method 'bass'"),
+        ({"validation": 0.5, "test": 0.2, "split": "validation"}, "measure them on another"),
+        ({"validation": 0.5, "test": 0.2, "points": 1}, "points"),
+    ],
+    ids=str,
+)
+def test_bad_options_of_sweeps_and_comparisons_are_refused_in_one_line(data, options, says):
+    for verb in (cauc_ray.sweep, cauc_ray.compare):
+        if "points" in options and verb is cauc_ray.compare:
+            continue
+        with pytest.raises(ConfigError, match=re.escape(says)) as raised:
+            verb(*data["calibration"], costs=COSTS, **options)
+        assert "\n" not in str(raised.value)
+
+
+def test_arrays_and_tables_keep_apart(data, tmp_path):
+    write_table(tmp_path)
+    logits, labels = data["calibration"]
+    with pytest.raises(ConfigError, match="go with arrays"):
+        cauc_ray.fit(tmp_path, labels)
+    with pytest.raises(DataError, match="needs labels"):
+        cauc_ray.fit(logits, costs=COSTS)
+    with pytest.raises(DataError, match="labels"):
+        cauc_ray.fit(logits, ["cat"] * len(labels), costs=COSTS)
+    with pytest.raises(CaucError, match="label 9 is outside"):
+        cauc_ray.fit(logits, np.full(len(labels), 9), costs=COSTS)
+
+
+VERBS = [
+    (cauc_ray.fit, FitOptions),
+    (cauc_ray.evaluate, EvaluateOptions),
+    (cauc_ray.sweep, SweepOptions),
+    (cauc_ray.compare, CompareOptions),
+]
+
+
+@pytest.mark.parametrize(("verb", "options"), VERBS)
+def test_keyword_arguments_are_those_of_the_definition(verb, options):
+    parameters = inspect.signature(verb).parameters
+    defaults = {name: field.default for name, field in options.model_fields.items()}
+    assert {name: parameters[name].default for name in defaults} == defaults
+    assert set(parameters) - set(defaults) <= {"logits", "labels", "example_ids", "policy", "on_method"}
+    assert all(field.description for field in options.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("--validation 0.4 --seed 3 --method rf --budget 6", {"seed": 3, "method": "rf", "budget": 6.0}),
+        ("--validation 0.4 --costs large=10,small=1 --cost-unit USD", {"costs": COSTS, "cost_unit": "USD"}),
+        ("--validation 0.4 --models small,large --costs 1,10", {"costs": COSTS}),
+    ],
+)
+def test_the_command_writes_the_file_that_python_writes(command, data, words, options):
+    folder = write(Path("LOGITS"), calibration=data["calibration"])
+    write_table_costs(folder)
+    assert command("fit", folder, *words.split(), "-o", "policy.json")[0] == 0
+    fitted = cauc_ray.fit(folder, validation=0.4, **options)
+    assert Path("policy.json").read_text() == fitted.to_json()
+    assert cauc_ray.fit(*data["calibration"], validation=0.4, **{"costs": COSTS, **options}).stages == fitted.stages
+
+
+def test_the_command_sweeps_and_compares_all_models_of_a_table(command, data):
+    folder = write_table_costs(write(Path("LOGITS"), calibration=data["calibration"]))
+    cut = ("--validation", "0.3", "--test", "0.3", "--seed", "2", "--cost-unit", "s")
+    assert command("sweep", folder, *cut, "--methods", "rf", "-o", "sweep.parquet")[0] == 0
+    told = {"validation": 0.3, "test": 0.3, "seed": 2, "cost_unit": "s", "methods": ["rf"]}
+    swept = cauc_ray.sweep(*data["calibration"], costs=COSTS, **told)
+    assert pq.read_table("sweep.parquet").equals(swept)
+    code, out, _ = command("compare", folder, *cut, "--methods", "rf", "--json")
+    assert code == 0
+    compared = cauc_ray.compare(*data["calibration"], costs=COSTS, **told)
+    assert json.loads(out)["rows"][0]["accuracy"] == compared.row("rf")["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "words", ["--validation 2", "--validation half", "--seed -1", "--costs small=1", "--costs a=b", "--method bass"]
+)
+def test_bad_flags_are_refused_in_one_line(command, data, words):
+    folder = write(Path("LOGITS"), calibration=data["calibration"])
+    code, _, err = command("fit", folder, *words.split(), "-o", "policy.json")
+    assert (code, len(err.splitlines())) == (2, 1)
+
+
+def test_an_evaluation_is_drawn_and_shown(data, tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    logits, labels = data["test"]
+    named = {"$mall": logits["small"], "<large>": logits["large"]}
+    policy = cauc_ray.fit(named, labels, costs=[1, 10], validation=0.5, budget=4.0)
+    evaluation = cauc_ray.evaluate(named, policy, labels=labels)
+    axes = evaluation.plot()
+    assert axes.get_xlabel() == "mean cost per example (cost units)"
+    figure = axes.figure
+    figure.savefig(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+    assert "&lt;large&gt;" in evaluation._repr_html_()
+    with pytest.raises(DataError, match="label"):
+        cauc_ray.evaluate(named, policy).plot()
+
+
+def test_a_comparison_is_drawn():
+    pytest.importorskip("matplotlib").use("Agg")
+    import matplotlib.pyplot as plt
+
+    comparison = cauc_ray.compare(cauc_ray.sample_logits(), methods=["single", "base", "margin", "oracle"])
+    axes = comparison.plot()
+    assert axes.get_xlabel() == "mean cost per example (k multiply-adds)"
+    named = {text.get_text() for text in [*axes.get_legend().get_texts(), *axes.texts]}
+    assert named == {"base", "margin", "oracle", "budget", "small", "large"}
+    drawn = {(x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True)}
+    assert {(row["cost"], 100 * row["accuracy"]) for row in comparison.rows} <= drawn
+    plt.close(axes.figure)
+
+
+def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):
+    code, out, _ = command("fit", "--help")
+    assert code == 0
+    (example,) = [line.strip() for line in out.splitlines() if line.strip().startswith("cauc fit /")]
+    _, *arguments = shlex.split(example)
+    assert command(*arguments)[0] == 0
+    code, out, _ = command("evaluate", cauc_ray.sample_logits(), "--policy", "policy.json", "--json")
+    assert 0.9 < json.loads(out)["accuracy"] < 1
+    files = [file for file in cauc_ray.sample_logits().rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 120_000
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_examples_of_the_docs_run_as_they_stand(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.chdir(tmp_path)
+    text, names = (Path(__file__).parents[2] / "docs" / "python.md").read_text(), {}
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(block, "python.md", "exec"), names)
+    assert names["model"].policy_ == cauc_ray.Policy.load("digits.json")
+    assert names["evaluation"].measures.cost < 4.5

@@ -1,0 +1,215 @@
+"""A run's summary from its tables."""
+
+import re
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import two_model_policy
+
+from cauc_ray.api.summary import summarise
+from cauc_ray.cascade.rows import Owner
+from cauc_ray.cli import show
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, RunTables, new_record
+
+POLICY = two_model_policy()
+RECORD = new_record(POLICY.id, 8, {"input": 1})
+BATCH_SIZES = {"small": 8, "large": 4}
+START = datetime(2026, 1, 1, tzinfo=UTC)
+COST = {stage.name: stage.cost for stage in POLICY.stages}
+
+
+def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, batch=None, **more):
+    """Return a ledger row of a call that began so many seconds after the start."""
+    return {
+        "run_id": "r",
+        "stage": stage,
+        "replica": replica,
+        "node": "n",
+        "started_at": START + timedelta(seconds=at_s),
+        "batch": accepted + deferred if batch is None else batch,
+        "accepted": accepted,
+        "deferred": deferred,
+        "queue_s": 0.0,
+        "compute_s": compute_s,
+        "device_s": None,
+        "cost": COST[stage] * (accepted + deferred),
+        "attempt": 1,
+        **more,
+    }
+
+
+def summary_of(out, calls, stages, failed=(), degraded=None):
+    """Write a run of two blocks, its ledger in two files, and return its summary.
+
+    stages: which one answered, of each row.   failed: of each further row, the stage whose model failed on it.
+    """
+    sink = RunTables(out, RECORD, tuple(COST), degrade=degraded is not None)
+    whole = np.array([*stages, *[-1] * len(failed)])
+    for number, rows in enumerate(np.array_split(np.arange(len(whole)), 2)):
+        block = Owner(number, len(rows))
+        block.stages[:] = whole[rows]
+        block.costs[:] = np.cumsum(list(COST.values()))[whole[rows]]
+        if degraded is not None:
+            block.degraded[:] = np.array([*degraded, *[False] * len(failed)])[rows]
+        reasons = {row: failed[n - len(stages)] for row, n in enumerate(rows) if n >= len(stages)}
+        block.failures = {row: (list(COST).index(name), "bad") for row, name in reasons.items()}
+        sink.add_block(block, pa.array([str(n) for n in rows]), None)
+        sink.commit()
+    (out / "ledger").mkdir()
+    half = len(calls) // 2
+    for number, part in enumerate((calls[:half], calls[half:])):
+        path = out / "ledger" / f"attempt-000-{number:06d}.parquet"
+        pq.write_table(pa.Table.from_pylist(part, schema=LEDGER_SCHEMA), path)
+    return summarise(out, POLICY, BATCH_SIZES)
+
+
+def test_a_run_of_a_few_calls(tmp_path):
+    calls = [
+        call("small", 0, 0.0, 2.0, accepted=5, deferred=3, queue_s=1.0, device_s=0.5),
+        call("small", 0, 3.0, 1.0, accepted=2, deferred=0, queue_s=6.0, device_s=0.25),
+        call("small", 1, 0.5, 2.0, accepted=3, deferred=1, queue_s=1.0),
+        call("large", 0, 2.0, 4.0, accepted=3),
+        call("large", 0, 9.0, None, batch=1, queue_s=None, cost=0.0),  # its replica died
+        call("large", 1, 50.0, 5.0, accepted=1),
+    ]
+    found = summary_of(tmp_path, calls, [0] * 10 + [1] * 4)
+    small, large = found["stages"]
+    assert (small["reached"], small["answered"], large["reached"], large["answered"]) == (14, 10, 4, 4)
+    assert (small["calls"], small["lost_calls"], large["calls"], large["lost_calls"]) == (3, 0, 3, 1)
+    assert (small["compute_s"], large["compute_s"]) == (5.0, 9.0)
+    # Replica 0 from 0 to 4 s, replica 1 for 2 s; of large, 0 from 2 to 9 s and 1 for 5 s.
+    assert small["waiting_s"] == pytest.approx(1.0)
+    assert small["busy_share"] == pytest.approx(5 / 6)
+    assert large["waiting_s"] == pytest.approx(3.0)
+    assert large["busy_share"] == pytest.approx(9 / 12)
+    assert (small["device_s"], large["device_s"]) == (0.75, None)
+    assert small["queue_s"] == pytest.approx((1 * 8 + 6 * 2 + 1 * 4) / 14)
+    assert large["queue_s"] == 0
+    assert small["cost_share"] == pytest.approx(14 * COST["small"] / (14 * COST["small"] + 4 * COST["large"]))
+    assert found["relative_cost"] == pytest.approx((14 * COST["small"] + 4 * COST["large"]) / 14 / COST["large"])
+    assert found["saving"] == 1 - found["relative_cost"]
+    assert found["expected_saving"] == 1 - POLICY.expected.relative_cost
+    assert found["last_stage_avoided"] == pytest.approx(10 / 14)
+    of = POLICY.expected
+    assert found["expected_last_stage_avoided"] == of.stages[0].answered / of.n
+    assert (found["degraded"], found["n_failed"]) == (0, 0)
+
+
+def test_rows_that_cost_other_than_foretold_fire_a_guard(tmp_path):
+    share = POLICY.expected.stages[1].reached / POLICY.expected.n
+    for n_deferred, name in ((round(2000 * share), "as foretold"), (2000, "all deferred")):
+        calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
+        found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
+        (guard,) = found["guards"]
+        assert guard["name"] == "cost-shift"
+        assert guard["fired"] == (name == "all deferred")
+        of_row = COST["small"] + n_deferred / 2000 * COST["large"]
+        assert guard["figures"]["cost"] == pytest.approx(of_row, rel=1e-6)
+
+
+def test_a_policy_that_foretells_nothing_leaves_only_that_open(tmp_path, capsys):
+    calls = [call("small", 0, 0.0, 1.0, accepted=2)]
+    known = summary_of(tmp_path, calls, [0, 0])
+    found = summarise(tmp_path, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
+    assert found["guards"] == []
+    open_keys = {key for key in known if known[key] != found[key]} - {"guards"}
+    assert open_keys == {"expected_relative_cost", "expected_saving", "expected_last_stage_avoided"}
+    assert all(found[key] is None for key in open_keys)
+    show.run_summary({"run_id": "r", **found, "run_s": 1.0, "elapsed_s": 2.0})
+    assert "(– expected)" in capsys.readouterr().out
+
+
+def test_a_stage_that_nothing_reached_has_zeros_and_no_shares(tmp_path):
+    found = summary_of(tmp_path, [call("small", 0, 0.0, 0.0, accepted=2), call("small", 0, 0.0, 0.0)], [0, 0])
+    small, large = found["stages"]
+    assert (small["busy_share"], small["waiting_s"], small["lost_calls"]) == (None, 0, 1)
+    assert {key for key, value in large.items() if value is None} == {"device_s", "queue_s", "busy_share"}
+    assert not any(value for key, value in large.items() if key != "name")
+
+
+def test_rows_answered_without_a_stage_that_was_down_are_counted(tmp_path):
+    calls = [call("small", 0, 0.0, 1.0, accepted=2, deferred=2)]
+    degraded = [False, False, True, True]
+    assert summary_of(tmp_path, calls, [0] * 4, degraded=degraded)["degraded"] == 2
+
+
+@st.composite
+def ledgers(draw):
+    """Return calls of some replicas, each one's after another, and some that never came back."""
+    calls = []
+    for stage in ("small", "large"):
+        for replica in range(draw(st.integers(0 if calls else 1, 3))):
+            at_s = draw(st.integers(0, 10**5)) / 100
+            for _ in range(draw(st.integers(1, 6))):
+                compute_s = draw(st.none() | st.integers(0, 10**4).map(lambda ms: ms / 1000))
+                accepted, deferred = (0, 0) if compute_s is None else draw(st.tuples(*[st.integers(0, 4)] * 2))
+                more = {
+                    "device_s": None if compute_s is None else draw(st.none() | st.floats(0, 10)),
+                    "queue_s": draw(st.none() | st.floats(0, 100)),
+                    "batch": draw(st.integers(max(1, accepted + deferred), 9)),
+                }
+                calls.append(call(stage, replica, at_s, compute_s, accepted, deferred, **more))
+                at_s += (compute_s or 0) + draw(st.integers(0, 1000)) / 100
+    return draw(st.permutations(calls))
+
+
+@given(ledgers())
+def test_totals_are_what_a_slow_loop_says_and_no_order_matters(calls):
+    with tempfile.TemporaryDirectory() as out:
+        found = summary_of(Path(out), calls, [0, 1, 1])
+    for place, stage in enumerate(found["stages"]):
+        own = [c for c in calls if c["stage"] == stage["name"]]
+        compute_s = sum(c["compute_s"] or 0 for c in own)
+        replica_s = 0.0
+        for replica in {c["replica"] for c in own}:
+            spans = [(c["started_at"], timedelta(seconds=c["compute_s"] or 0)) for c in own if c["replica"] == replica]
+            replica_s += (max(at + took for at, took in spans) - min(at for at, _ in spans)).total_seconds()
+        waited = [c for c in own if c["queue_s"] is not None]
+        n_waited = sum(c["batch"] for c in waited)
+        devices = [c["device_s"] for c in own if c["device_s"] is not None]
+        expected = {
+            "reached": (3, 2)[place],
+            "repeated": sum(c["accepted"] + c["deferred"] for c in own) - (3, 2)[place],
+            "calls": len(own),
+            "lost_calls": sum(c["accepted"] == c["deferred"] == 0 for c in own),
+            "cost": sum(c["cost"] for c in own),
+            "compute_s": compute_s,
+            "waiting_s": pytest.approx(replica_s - compute_s, abs=1e-5),
+            "busy_share": pytest.approx(compute_s / replica_s, abs=1e-3) if replica_s > 0.01 else stage["busy_share"],
+            "queue_s": sum(c["queue_s"] * c["batch"] for c in waited) / n_waited if waited else None,
+            "device_s": sum(devices) if devices else None,
+        }
+        for key, value in expected.items():
+            assert stage[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+        assert stage["waiting_s"] >= 0
+        assert stage["busy_share"] is None or 0 <= stage["busy_share"] <= 1
+    shares = [stage["cost_share"] for stage in found["stages"]]
+    assert shares == [None, None] if found["total_cost"] == 0 else sum(shares) == pytest.approx(1)
+
+
+def test_people_see_it_in_a_hundred_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # or rich takes a pipe for as wide as its text
+    calls = [
+        call("small", 0, 0.0, 12345.6, accepted=10, deferred=4, cost=1.2345e9),
+        call("large", 0, 20_000.0, 5.0, accepted=3),
+        call("large", 0, 20_010.0, None, batch=1),
+    ]
+    found = summary_of(tmp_path, calls, [0] * 10 + [1] * 3, failed=["large"], degraded=[True] + [False] * 12)
+    show.run_summary({"run_id": "20260101T000000-abcdef", **found, "run_s": 20_010.0, "elapsed_s": 20_020.0})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    table = [line for line in text if line.startswith("  ")]
+    assert max(map(len, table)) <= 100
+    assert any(line.split()[:4] == ["small", "14", "10", "175.0"] for line in table)
+    said = " ".join(text)
+    for words in ("1,234 M", "12,346", "of rows never called large", "replicas waited 5 of 12,356 s"):
+        assert words in said
+    assert "rows failed (see failed/): 1; rows answered without a stage that was down: 1" in said
+    assert "calls that brought nothing: 1" in said

@@ -1,0 +1,214 @@
+"""When and where warnings reach people: on standard error as they arise, and as Python's own from the library."""
+
+import json
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from job_cases import SWEEP, write_config
+from synthetic import chain, write_table
+
+import cauc_ray
+from cauc_ray import CaucWarning
+from cauc_ray.cli.command import main
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import BudgetError, GuardError
+from jobs.job import main as run_job
+from jobs.schemas import job_named
+
+MODELS = ["m0", "m1", "m2"]
+FALLING = ["--models", "m0,m1", "--costs", "3,2"]
+SAID_OF_FALLING = "'m1' costs 2"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A table whose fits fire guards, as it has few examples, and one that costs more on one split than expected."""
+    folder = tmp_path_factory.mktemp("warned")
+    write_table(folder / "LOGITS", n=150)
+    write_table(folder / "two", n=1500, strengths=(1.0, 2.5))
+    harder = chain(8, 1500, 5, (0.3, 2.5))
+    for place, model in enumerate(("m0", "m1")):
+        ids = [f"harder-{row}" for row in range(1500)]
+        logits = list(harder.logits[place])
+        write_logits(folder / "two", model, "harder", example_ids=ids, labels=harder.labels, logits=logits)
+    return folder
+
+
+@pytest.fixture
+def cauc(home, tmp_path, command):
+    for name in ("LOGITS", "two"):
+        (tmp_path / name).symlink_to(home / name)
+    return command
+
+
+def fired(guards):
+    return [f"{guard.name}: {guard.says}" for guard in guards if guard.fired]
+
+
+def caught(call):
+    """Return what a call returns, and the messages of the CaucWarnings that name this file as their place."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", CaucWarning)
+        result = call()
+    assert {warning.filename for warning in seen} <= {__file__}
+    return result, [str(warning.message) for warning in seen if issubclass(warning.category, CaucWarning)]
+
+
+def test_the_library_warns_of_guards_where_it_is_called(home):
+    policy, said = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
+    assert said == fired(policy.guards)
+    assert any(message.startswith("few-examples: ") for message in said)
+    replaced, said = caught(lambda: cauc_ray.replace_model(policy, home / "LOGITS", {"m1": "m1"}))
+    assert said == fired(replaced.guards)
+    two, _ = caught(lambda: cauc_ray.fit(home / "two", models=["m0", "m1"], budget=3.5))
+    assert caught(lambda: cauc_ray.evaluate(home / "two", two))[1] == []
+    evaluation, said = caught(lambda: cauc_ray.evaluate(home / "two", two, split="harder"))
+    assert said == fired(evaluation.guards)
+    assert said[0].startswith("cost-shift: ")
+
+
+def test_a_filter_makes_guards_errors(home):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaucWarning)
+        with pytest.raises(CaucWarning, match="few-examples"):
+            cauc_ray.fit(home / "LOGITS", models=["m0"])
+        with pytest.raises(GuardError, match="few-examples"):  # which says it all by itself
+            cauc_ray.fit(home / "LOGITS", models=MODELS, strict=True)
+
+
+def test_shards_warn_as_one_process_does(home, ray_session):
+    here, of_here = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
+    there, of_shards = caught(lambda: cauc_ray.calibrate(home / "LOGITS", models=MODELS, shards=1).policy)
+    assert [message.split(":")[0] for message in of_shards] == [message.split(":")[0] for message in of_here]
+    assert of_shards == fired(there.guards)
+    assert here.models == there.models
+
+
+def test_the_command_warns_on_standard_error_each_message_once(cauc):
+    code, out, err = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
+    assert code == 0
+    said = err.splitlines()
+    assert all(line.startswith("cauc: warning: ") for line in said)
+    assert len(set(said)) == len(said)
+    assert SAID_OF_FALLING in said[0]
+    guards = [guard for guard in json.loads(out)["guards"] if guard["fired"]]
+    assert said[-len(guards) :] == [f"cauc: warning: {guard['name']}: {guard['says']}" for guard in guards]
+    code, out, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf,margin", "--json")
+    assert (code, json.loads(out)["models"]) == (0, ["m0", "m1"])
+    assert [line for line in err.splitlines() if SAID_OF_FALLING in line] == [said[0]]
+
+
+def test_what_fails_afterwards_has_warned(cauc, home):
+    code, out, err = cauc("fit", "LOGITS", *FALLING, "--budget", "0.1", "-o", "p.json")
+    assert (code, out) == (2, "")
+    warned, *_, error = err.splitlines()
+    assert SAID_OF_FALLING in warned
+    assert error.startswith("cauc: error: budget 0.1")
+    with pytest.warns(CaucWarning, match=SAID_OF_FALLING), pytest.raises(BudgetError):
+        cauc_ray.fit(home / "LOGITS", models=["m0", "m1"], costs=[3, 2], budget=0.1)
+
+
+class Listener:
+    """Standard error, and what tells when a text has come there."""
+
+    def __init__(self, awaited):
+        self.awaited, self.text, self.heard = awaited, "", threading.Event()
+
+    def write(self, text):
+        self.text += text
+        if self.awaited in self.text and self.text.endswith("\n"):
+            self.heard.set()
+        return len(text)
+
+    def flush(self):
+        pass
+
+    def isatty(self):
+        return False
+
+
+def test_a_run_warns_while_it_is_still_going_on(home, tmp_path, ray_session, monkeypatch, capsys):
+    """Its model answers only when the warning has been seen."""
+    gate = tmp_path / "gate"
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 400).astype(np.int32)
+    x = np.where(labels == 0, 1.0, -1.0) + rng.standard_normal(400)
+    for place, split in enumerate(("calibration", "validation")):
+        rows = slice(200 * place, 200 * place + 200)
+        logits = np.stack([x[rows], np.zeros(200)], axis=1)
+        ids = [f"{split}-{row}" for row in range(200)]
+        write_logits(tmp_path / "L", "by-x", split, example_ids=ids, labels=labels[rows], logits=logits)
+    policy = cauc_ray.fit(tmp_path / "L", models=["by-x"], costs=[1.0])
+    (tmp_path / "p.json").write_text(policy.to_json())
+    model = {"kind": "python", "factory": "user_models:by_x_once", "kwargs": {"path": str(gate)}}
+    stage = {"name": "by-x", "model": model, "cost": {"gflops": 2}, "resources": {"num_cpus": 0.5}}
+    pool = {"name": "gated", "task": "image-classification", "stages": [stage]}
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
+    pq.write_table(pa.table({"example_id": ["a", "b"], "x": [1.0, -1.0]}), tmp_path / "in.parquet")
+    listener, ended = Listener("'by-x' a cost of 2"), []
+    monkeypatch.setattr(sys, "stderr", listener)
+
+    def run():
+        paths = [str(tmp_path / name) for name in ("pool.yaml", "p.json", "in.parquet", "out")]
+        try:
+            main(["run", paths[0], "--policy", paths[1], "--input", paths[2], "-o", paths[3], "--json"])
+        except SystemExit as end:
+            ended.append(end.code)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        heard = listener.heard.wait(30)
+        still_running = not (tmp_path / "out" / "summary.json").exists()
+    finally:
+        gate.touch()
+        thread.join(120)
+    assert (heard, still_running, ended) == (True, True, [0])
+    assert json.loads(capsys.readouterr().out)["n"] == 2
+    assert listener.text.splitlines()[0].startswith("cauc: warning: the pool gives 'by-x' a cost of 2")
+
+
+def test_warnings_of_other_libraries_are_theirs_to_show(cauc, monkeypatch):
+    class Talkative(pq.ParquetFile):
+        def __init__(self, *arguments, **options):
+            warnings.warn("from a library", UserWarning, stacklevel=1)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", Talkative)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always", UserWarning)
+        code, out, err = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
+    assert (code, json.loads(out)["method"]) == (0, "base")
+    assert {str(warning.message) for warning in seen} == {"from a library"}
+    assert "from a library" not in err
+    assert SAID_OF_FALLING in err
+
+
+def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, _, plain = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
+    warned = next(line for line in plain.splitlines() if SAID_OF_FALLING in line)
+    code, _, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf", "--json")
+    assert code == 0
+    assert "\x1b[" in err  # there was a bar
+    lines = [line.rpartition("\x1b[2K")[2] for line in err.splitlines() if SAID_OF_FALLING in line]
+    assert lines == [warned]
+
+
+def test_a_job_warns_on_standard_error_of_what_its_tasks_warn_of(home, tmp_path, ray_session, capsys):
+    sets = [{"name": "falling", "logits": str(home / "LOGITS"), "chains": [["m2", "m0"]]}]
+    config = {**SWEEP, "sets": sets, "methods": ["base"], "seeds": [0]}
+    path = write_config(tmp_path, "out", config)
+    assert run_job(job_named("sweep"), ["--config", str(path)]) == 0
+    said = capsys.readouterr()
+    assert "warning" not in "".join(said.out.splitlines()[:-1])
+    (warned,) = json.loads(said.out.splitlines()[-1])["warned"]
+    assert "'m0' costs 1 GFLOPs" in warned
+    assert said.err == f"jobs.sweep: warning: {warned}\n"

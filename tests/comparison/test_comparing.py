@@ -1,0 +1,333 @@
+"""All methods side by side, from Python and from the command line."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from synthetic import SPLITS, write_table
+
+import cauc_ray
+from cauc_ray.api import tables
+from cauc_ray.cli import show
+from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.measuring import published
+from cauc_ray.comparison.sweeping.measuring import Point, measure_point
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import BudgetError, ConfigError, DataError
+from cauc_ray.policies.methods import METHODS
+
+MODELS = ["m0", "m1", "m2"]
+QUICK = ["single", "base", "rf", "duo", "margin", "random", "shuffled", "max-probability", "oracle"]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logits")
+    write_table(folder)
+    return folder
+
+
+def cauc(*words):
+    return subprocess.run(
+        [sys.executable, "-c", "from cauc_ray.cli.command import main; main()", *map(str, words)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_every_row_is_what_the_method_alone_gives(table):
+    found = compare(table, models=MODELS, methods=QUICK)
+    assert [row["method"] for row in found.rows][:3] == ["single:m0", "single:m1", "single:m2"]
+    assert {row["method"] for row in found.rows[3:]} == set(QUICK) - {"single"}
+    policy = cauc_ray.fit(table, models=MODELS)
+    alone = cauc_ray.evaluate(table, policy).measures
+    own = found.row("base")["default"]
+    assert (own["accuracy"], own["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
+    assert own["avoided"] == pytest.approx(1 - alone.stages[-1].reached / alone.n)
+    assert {key: found.row("base")[key] for key in own} == own  # its own threshold gives the budget
+    budget = found.about["budget"]
+    assert policy.expected.cost == pytest.approx(budget)
+    given = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, budget=5.0)).measures
+    row = compare(table, models=MODELS, methods=["base"], budget=5.0).row("base")
+    assert (row["accuracy"], row["cost"]) == (given.accuracy.value, pytest.approx(given.cost))
+    rf = cauc_ray.evaluate(table, cauc_ray.fit(table, models=MODELS, method="rf", budget=budget)).measures
+    row = found.row("rf")
+    assert (row["accuracy"], row["macro_f1"]) == (rf.accuracy.value, pytest.approx(rf.macro_f1))
+    assert row["cost"] == pytest.approx(rf.cost)
+
+
+def test_gains_are_over_the_last_model_on_the_same_examples(table):
+    found = compare(table, models=MODELS, methods=QUICK)
+    last = found.row("single:m2")
+    assert last["gain"] == 0
+    assert last["gain_interval"] == [0, 0]
+    for row in found.rows:
+        assert row["gain"] == pytest.approx(row["accuracy"] - last["accuracy"])
+        assert row["gain_interval"][0] <= row["gain"] <= row["gain_interval"][1]
+    assert found.row("single:m0")["by_lot"] == found.row("single:m0")["accuracy"]
+    assert found.row("random")["accuracy"] == pytest.approx(found.row("random")["by_lot"], abs=0.08)
+
+
+def test_areas_of_two_models_tell_chance_from_the_oracle(table):
+    found = compare(table, models=["m0", "m2"], methods=QUICK)
+    assert found.row("oracle")["deferral_area"] == pytest.approx(1.0)
+    assert abs(found.row("random")["deferral_area"]) < 0.25
+    assert found.row("rf")["deferral_area"] > found.row("random")["deferral_area"]
+    for row in found.rows:
+        assert 0 <= row["aiq"] <= 1
+    for name in ("accuracy", "cost", "gain", "deferral_area", "aiq", "apgr", "cpt", "setup_s", "ece"):
+        assert found.about["conventions"][name]
+    assert found.row("single:m0")["deferral_area"] is None
+    longer = compare(table, models=MODELS, methods=["rf"])
+    assert longer.row("rf")["deferral_area"] is None
+    assert longer.row("rf")["aiq"] > 0
+
+
+def test_calibration_is_told_before_and_after_with_what_bases_threshold_promised(table):
+    found = compare(table, models=MODELS, methods=["base"]).about["calibration"]
+    policy = cauc_ray.fit(table, models=MODELS)
+    measures = cauc_ray.evaluate(table, policy).measures
+    assert [model["temperature"] for model in found["models"]] == [stage.temperature for stage in policy.stages]
+    for model in found["models"]:
+        assert model["after"]["aurc"] > 0
+        assert abs(model["after"]["nll"]) <= model["before"]["nll"] + 0.05  # fitted on other examples
+    assert found["base"]["threshold"] == policy.threshold
+    for stage, own in zip(found["base"]["stages"], measures.stages, strict=False):
+        assert stage["risk"] == pytest.approx(1 - own.accepted_accuracy.value)
+        assert stage["promised"] == 1 - policy.threshold
+    assert len(found["base"]["stages"]) == len(MODELS) - 1
+
+
+def test_shuffled_test_labels_change_no_fitted_number(table, tmp_path):
+    own = compare(table, models=MODELS, methods=QUICK)
+    for split in ("calibration", "validation", "test"):
+        for model in MODELS:
+            rows = pq.read_table(table / f"model={model}" / f"split={split}").to_pylist()
+            labels = np.array([row["label"] for row in rows])
+            if split == "test":
+                labels = np.random.default_rng(0).permutation(labels)
+            logits = [np.array(row["logits"], np.float32) for row in rows]
+            ids = [row["example_id"] for row in rows]
+            write_logits(tmp_path, model, split, example_ids=ids, labels=labels, logits=logits)
+    (tmp_path / "pool.json").write_text((table / "pool.json").read_text())
+    other = compare(tmp_path, models=MODELS, methods=QUICK)
+    assert other.about["budget"] == own.about["budget"]
+    for name in ("method", "setting", "validation_accuracy", "validation_cost"):
+        assert other.curves.column(name).equals(own.curves.column(name))
+    for before, after in zip(own.rows, other.rows, strict=True):
+        assert after["setting"] == before["setting"]
+        assert after["default"]["setting"] == before["default"]["setting"]
+        if not METHODS.get(before["method"]) or not METHODS[before["method"]].sees_labels:
+            assert after["cost"] == before["cost"]
+    assert other.row("base")["accuracy"] < own.row("base")["accuracy"]  # they were shuffled
+
+
+def test_setup_times_are_ratios_to_base_beside_the_papers(table):
+    found = compare(table, models=MODELS, methods=["base", "rf", "margin"])
+    base = found.row("base")
+    assert (base["setup_ratio"], base["paper_setup_ratio"]) == (1, 1)
+    for name in ("rf", "margin"):
+        row = found.row(name)
+        assert row["setup_ratio"] == row["setup_s"] / base["setup_s"]
+        assert row["paper_setup_ratio"] == published()["setup_s"][name] / published()["setup_s"]["base"]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ({"methods": ["rf", "nope"]}, ConfigError, "unknown method 'nope'"),
+        ({"methods": ["rf"], "budget": 0.1}, BudgetError, "below the cheapest"),
+        ({"methods": ["rf"], "budget": float("inf")}, ConfigError, "budget: .* finite number"),
+        ({"methods": ["rf"], "seed": -1}, ConfigError, "seed: "),
+        ({"methods": ["rf"], "seed": 2**64}, ConfigError, "seed: "),
+        ({"methods": ["rf"], "split": "validation"}, ConfigError, "measure them on another"),
+        ({"methods": ["rf"], "embedding": "enc"}, ConfigError, "encoder 'enc'"),
+        ({"methods": ["rf"], "split": "other"}, DataError, "unknown split 'other'"),
+        ({"methods": ["rf"], "validation_split": "calibration"}, ConfigError, "two splits"),
+        ({"methods": ["rf"], "texts": "nowhere.parquet"}, DataError, "no file nowhere.parquet"),
+        ({"methods": ["routellm-bert"]}, ConfigError, "trains a model on the queries' texts"),
+        ({"methods": ["rf"], "checkpoints": {"rf": "bert"}}, ConfigError, "'rf' takes no checkpoint"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(table, how, error, says):
+    with pytest.raises(error, match=f"(?i){says}") as told:
+        compare(table, models=MODELS, **how)
+    assert "\n" not in str(told.value)
+
+
+def test_unlabelled_examples_cannot_be_compared_on(tmp_path):
+    chains = write_table(tmp_path)
+    test = chains["test"]
+    labels = test.labels.copy()
+    labels[3] = -1
+    for stage, model in enumerate(MODELS):
+        ids = [f"test-{example}" for example in test.example_ids]
+        write_logits(tmp_path, model, "test", example_ids=ids, labels=labels, logits=test.logits[stage])
+    with pytest.raises(DataError, match="has no label; a comparison needs labels"):
+        compare(tmp_path, models=MODELS, methods=["rf"])
+
+
+def test_the_command_prints_tables_for_people_and_writes_files_for_machines(table, tmp_path):
+    words = ["compare", table, "--models", "m0,m2", "--methods", "single,base,rf,random,oracle"]
+    told = cauc(*words, "-o", tmp_path / "out")
+    assert (told.returncode, told.stderr) == (0, "")
+    for word in ("single:m0", "less the last model's", "AIQ", "over base's", "sees the labels"):
+        assert word in told.stdout
+    again = cauc(*words, "-o", tmp_path / "out")
+    assert again.returncode == 2
+    assert len(again.stderr.splitlines()) == 1
+    printed = json.loads(cauc(*words, "--json").stdout)
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    rows = pq.read_table(tmp_path / "out" / "rows.parquet").to_pylist()
+    curves = pq.read_table(tmp_path / "out" / "curves.parquet")
+    assert [row["method"] for row in rows] == [row["method"] for row in printed["rows"]]
+    for row, same, in_table in zip(printed["rows"], written["rows"], rows, strict=True):
+        assert (
+            (row["accuracy"], row["cost"])
+            == (same["accuracy"], same["cost"])
+            == (in_table["accuracy"], in_table["cost"])
+        )
+    assert set(curves.column("method").unique().to_pylist()) == {row["method"] for row in rows}
+    refused = cauc(*words, "--budget", "0")
+    assert refused.returncode == 2
+    assert "below the cheapest" in refused.stderr
+
+
+def test_ragged_options_and_costs_of_each_call_are_compared_too(tmp_path):
+    write_table(tmp_path, ragged=True, per_call=True)
+    found = compare(tmp_path, models=MODELS, methods=QUICK)
+    assert all(0 <= row["accuracy"] <= 1 for row in found.rows)
+    assert found.row("oracle")["accuracy"] == max(row["accuracy"] for row in found.rows)
+
+
+def test_a_chain_of_one_model_has_nothing_to_choose(tmp_path):
+    write_table(tmp_path)
+    found = compare(tmp_path, models=["m1"], methods=QUICK)
+    assert {row["cost"] for row in found.rows} == {found.row("single:m1")["cost"]}
+
+
+@pytest.mark.slow
+def test_saturated_logits_leave_every_method_with_numbers(tmp_path):
+    chains = write_table(tmp_path)
+    for split, data in chains.items():
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        for model, logits in zip(MODELS, data.logits, strict=True):
+            write_logits(tmp_path, model, split, example_ids=ids, labels=data.labels, logits=3e2 * logits)
+    names = [name for name, method in METHODS.items() if not method.needs_texts]
+    found = compare(tmp_path, models=["m1", "m0"], costs=[1.0, 4.0], methods=names)
+    assert np.isfinite(found.curves.column("setting").to_numpy()).all()
+    assert found.row("routellm-mf")["accuracy"] >= 0.9 * found.row("margin")["accuracy"]
+
+
+def write_embedding(folder, name, chains):
+    """Write embeddings, the same under every name, that tell little."""
+    for split, data in chains.items():
+        into = folder / f"embedding={name}" / f"split={split}"
+        into.mkdir(parents=True)
+        vectors = np.random.default_rng(len(split)).normal(size=(len(data), 6)) + data.labels[:, None]
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        table = pa.table({"example_id": ids, "embedding": pa.array(vectors.tolist(), pa.list_(pa.float32()))})
+        pq.write_table(table, into / "part-0.parquet")
+
+
+LOOKING = ["frugalgpt", "post-hoc-embed", "benchmark-routing", "routellm-sw"]
+COST = {"m0": 1.0, "m1": 4.0, "m2": 15.0}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["per-model", "per-call"])
+def embedded(request, tmp_path_factory):
+    """Return a table with the same embeddings by an encoder and by each model, and its chains."""
+    folder = tmp_path_factory.mktemp("embedded")
+    chains = write_table(folder, n=150, per_call=request.param)
+    for name in ("enc", *MODELS):
+        write_embedding(folder, name, chains)
+    return folder, chains
+
+
+@pytest.mark.parametrize(("models", "stage"), [(MODELS, "m1"), (MODELS, "m2"), (["m0", "m2"], "m1")])
+def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, models, stage):
+    table, chains = embedded
+    free = compare(table, models=models, methods=["base", *LOOKING], embedding="enc")
+    paid = compare(table, models=models, methods=["base", *LOOKING], embedding=stage)
+    costs = {split: chain.costs.of_models([MODELS.index(stage)]).means[0] for split, chain in chains.items()}
+    same = ("accuracy", "cost", "relative_cost", "setting", "note")
+    assert [paid.row("base")[key] for key in same] == [free.row("base")[key] for key in same]  # it does not look
+    assert paid.about["budget"] == free.about["budget"]
+    for method in LOOKING:
+        row, before = paid.row(method), free.row(method)
+        assert f"the embedding by '{stage}', its call paid" in row["note"]
+        assert "its call paid" not in before["note"]
+        points = paid.curves.filter(pa.compute.equal(paid.curves["method"], method)).to_pydict()
+        assert min(points["validation_cost"]) >= costs["validation"] * (1 - 1e-6)
+        assert min(points["cost"]) >= costs["test"] * (1 - 1e-6)
+        for found, unpaid in ((row, before), (row["default"], before["default"])):
+            assert found["relative_cost"] == pytest.approx(found["cost"] / chains["test"].costs.means[2], rel=1e-5)
+            if stage in models:
+                assert found["calls"][stage] == 1
+            elif found["setting"] == unpaid["setting"]:
+                assert found["calls"] == unpaid["calls"]
+                assert found["cost"] == pytest.approx(unpaid["cost"] + costs["test"], rel=1e-5)
+            if stage == models[-1]:
+                assert found["avoided"] == 0
+            if not chains["test"].per_call_costs:
+                of_calls = sum(share * COST[model] for model, share in found["calls"].items())
+                assert found["cost"] == pytest.approx(of_calls + (0 if stage in models else COST[stage]))
+        # What a budget is compared with is all of it: within it where that can be, else as cheap as can be.
+        at = points["validation_cost"][int(np.argmin(np.abs(np.array(points["setting"]) - row["setting"])))]
+        within = min(points["validation_cost"]) <= paid.about["budget"]
+        assert row["steered"] == within
+        assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
+
+
+def test_sweeps_and_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
+    table, chains = embedded
+    swept = cauc_ray.sweep(table, models=["m0", "m2"], methods=["base", "benchmark-routing"], embedding="m1")
+    of_router = swept.filter(pa.compute.equal(swept["method"], "benchmark-routing")).to_pydict()
+    assert min(of_router["cost"]) >= chains["test"].costs.means[[0, 1]].sum() * (1 - 1e-6)
+    assert min(of_router["validation_cost"]) >= chains["validation"].costs.means[[0, 1]].sum() * (1 - 1e-6)
+    point = Point("s", table, "m1", ("m0", "m2"), "benchmark-routing", 3, SPLITS, SPLITS, (("cost", 99.0),))
+    (row,) = measure_point(point)
+    (unpaid,) = measure_point(replace(point, embedding="enc"))
+    assert row["cost"] - unpaid["cost"] == pytest.approx(np.mean([c.costs.means[1] for c in chains.values()]), rel=0.1)
+
+
+def test_embeddings_of_two_lengths_are_refused(tmp_path):
+    chains = write_table(tmp_path)
+    for split, data in chains.items():
+        folder = tmp_path / "embedding=enc" / f"split={split}"
+        folder.mkdir(parents=True)
+        vectors = np.ones((len(data), 5 if split == "test" else 8)).tolist()
+        ids = [f"{split}-{example}" for example in data.example_ids]
+        pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), folder / "part-0.parquet")
+    with pytest.raises(DataError, match=r"split 'test': its embeddings have 5 numbers, those of .* have 8"):
+        compare(tmp_path, models=MODELS, methods=["rf"], embedding="enc")
+
+
+def test_no_figure_is_left_out_on_a_narrow_terminal(table, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    told = io.StringIO()
+    monkeypatch.setattr(
+        tables, "Console", lambda **how: Console(file=told, force_terminal=True, color_system=None, **how)
+    )
+    show.comparison(compare(table, models=MODELS, methods=QUICK).as_json())
+    assert "…" not in told.getvalue()
+
+
+def test_methods_whose_packages_are_missing_are_told_and_not_replaced(table, monkeypatch):
+    found = {"torch": None}
+    monkeypatch.setattr("cauc_ray.policies.methods.find_spec", lambda name: found.get(name, name))
+    whole = compare(table, models=MODELS)
+    missing = {each["method"]: each["why"] for each in whole.not_run}
+    of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}
+    assert set(missing) == of_torch
+    assert {row["method"] for row in whole.rows}.isdisjoint(of_torch)
+    assert missing["embedllm"] == "needs torch: pip install 'cauc-ray[baselines]'"
+    with pytest.raises(ConfigError, match=r"method 'embedllm' needs torch: pip install 'cauc-ray\[baselines\]'"):
+        compare(table, models=MODELS, methods=["embedllm"])

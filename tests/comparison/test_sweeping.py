@@ -1,0 +1,273 @@
+"""Budget sweeps: rows are the library's own figures, seeds draw disjoint splits, nothing is measured twice."""
+
+import json
+from dataclasses import replace
+from statistics import mean, stdev
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic import SPLITS, chain, write_table
+
+import cauc_ray
+from cauc_ray.comparison.comparing import compare
+from cauc_ray.comparison.sweeping import SweepConfig, run_sweep
+from cauc_ray.comparison.sweeping.redrawing import redraw
+from cauc_ray.comparison.sweeping.tables import RESULTS, SUMMARY, grids
+from cauc_ray.data.writing import write_logits
+from cauc_ray.errors import CaucError
+from cauc_ray.policies.trace import Examples
+
+METHODS = ("single", "base", "rf", "duo", "margin", "random", "oracle")
+CHAIN = ("m0", "m1", "m2")
+BUDGETS = (2.0, 6.0, 18.0)
+
+
+def config(folder, **change):
+    sets = [{"name": "planted", "logits": str(folder / "L"), "chains": [list(CHAIN), ["m0", "m2"]]}]
+    plain = {"sets": sets, "methods": METHODS, "seeds": [3], "budgets": BUDGETS, "redrawn": []}
+    return SweepConfig.model_validate({**plain, **change})
+
+
+def rows_of(sweep, **keys):
+    return [row for row in sweep.rows if all(row[key] == value for key, value in keys.items())]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    write_table(folder / "L", n=200)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def swept(table, ray_session):
+    return run_sweep(config(table), table / "out"), table / "out"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_rows_are_what_a_comparison_says_at_the_same_budget(swept, table, budget):
+    rows = {row["method"]: row for row in rows_of(swept[0], chain="m0,m1,m2", budget=budget)}
+    same = compare(table / "L", models=CHAIN, methods=METHODS, budget=budget, seed=3)
+    assert rows.keys() == {row["method"] for row in same.rows}
+    for name, row in rows.items():
+        expected = same.row(name)
+        if row["status"] == "ok":
+            figures = ("accuracy", "macro_f1", "cost", "relative_cost", "setting", "steered", "avoided")
+            assert {key: row[key] for key in figures} == pytest.approx({key: expected[key] for key in figures})
+        else:  # a comparison shows what cannot be steered whatever it costs
+            assert row["status"] == "unmet"
+            assert not expected["steered"]
+            assert expected["cost"] > budget
+            assert "below the cheapest operating point" in row["reason"]
+
+
+def test_there_is_a_row_for_everything_in_order(swept):
+    sweep, out = swept
+    singles = {"m0,m1,m2": [f"single:{model}" for model in CHAIN], "m0,m2": ["single:m0", "single:m2"]}
+    expected = [
+        (models, method, budget)
+        for models, alone in singles.items()
+        for method in (*alone, *METHODS[1:])
+        for budget in BUDGETS
+    ]
+    assert [(row["chain"], row["method"], row["budget"]) for row in sweep.rows] == expected
+    table = pq.read_table(out / "results.parquet")
+    assert table.schema == RESULTS
+    assert table.to_pylist() == list(sweep.rows)
+    assert pq.read_table(out / "summary.parquet").schema == SUMMARY
+    assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(sweep.as_json()))
+
+
+def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
+    sweep, out = swept
+    code, said, _ = command("inspect", out, "--json")
+    found = json.loads(said)
+    assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "budget sweep", len(sweep.rows), [])
+    assert "budget sweep" in " ".join(command("inspect", out)[1].split())
+    (table / "policy.json").write_text(cauc_ray.fit(table / "L", models=CHAIN).to_json())
+    assert cauc_ray.report(table).as_json()["left_out"] == []  # nothing in it that cannot be read
+
+
+def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, ray_session, tmp_path):
+    sweep = run_sweep(config(table, methods=["rf"], budgets=[0.5], relative_budgets=[0.4]), tmp_path / "out")
+    relative, low = rows_of(sweep, chain="m0,m1,m2")
+    assert (relative["status"], relative["budget_cost"]) == ("ok", pytest.approx(0.4 * 15))
+    assert (low["status"], low["accuracy"]) == ("unmet", None)
+    assert "budget 0.5 GFLOPs" in low["reason"]
+    assert sweep.missing == ()
+    assert "not met" in grids(sweep.summary)[0].markdown()
+
+
+def test_a_seed_fits_on_what_it_draws(table, ray_session, tmp_path):
+    """What a table says whose splits somebody has drawn anew by hand."""
+    drawn = {name: Examples(chain(7, 200, shift=place)) for place, name in enumerate(SPLITS)}
+    named = {
+        name: replace(of.chain, example_ids=tuple(f"{name}-{example}" for example in of.chain.example_ids))
+        for name, of in drawn.items()
+    }
+    pool = [named["calibration"], named["validation"]]
+    order = np.random.default_rng(5).permutation(400)
+    parts = {"calibration": order[:200], "validation": order[200:]}
+    for split in SPLITS:
+        for place, model in enumerate(CHAIN):
+            rows = parts.get(split)
+            logits, labels, ids = (
+                (named[split].logits[place], named[split].labels, named[split].example_ids)
+                if rows is None
+                else (
+                    np.concatenate([each.logits[place] for each in pool])[rows],
+                    np.concatenate([each.labels for each in pool])[rows],
+                    [(*pool[0].example_ids, *pool[1].example_ids)[row] for row in rows],
+                )
+            )
+            write_logits(tmp_path / "hand", model, split, example_ids=list(ids), labels=labels, logits=list(logits))
+    change = {"methods": ["base", "margin", "random"], "seeds": [5], "redrawn": ["calibration", "validation"]}
+    sweep = run_sweep(config(table, **change), tmp_path / "out")
+    for budget in BUDGETS:
+        costs = [1.0, 4.0, 15.0]
+        same = compare(tmp_path / "hand", models=CHAIN, methods=change["methods"], costs=costs, budget=budget, seed=5)
+        for row in rows_of(sweep, chain="m0,m1,m2", budget=budget):
+            expected = same.row(row["method"])
+            assert (row["accuracy"], row["cost"]) == pytest.approx((expected["accuracy"], expected["cost"]))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=3, max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    names=st.sampled_from([("calibration", "validation"), SPLITS, ("validation", "test")]),
+    per_call=st.booleans(),
+)
+def test_splits_are_drawn_disjoint_in_their_sizes(sizes, seed, names, per_call):
+    splits = {}
+    for place, (name, n) in enumerate(zip(SPLITS, sizes, strict=True)):
+        of = chain(1, n, k=3 + place, ragged=True, per_call=per_call, shift=place)
+        splits[name] = Examples(of, np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1000 * place)
+    drawn = redraw(splits, names, seed)
+
+    def rows(of):
+        """Return everything about each example, by its id; options that a row lacks are left out."""
+        return {
+            example: (
+                int(of.chain.labels[row]),
+                [logits[row][np.isfinite(logits[row])].tolist() for logits in of.chain.logits],
+                np.broadcast_to(of.chain.costs.per_call, (len(of), 3))[row].tolist(),
+                of.embeddings[row].tolist(),
+            )
+            for row, example in enumerate(of.chain.example_ids)
+        }
+
+    assert {name: len(of) for name, of in drawn.items()} == dict(zip(SPLITS, sizes, strict=True))
+    together = {}
+    for name in names:
+        found = rows(drawn[name])
+        assert not together.keys() & found.keys()
+        together |= found
+        assert len({id(logits) for logits in drawn[name].chain.logits}) == 3
+    expected = {}
+    for name in names:
+        expected |= rows(splits[name])
+    assert together == expected
+    for name in set(SPLITS) - set(names):
+        assert drawn[name] is splits[name]
+    again = redraw(splits, names, seed)
+    assert all(again[name].chain.example_ids == drawn[name].chain.example_ids for name in SPLITS)
+
+
+def test_the_summary_is_mean_and_spread_over_seeds(table, ray_session, tmp_path):
+    seeds = [0, 1, 2]
+    sweep = run_sweep(
+        config(table, methods=["base", "duo"], seeds=seeds, redrawn=["calibration", "validation"]), tmp_path / "out"
+    )
+    assert len(sweep.summary) == 2 * 2 * len(BUDGETS)
+    spreads = []
+    for row in sweep.summary:
+        of = rows_of(sweep, **{key: row[key] for key in ("chain", "method", "budget")})
+        assert [each["seed"] for each in of] == seeds
+        ok = [each for each in of if each["status"] == "ok"]
+        assert (row["n"], row["n_unmet"], row["n_missing"]) == (len(ok), 3 - len(ok), 0)
+        for figure in ("accuracy", "macro_f1", "cost", "relative_cost", "setup_s"):
+            values = [each[figure] for each in ok]
+            assert row[f"{figure}_mean"] == (pytest.approx(mean(values)) if values else None)
+            assert row[f"{figure}_std"] == (pytest.approx(stdev(values)) if len(values) > 1 else None)
+        spreads.append(row["accuracy_std"] or 0)
+    assert max(spreads) > 0  # seeds draw other splits
+
+
+def test_kept_rows_are_those_of_the_same_logits_and_no_others(ray_session, tmp_path):
+    write_table(tmp_path / "L", n=80)
+    asked = config(tmp_path, methods=["rf", "margin"])
+    first = run_sweep(asked, tmp_path / "out")
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "tasks").iterdir()}
+    assert len(kept) == 4
+    next(iter((tmp_path / "out" / "tasks").iterdir())).write_text("{ half")
+    again = run_sweep(asked, tmp_path / "out")  # what cannot be read is measured anew
+    assert [strip(row) for row in again.rows] == [strip(row) for row in first.rows]
+    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "tasks").iterdir()}
+    assert sum(now[name] != kept[name] for name in kept) == 1
+    write_table(tmp_path / "L", n=90)
+    other = run_sweep(asked, tmp_path / "out")
+    assert {row["n"] for row in other.rows} == {90}
+
+
+def strip(row):
+    return {key: value for key, value in row.items() if key != "setup_s"}
+
+
+def test_what_fails_is_missing_and_said_and_done_when_it_can_be(ray_session, tmp_path):
+    chains = write_table(tmp_path / "L", n=80)
+    good = next((tmp_path / "L" / "model=m1" / "split=test").glob("*.parquet"))
+    whole = good.read_bytes()
+    good.write_bytes(whole[: len(whole) // 2])
+    asked = config(tmp_path, methods=["rf"])
+    sweep = run_sweep(asked, tmp_path / "out")
+    assert {row["status"] for row in rows_of(sweep, chain="m0,m1,m2")} == {"missing"}
+    assert {row["status"] for row in rows_of(sweep, chain="m0,m2")} == {"ok"}
+    assert len(sweep.missing) == 1
+    assert "part" in sweep.missing[0]
+    assert "model=m1" in sweep.missing[0]
+    assert sweep.as_json()["n_missing"] == len(BUDGETS)
+    good.write_bytes(whole)
+    healed = run_sweep(asked, tmp_path / "out")
+    assert healed.missing == ()
+    assert {row["n"] for row in healed.rows} == {len(chains["test"])}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"sets": [{"name": "a", "logits": "nowhere", "chains": [["m0"]]}]}, "no logit table at"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m9"]]}]}, "unknown model 'm9'"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]], "embedding": "e"}]}, "unknown encoder 'e'"),
+        ({"split": "tset"}, "unknown split 'tset'; did you mean 'test'"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_is_written(table, monkeypatch, tmp_path, change, says):
+    monkeypatch.chdir(table)
+    with pytest.raises(CaucError, match=says):
+        run_sweep(config(table, **change), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'"),
+        ({"methods": ["routellm-bert"]}, "trains a model on texts"),
+        ({"methods": ["rf", "rf"]}, "method 'rf' is a duplicate"),
+        ({"seeds": [1, 1]}, "seed 1 is a duplicate"),
+        ({"seeds": [-1]}, "greater than or equal to 0"),
+        ({"budgets": []}, "a sweep needs budgets"),
+        ({"budgets": [0]}, "greater than 0"),
+        ({"redrawn": ["calibration"]}, "'calibration' alone cannot be drawn anew"),
+        ({"redrawn": ["calibration", "train"]}, "unknown split 'train'"),
+        ({"split": "validation"}, "'validation' is a duplicate"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m0"]]}]}, "model 'm0' is a duplicate"),
+        ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]]}] * 2}, "set 'a' is a duplicate"),
+    ],
+)
+def test_what_makes_no_sweep(tmp_path, change, says):
+    with pytest.raises(ValueError, match=says):
+        config(tmp_path, **change)

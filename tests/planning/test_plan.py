@@ -1,0 +1,305 @@
+"""`cauc plan`: figures that add up, warnings where the pool falls short, and one line for what cannot be planned."""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from itertools import pairwise
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from runs import MODELS, two_model_policy
+from synthetic import write_table
+
+import cauc_ray
+from cauc_ray.errors import CaucWarning, ConfigError
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
+from cauc_ray.files.documents import write_json
+from cauc_ray.planning.plan import expected_deferral
+
+# Seconds of a call and of a row, and what a replica occupies.
+TAKES = {"m0": (0.01, 0.001), "m1": (0.02, 0.005), "m2": (0.05, 0.02)}
+RESOURCES = {
+    "m0": {"num_cpus": 0.5},
+    "m1": {"num_cpus": 1, "num_gpus": 0.25, "labels": {"tier": "gpu"}},
+    "m2": {"num_cpus": 2, "num_gpus": 1, "custom": {"licence": 1}},
+}
+
+
+def pool_content(most=64, **stage):
+    return {
+        "name": "planned",
+        "task": "multiple-choice",
+        "serving": {"router": {"replicas": {"max": 500}}},
+        "stages": [
+            {
+                "name": name,
+                "model": {
+                    "kind": "saved", "logits": "LOGITS", "model": name, "split": "test",
+                    "seconds_per_call": call, "seconds_per_row": row,
+                },
+                "batch_size": 16,
+                "replicas": {"min": 1, "max": most},
+                "resources": RESOURCES[name],
+                **stage,
+            }
+            for name, (call, row) in TAKES.items()
+        ],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return a folder with a table, a policy with what it expects, one without, and pools."""
+    folder = tmp_path_factory.mktemp("home")
+    write_table(folder / "LOGITS", n=400)
+    policy = cauc_ray.fit(folder / "LOGITS", models=MODELS, method="rf", budget=9.0)
+    (folder / "policy.json").write_text(policy.to_json())
+    (folder / "moved.json").write_text(policy.with_threshold(0.123).to_json())
+    (folder / "other.json").write_text(two_model_policy().to_json())
+    (folder / "pool.yaml").write_text(yaml.safe_dump(pool_content()))
+    (folder / "few.yaml").write_text(yaml.safe_dump(pool_content(most=1)))
+    models = {"kind": "python", "factory": "a:b"}
+    (folder / "python.yaml").write_text(yaml.safe_dump(pool_content(model=models)))
+    untimed = {"kind": "saved", "logits": "LOGITS", "model": "m0", "split": "test"}
+    (folder / "untimed.yaml").write_text(yaml.safe_dump(pool_content(model=untimed)))
+    (folder / "text.txt").write_text("text")
+    write_run(folder / "run", policy.id)
+    write_run(folder / "others-run", "other", ["m0"])
+    return folder
+
+
+def write_run(folder, policy_id, stages=MODELS):
+    """Write the ledger of a run whose calls take three times what the pool says, and that deferred a quarter."""
+    (folder / "ledger").mkdir(parents=True)
+    rows = [
+        {
+            "run_id": "r", "stage": stage, "replica": place % 2, "node": "n",
+            "started_at": datetime(2026, 1, 1, 0, place, tzinfo=UTC), "batch": n, "accepted": n - n // 4,
+            "deferred": n // 4, "queue_s": 0.0, "compute_s": 3 * (TAKES[stage][0] + n * TAKES[stage][1]),
+            "device_s": None, "cost": 1.0, "attempt": 1,
+        }
+        for stage in stages
+        for place, n in enumerate([16, 8, 12, 4, 16, 8])
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows, schema=LEDGER_SCHEMA), folder / "ledger" / "part-0.parquet")
+    write_json(folder / "run.json", new_record(policy_id, 8, {"a": 1}).model_dump())
+
+
+@pytest.fixture(scope="module")
+def planned(home):
+    return cauc_ray.plan(home / "pool.yaml", home / "policy.json", 200.0)
+
+
+def test_a_plan_says_for_each_stage_what_reaches_it_and_what_it_takes(planned, home):
+    policy = cauc_ray.Policy.load(home / "policy.json")
+    assert json.loads(json.dumps(planned, allow_nan=False)) == planned
+    reach = 1.0
+    for stage, expected, own in zip(planned["stages"], policy.expected.stages, policy.stages, strict=True):
+        call, row = TAKES[stage["name"]]
+        assert stage["reach"] == pytest.approx(expected.reached / policy.expected.n)
+        assert stage["reach"] == pytest.approx(reach)
+        assert stage["requests_per_s"] == pytest.approx(200.0 * stage["reach"])
+        assert stage["batch_s"] == pytest.approx(call + 16 * row)
+        assert stage["load"] == pytest.approx(200.0 * reach * (call / 16 + row) / stage["replicas"])
+        assert stage["load"] <= planned["most_load"] + 1e-9
+        assert stage["cost"] == pytest.approx(reach * own.cost)
+        assert stage["replicas"] == stage["least_replicas"]
+        reach *= stage["deferral"]
+    assert planned["holds"]
+    assert planned["requests_per_s"] == pytest.approx(200.0, rel=0.03)
+    assert sum(stage["cost_share"] for stage in planned["stages"]) == pytest.approx(1.0)
+    assert planned["total"]["cost"] == pytest.approx(policy.expected.cost)
+    assert planned["dearest_alone"]["relative_cost"] == pytest.approx(policy.expected.relative_cost)
+
+
+def test_a_plan_adds_up_what_replicas_occupy(planned):
+    n = {stage["name"]: stage["replicas"] for stage in planned["stages"]}
+    assert planned["total"]["replicas"] == sum(n.values())
+    assert planned["total"]["resources"] == pytest.approx(
+        {
+            "CPU": 0.5 * n["m0"] + n["m1"] + 2 * n["m2"],
+            "GPU": 0.25 * n["m1"] + n["m2"],
+            "licence": n["m2"],
+        }
+    )
+    assert planned["dearest_alone"]["name"] == "m2"
+    assert planned["dearest_alone"]["replicas"] == -(-200.0 * (0.05 / 16 + 0.02) // 0.8)
+    assert planned["stages"][1]["labels"] == {"tier": "gpu"}
+
+
+def test_drift_moves_what_reaches_the_later_stages(planned):
+    up, down = planned["drift"]
+    assert (up["factor"], down["factor"]) == (1.2, 0.8)
+    for drift in (up, down):
+        reach = 1.0
+        for stage, own in zip(drift["stages"], planned["stages"], strict=True):
+            assert stage["reach"] == pytest.approx(reach)
+            assert stage["load"] == pytest.approx(own["load"] * reach / own["reach"])
+            reach *= min(1.0, own["deferral"] * drift["factor"])
+            assert stage["replicas"] == own["replicas"]
+        assert drift["holds"] == all(stage["load"] < 1 for stage in drift["stages"])
+    assert [s["needed"] for s in up["stages"]] >= [s["replicas"] for s in up["stages"]]
+    assert down["holds"]
+
+
+def test_the_pools_own_range_is_what_its_bottleneck_carries(planned, home):
+    own, stages = planned["range"], planned["stages"]
+    seconds = {stage["name"]: stage["reach"] * stage["batch_s"] / 16 / 64 for stage in stages}
+    assert own["bottleneck"] == max(seconds, key=seconds.get)
+    assert own["saturated_rate"] == pytest.approx(1 / max(seconds.values()))
+    assert own["max_rate"] == pytest.approx(0.8 * own["saturated_rate"])
+    assert own["max_rate_at_min"] == pytest.approx(own["max_rate"] / 64)
+    assert own["carries_rate"]
+    assert 0.85 * own["saturated_rate"] < own["run_rows_per_s"] <= 1.05 * own["saturated_rate"]
+
+
+def test_a_router_that_cannot_take_the_rate_is_the_bottleneck_and_asks_for_more(home):
+    one = {**pool_content(), "serving": {"router": {"replicas": {"max": 1}}}}
+    (home / "router.yaml").write_text(yaml.safe_dump(one))
+    with pytest.warns(CaucWarning, match="routers are needed, the pool file allows 1"):
+        found = cauc_ray.plan(home / "router.yaml", home / "policy.json", 3000.0)
+    router = found["router"]
+    assert router["replicas"] > router["pool_replicas"] == 1
+    assert 0.4 < router["load"] <= 0.8
+    assert router["per_request_s"] > 0
+    assert (found["range"]["bottleneck"], found["range"]["carries_rate"]) == ("router", False)
+
+
+@pytest.mark.slow
+def test_a_pool_with_too_few_replicas_is_planned_with_a_warning_for_each_stage(planned, home):
+    stages = planned["stages"]
+    with pytest.warns(CaucWarning) as told:
+        few = cauc_ray.plan(home / "few.yaml", home / "policy.json", 200.0)
+    assert [str(one.message) for one in told] == [
+        f"stage {stage['name']!r} needs {stage['replicas']} replicas, the pool file allows 1: raise its replicas' max"
+        for stage in stages
+        if stage["replicas"] > 1
+    ]
+    assert not few["range"]["carries_rate"]
+    assert [stage["replicas"] for stage in few["stages"]] == [stage["replicas"] for stage in stages]
+
+
+@pytest.mark.slow
+def test_a_goal_takes_more_replicas_or_is_out_of_reach(planned, home):
+    goal = 0.8 * planned["latency_s"]["p99"]
+    met = cauc_ray.plan(home / "pool.yaml", home / "policy.json", 200.0, slo_p99_s=goal)
+    assert met["holds"]
+    assert met["latency_s"]["p99"] <= goal
+    assert met["total"]["replicas"] > planned["total"]["replicas"]
+    never = cauc_ray.plan(home / "pool.yaml", home / "policy.json", 200.0, slo_p99_s=0.01)
+    assert not never["holds"]
+    assert "no number of replicas" in never["out_of_reach"]
+
+
+@pytest.mark.slow
+def test_a_ledger_gives_seconds_and_beside_the_policys_rates_its_own(planned, home):
+    found = cauc_ray.plan(home / "pool.yaml", home / "policy.json", 200.0, ledger=home / "run")
+    for stage, told in zip(found["stages"], planned["stages"], strict=True):
+        assert stage["seconds"]["source"] == "ledger"
+        assert stage["seconds"]["n_calls"] == 4
+        assert stage["seconds"]["error"] == pytest.approx(0.0, abs=1e-9)
+        assert stage["batch_s"] == pytest.approx(3 * told["batch_s"])
+        assert stage["ledger_deferral"] == pytest.approx(0.25)
+        assert stage["deferral"] == told["deferral"]
+    other = cauc_ray.Policy.load(home / "policy.json").model_copy(update={"threshold": 0.95})
+    assert all(
+        stage["ledger_deferral"] is None
+        for stage in cauc_ray.plan(home / "pool.yaml", other, 200.0, ledger=home / "run")["stages"]
+    )
+
+
+@pytest.mark.slow
+def test_seconds_are_not_drawn_out_silently(home):
+    pool = yaml.safe_load((home / "pool.yaml").read_text())
+    for stage in pool["stages"]:
+        stage["serving"] = {"batch_size": 64}
+    (home / "wide.yaml").write_text(yaml.safe_dump(pool))
+    with pytest.warns(CaucWarning, match="batches of 64, none of more than 16 was timed"):
+        cauc_ray.plan(home / "wide.yaml", home / "policy.json", 200.0, ledger=home / "run")
+
+
+def test_deferral_rates_are_the_expected_ones(home):
+    policy = cauc_ray.Policy.load(home / "policy.json")
+    shares = expected_deferral(policy)
+    reached = [stage.reached for stage in policy.expected.stages]
+    assert shares == pytest.approx([after / before for before, after in pairwise(reached)] + [0])
+    with pytest.raises(ConfigError, match="does not say how often its stages defer"):
+        expected_deferral(policy.with_threshold(0.2))
+
+
+@pytest.fixture
+def cauc(home, monkeypatch, command):
+    monkeypatch.chdir(home)
+    return partial(command, "plan")
+
+
+@pytest.mark.slow
+def test_the_command_shows_and_prints_the_same(cauc, planned):
+    plain = ("pool.yaml", "--policy", "policy.json", "--rate", 200)
+    code, out, err = cauc(*plain, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    # A plan times the router anew, so what is simulated moves a little.
+    assert found.keys() == planned.keys()
+    steady = ("name", "reach", "deferral", "requests_per_s", "least_replicas", "pool_replicas", "seconds")
+    for ours, theirs in zip(found["stages"], planned["stages"], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [ours[name] for name in steady] == [theirs[name] for name in steady]
+    code, out, err = cauc(*plain, "--slo-p99", 5)
+    assert (code, err) == (0, "")
+    for words in ("p99 within 5 s holds", "1.2 ×", "the bottleneck is 'm2'", "every request at m2 alone", "seed 0"):
+        assert words in out
+    code, out, err = cauc("few.yaml", *plain[1:], "--ledger", "run", "--slo-p99", 0.01)
+    assert code == 0
+    assert "no number of replicas keeps p99 within 0.01 s" in out
+    assert "an earlier run's ledger" in out
+    assert err.startswith("cauc: warning: stage 'm0' needs ")
+
+
+POLICY = ("--policy", "policy.json")
+BAD = {
+    "no rate": ["pool.yaml", *POLICY],
+    "rate of nothing": ["pool.yaml", *POLICY, "--rate", "0"],
+    "rate below 0": ["pool.yaml", *POLICY, "--rate", "-5"],
+    "rate without end": ["pool.yaml", *POLICY, "--rate", "inf"],
+    "rate of next to nothing": ["pool.yaml", *POLICY, "--rate", "1e-320"],
+    "rate no number": ["pool.yaml", *POLICY, "--rate", "nan"],
+    "rate beyond reason": ["pool.yaml", *POLICY, "--rate", "1e12"],
+    "goal of nothing": ["pool.yaml", *POLICY, "--rate", "5", "--slo-p99", "0"],
+    "no such pool": ["absent.yaml", *POLICY, "--rate", "5"],
+    "no such policy": ["pool.yaml", "--policy", "absent.json", "--rate", "5"],
+    "a policy of other stages": ["pool.yaml", "--policy", "other.json", "--rate", "5"],
+    "a policy that expects nothing": ["pool.yaml", "--policy", "moved.json", "--rate", "5"],
+    "nobody knows the seconds": ["python.yaml", *POLICY, "--rate", "5"],
+    "stages that take no time": ["untimed.yaml", *POLICY, "--rate", "5"],
+    "no such ledger": ["pool.yaml", *POLICY, "--rate", "5", "--ledger", "absent"],
+    "a ledger that is a file": ["pool.yaml", *POLICY, "--rate", "5", "--ledger", "text.txt"],
+    "a ledger of other stages": ["pool.yaml", *POLICY, "--rate", "5", "--ledger", "others-run"],
+    "ledger and input": ["pool.yaml", *POLICY, "--rate", "5", "--ledger", "run", "--input", "text.txt"],
+    "no such input": ["pool.yaml", *POLICY, "--rate", "5", "--input", "absent"],
+    "an input that is none": ["pool.yaml", *POLICY, "--rate", "5", "--input", "text.txt"],
+}
+
+
+@pytest.mark.parametrize("fault", sorted(BAD))
+def test_bad_input_gets_one_line_and_exit_code_2(cauc, home, fault):
+    before = sorted(path.name for path in home.iterdir())
+    code, out, err = cauc(*BAD[fault])
+    assert (code, out) == (2, "")
+    assert err.startswith("cauc")
+    assert err.count("\n") == 1, err
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+def test_a_plan_needs_no_ray():
+    code = "import sys, cauc_ray.planning.plan; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_ledger_and_input_are_not_both_given_from_python(home):
+    with pytest.raises(ConfigError, match="not both"):
+        cauc_ray.plan(home / "pool.yaml", home / "policy.json", 5.0, ledger=home / "run", input=home / "text.txt")

@@ -1,0 +1,289 @@
+"""The simulation against formulas of queueing theory, the served cascade, and what must always hold."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lanes import Counts, a_pool
+from synthetic import chain
+from virtual_time import run_virtually
+
+from cauc_ray.cascade.bundles import Bundle, gathered
+from cauc_ray.cascade.results import CallResult
+from cauc_ray.errors import ConfigError
+from cauc_ray.planning.measures import Window
+from cauc_ray.planning.simulation import (
+    TOGETHER,
+    settled_window,
+    simulate_arrivals,
+    simulate_backlog,
+    simulate_trace,
+)
+from cauc_ray.planning.stages import (
+    BatchSeconds,
+    PlannedStage,
+    RouterSeconds,
+    loads,
+    reaches,
+    with_drift,
+    with_replicas,
+)
+from cauc_ray.policies.fitting import ThresholdRule, fit_rf
+from cauc_ray.serving.cascade import Cascade
+
+DATA = chain(3, n=240)
+POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))
+
+
+def stage(batch_size=1, replicas=1, *, per_call=0.0, per_row=0.0, wait_s=0.0, deferral=0.0, queue_rows=None):
+    return PlannedStage("s", batch_size, wait_s, BatchSeconds(per_call, per_row), deferral, replicas, queue_rows)
+
+
+THREE = [
+    stage(8, 2, per_call=0.02, per_row=0.001, wait_s=0.02, deferral=0.6),
+    stage(8, 2, per_call=0.02, per_row=0.01, wait_s=0.02, deferral=0.5),
+    stage(8, 2, per_call=0.05, per_row=0.02, wait_s=0.02),
+]
+chains = st.lists(
+    st.builds(
+        stage,
+        st.integers(1, 9),
+        st.integers(1, 4),
+        per_call=st.floats(0.0, 0.3),
+        per_row=st.floats(0.001, 0.1),
+        wait_s=st.floats(0.0, 0.5),
+        deferral=st.floats(0.0, 1.0),
+        queue_rows=st.one_of(st.none(), st.integers(20, 60)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+class Sleeping:
+    """A stage of a service: a call waits at its replica for its turn."""
+
+    def __init__(self, place, planned):
+        self.place, self.seconds = place, planned.seconds
+        self.turns = [asyncio.Lock() for _ in range(planned.replicas)]
+        self.sizes = []
+
+    async def answer(self, call, on_begin=None):
+        answered_by = gathered(call.parts, [Bundle(call.columns)])["answered_by"]
+        n, takes = len(answered_by), self.seconds.of(len(answered_by))
+        self.sizes.append(n)
+        async with self.turns[int(call.replica)]:
+            await asyncio.sleep(takes)
+        accepted = answered_by == self.place
+        nothing = np.zeros(n)
+        result = CallResult(nothing.astype(np.int32), nothing, accepted, nothing, 0.0, takes, 0.0, None, "here")
+        return result, np.zeros((n - int(accepted.sum()), 1))
+
+
+def served(stages, times, answered_by):
+    """Send requests to the real cascade in virtual time; return their latencies, float (n,), and the calls' sizes."""
+    latency = np.zeros(len(times))
+    pool = a_pool(DATA.models, batch_wait_s=stages[0].batch_wait_s, timeout_s=1e6, max_queued_rows=10**6)
+
+    async def request(cascade, place):
+        await asyncio.sleep(times[place])
+        await cascade.answer(POLICY, {"answered_by": answered_by[place : place + 1]}, 1)
+        latency[place] = asyncio.get_running_loop().time() - times[place]
+
+    async def main():
+        clients = [Sleeping(place, at) for place, at in enumerate(stages)]
+        cascade = Cascade(pool.stages, pool, clients, Counts())
+        for place, at in enumerate(stages):
+            cascade.replicas(place, [str(number) for number in range(at.replicas)])
+        await asyncio.gather(*(request(cascade, place) for place in range(len(times))))
+        return [client.sizes for client in clients]
+
+    return latency, run_virtually(main())
+
+
+# Where requests queue, a call that goes a microsecond later changes those after it.
+@pytest.mark.parametrize(("load", "rel"), [(0.3, 0.005), pytest.param(0.6, 0.03, marks=pytest.mark.slow)])
+def test_a_trace_is_served_as_by_the_real_cascade(load, rel):
+    rng, n = np.random.default_rng(3), 1000
+    times = np.cumsum(rng.exponential(float(loads(THREE, 1.0).max()) / load, n))
+    answered_by = rng.choice(3, n, p=[0.4, 0.3, 0.3]).astype(np.int8)
+    latency, sizes = served(THREE, times, answered_by)
+    found = simulate_trace(THREE, times, answered_by, Window(0.0, times[-1] + 100.0))
+    assert found.latency.n == n
+    assert found.latency.mean == pytest.approx(latency.mean(), rel=rel)
+    assert found.latency.p99 == pytest.approx(np.percentile(latency, 99), rel=rel)
+    for of, own in zip(found.stages, sizes, strict=True):
+        assert of.calls == pytest.approx(len(own), rel=rel)
+        assert of.rows == sum(own)
+
+
+@settings(max_examples=25)
+@given(stages=chains, rate=st.floats(0.5, 200.0), seed=st.integers(0, 99))
+def test_no_row_is_lost_and_no_replica_computes_two_calls_at_once(stages, rate, seed):
+    found = simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
+    assert found.n_arrived == found.n_answered + found.n_left
+    assert found.rows_per_s * found.window_s <= found.n_answered + 1e-6
+    for at, of in zip(stages, found.stages, strict=True):
+        assert 0.0 <= of.busy <= 1.0
+        assert of.fill is None or 0.0 < of.fill <= 1.0
+        assert of.rows <= of.calls * at.batch_size
+    if found.latency is not None:
+        quickest = min(np.cumsum([at.seconds.of(1) for at in stages]))
+        assert found.latency.p50 >= quickest - 1e-9
+        assert found.latency.p50 <= found.latency.p99
+    assert found == simulate_arrivals(stages, rate, seed=seed, window=Window(1.0, 4.0))
+
+
+@given(stages=chains, n=st.integers(1, 400))
+def test_a_backlog_ends_answered_not_before_any_stage_could_have_done_its_share(stages, n):
+    found = simulate_backlog(stages, n)
+    assert (found.n_answered, found.n_left) == (n, 0)
+    reached = n
+    for at, of in zip(stages, found.stages, strict=True):
+        assert of.rows == reached
+        reached = round(at.deferral * reached)
+    for at, of in zip(stages, found.stages, strict=True):
+        busy_s = at.seconds.per_call * of.calls + at.seconds.per_row * of.rows
+        assert found.window_s >= busy_s / at.replicas - 1e-9
+        assert of.busy == pytest.approx(busy_s / (at.replicas * found.window_s))
+
+
+@settings(max_examples=10)
+@given(stages=chains)
+def test_a_long_backlog_comes_near_its_bottlenecks_bound_and_never_above(stages):
+    assume(float(reaches(stages)[-1]) > 0.2)
+    n = int(100 * max(at.batch_size * at.replicas for at in stages) / reaches(stages)[-1])
+    found = simulate_backlog([*stages[:-1], with_drift(stages[-1:], 0.0)[0]], n)
+    reached = np.array([of.rows for of in found.stages]) / n
+    bound = 1 / max(reached * [at.row_s / at.replicas for at in stages])
+    assert found.rows_per_s <= bound * (1 + 1e-9)
+    # A queue that is bounded is that of a run: eight batches or more for each replica.
+    if all(at.queue_rows is None for at in stages):
+        assert found.rows_per_s > 0.85 * bound
+
+
+@pytest.mark.parametrize("load", [0.3, pytest.param(0.85, marks=pytest.mark.slow)])
+def test_one_replica_and_single_rows_are_an_m_d_1_queue(load):
+    service_s, n = 0.02, 40_000 if load > 0.5 else 8000
+    window = Window(100.0, 100.0 + n * service_s / load)
+    found = simulate_arrivals([stage(per_call=service_s)], load / service_s, window=window)
+    # Pollaczek and Khinchine, for a service that does not vary.
+    waits_s = load * service_s / (2 * (1 - load))
+    assert found.stages[0].wait_s == pytest.approx(waits_s, rel=0.05)
+    assert found.latency.mean == pytest.approx(service_s + waits_s, rel=0.03)
+    assert found.stages[0].busy == pytest.approx(load, rel=0.02)
+    assert not found.grows
+
+
+def test_a_routers_seconds_come_on_top_and_what_comes_meanwhile_waits():
+    stages, window, first = [stage(4, per_call=1.0)], Window(0.0, 9.0), np.zeros(2, np.int8)
+    router, times = RouterSeconds(per_request=0.2, per_call=0.05), np.array([0.0, 0.05])
+    alone = simulate_trace(stages, times[:1], first[:1], window, router=router)
+    assert alone.latency.mean == pytest.approx(1.0 + 0.2 + 0.05)
+    # The first is sent at 0.1 s and answered at 1.25; the second, read from then on, waits for the replica until 1.1.
+    both = simulate_trace(stages, times, first, window, router=router)
+    assert both.latency.mean == pytest.approx((1.25 + 2.25 - 0.05) / 2)
+    # A router that is busy for four fifths of its time holds nothing up: what it reads goes on before it reads more.
+    chain, fast = [stage(256, 30, per_call=0.01, per_row=0.0002, wait_s=0.005)], RouterSeconds(8e-6)
+    pairs = [simulate_arrivals(chain, 1e5, router=own, window=Window(0.4, 0.6)) for own in (fast, RouterSeconds())]
+    assert pairs[0].latency.p50 == pytest.approx(pairs[1].latency.p50, rel=0.05)
+    busy = simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012))
+    assert busy.grows  # the replicas have time, the router has none
+    assert not simulate_arrivals([stage(8, 4, per_call=0.01)], 100.0, router=RouterSeconds(0.012, replicas=2)).grows
+
+
+def slow_queues(stages, times, answered_by):
+    """Follow single requests through stages of one replica each; return the latency of each, float (n,)."""
+    at, now = np.arange(len(times)), times.copy()
+    for place, one in enumerate(stages):
+        at = at[np.argsort(now[at], kind="stable")]
+        free = 0.0
+        for row in at:
+            free = now[row] = max(now[row], free) + one.seconds.of(1)
+        at = at[answered_by[at] > place]
+    return now - times
+
+
+def test_single_rows_wait_as_in_queues_one_after_the_other():
+    stages = [stage(per_row=0.01, deferral=0.5), stage(per_call=0.015, deferral=0.5), stage(per_call=0.03)]
+    rng, n = np.random.default_rng(5), 5000
+    times, answered_by = np.cumsum(rng.exponential(1 / 80, n)), rng.choice(3, n, p=[0.5, 0.25, 0.25])
+    latency = slow_queues(stages, times, answered_by)
+    found = simulate_trace(stages, times, answered_by, Window(0.0, times[-1] + 60.0)).latency
+    assert found.n == n
+    assert (found.mean, found.p50, found.p99) == pytest.approx((latency.mean(), *np.percentile(latency, [50, 99])))
+
+
+@pytest.mark.slow
+def test_requests_that_come_together_take_as_long_as_single_ones():
+    stages = [
+        stage(64, 8, per_call=0.004, per_row=0.0005, wait_s=0.005, deferral=0.3),
+        stage(32, 12, per_call=0.02, per_row=0.004, wait_s=0.005, deferral=0.2),
+        stage(8, 60, per_call=0.1, per_row=0.05, wait_s=0.005),
+    ]
+    rng, n = np.random.default_rng(2), 30_000
+    times = np.cumsum(rng.exponential(0.0001, n))
+    answered_by = rng.choice(3, n, p=[0.7, 0.24, 0.06])
+    found = [simulate_trace(stages, times, answered_by, Window(1.0, 3.0), together=own) for own in (0.0, TOGETHER)]
+    single, together = (of.latency for of in found)
+    assert together.mean == pytest.approx(single.mean, rel=0.02)
+    assert together.p99 == pytest.approx(single.p99, rel=0.02)
+
+
+def test_latency_falls_as_replicas_are_added():
+    chain = [stage(4, per_call=0.02, per_row=0.01, wait_s=0.01, deferral=0.5), stage(2, per_row=0.05, wait_s=0.01)]
+    p99 = [
+        simulate_arrivals(with_replicas(chain, [n, n]), 60.0, window=Window(5.0, 35.0)).latency.p99 for n in (2, 4, 8)
+    ]
+    assert p99 == sorted(p99, reverse=True)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_queue_grows_where_the_load_is_more_than_all_capacity(factor):
+    chain = [stage(8, 2, per_row=0.01, wait_s=0.01, deferral=0.5), stage(4, 2, per_row=0.02, wait_s=0.01)]
+    rate = factor / float(loads(chain, 1.0).max())
+    found = simulate_arrivals(chain, rate)
+    assert found.grows == (factor > 1)
+    if factor > 1:
+        assert found.rows_per_s < 0.99 * rate
+    else:
+        assert found.rows_per_s == pytest.approx(rate, rel=0.03)
+
+
+def test_requests_wait_for_each_other_no_longer_than_they_may():
+    # So many replicas that one is always idle: nothing but the gathering keeps a request from its call.
+    found = simulate_arrivals([stage(1000, 50, per_call=0.05, wait_s=0.2)], 100.0, window=Window(10.0, 40.0))
+    assert 0.05 <= found.latency.p99 <= 0.2 + 0.05 + 0.001
+    assert found.stages[0].rows > found.stages[0].calls
+
+
+def test_a_request_that_is_alone_waits_for_nobody():
+    found = simulate_arrivals([stage(8, per_call=0.001, wait_s=5.0)], 0.05, window=Window(100.0, 20_000.0))
+    assert found.latency.p50 == pytest.approx(0.001)
+
+
+def test_a_window_holds_what_figures_need_and_refuses_what_takes_too_long():
+    chain = [stage(4, per_row=0.01, deferral=0.5), stage(4, 3, per_row=0.05)]
+    window = settled_window(chain, 20.0)
+    assert 20.0 * (window.last - window.first) >= 9_000
+    with pytest.raises(ConfigError, match="cannot be simulated"):
+        settled_window([stage(4, 10**6, per_row=60.0)], 1e6)
+
+
+@pytest.mark.slow
+def test_a_million_requests_a_second_on_more_than_a_thousand_replicas():
+    chain = [
+        stage(256, 299, per_call=0.01, per_row=0.0002, wait_s=0.005, deferral=0.3),
+        stage(128, 622, per_call=0.02, per_row=0.0015, wait_s=0.005, deferral=0.25),
+        stage(64, 419, per_call=0.03, per_row=0.004, wait_s=0.005),
+    ]
+    found = simulate_arrivals(chain, 1e6)
+    assert found.n_arrived > 1_500_000
+    assert found.n_arrived == found.n_answered + found.n_left
+    assert found.rows_per_s == pytest.approx(1e6, rel=0.005)
+    for of, load in zip(found.stages, loads(chain, 1e6), strict=True):
+        assert of.busy == pytest.approx(load, rel=0.02)  # batches are as good as full
+    # So many replicas leave nothing to wait for: what takes time is a request's way through its stages' batches.
+    assert found.latency.p99 == pytest.approx(sum(at.batch_s for at in chain), rel=0.03)
