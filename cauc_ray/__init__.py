@@ -1,4 +1,4 @@
-"""Calibrated model cascades on Ray: pay for the dear model only where it helps.
+"""Calibrated model cascades on Ray: pay for the expensive model only where it helps.
 
 >>> import cauc_ray
 >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from cauc_ray.api.checking import check
     from cauc_ray.api.collecting import collect
     from cauc_ray.api.estimator import CascadeClassifier
-    from cauc_ray.api.offline import evaluate, fit, replace_model, sweep
+    from cauc_ray.api.offline import evaluate, fit, replace_model
     from cauc_ray.api.online import run
     from cauc_ray.api.samples import sample_logits
     from cauc_ray.api.serving import serve, set_policy
-    from cauc_ray.api.sharding import calibrate
     from cauc_ray.comparison.comparing import compare
+    from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
     from cauc_ray.errors import CaucError, CaucWarning
     from cauc_ray.planning.plan import plan
@@ -34,7 +34,6 @@ _PUBLIC = {
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
-    "calibrate": "cauc_ray.api.sharding",
     "check": "cauc_ray.api.checking",
     "collect": "cauc_ray.api.collecting",
     "compare": "cauc_ray.comparison.comparing",
@@ -47,7 +46,7 @@ _PUBLIC = {
     "sample_logits": "cauc_ray.api.samples",
     "serve": "cauc_ray.api.serving",
     "set_policy": "cauc_ray.api.serving",
-    "sweep": "cauc_ray.api.offline",
+    "sweep": "cauc_ray.comparison.sweeping",
     "write_logits": "cauc_ray.data.writing",
 }
 
@@ -56,7 +55,6 @@ __all__ = [
     "CaucError",
     "CaucWarning",
     "Policy",
-    "calibrate",
     "check",
     "collect",
     "compare",

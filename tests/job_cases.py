@@ -46,9 +46,9 @@ def write_pool(path, stages):
 
 
 def write_config(folder, name, content):
-    """Write a config into a folder of inputs; its output is there, of the same name."""
+    """Write a config of a verb into a folder of inputs."""
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({"output": name, **content}))
+    path.write_text(yaml.safe_dump(content))
     return path
 
 
@@ -62,10 +62,11 @@ SWEEP = {
 # Every model alone counts as a method.
 N_TASKS = sum(3 + len(chain) for chain in CHAINS) * 2
 N_ROWS = N_TASKS * 3
-EVALUATE = {"pool": "pool.yaml", "policy": "policy.json", "input": "input.parquet"}
+RUN = {"pool": "pool.yaml", "policy": "policy.json", "input": "input.parquet", "resume": True}
 SHARDS = {"shards": 2, "resources": {"num_cpus": 0.25}, "deadline_s": 120}
-CALIBRATE = {"logits": "sets/planted", "models": MODELS, "method": "rf", "budget": 8.0, **SHARDS}
-REPLAY = {"logits": "sets/planted", "policy": "policy.json", **SHARDS}
+FIT = {"logits": "sets/planted", "models": MODELS, "method": "rf", "budget": 8.0, **SHARDS}
+EVALUATE = {"logits": "sets/planted", "policy": "policy.json", **SHARDS}
+COLLECT = {"pool": "python.yaml", "dataset": "questions.jsonl", "seed": 1}
 PAPER = {
     "logits": "sets",
     "methods": ["single", "base", "rf"],
@@ -75,18 +76,14 @@ PAPER = {
     },
 }
 
-# By the job's name: its config, and what of its results is known beforehand.
+# By the verb: its config without the output, and what of its results is known beforehand.
 CASES = {
-    "bench": (
-        {"parts": {"numbers": {"rows": 200, "options": 10, "repeats": 1}}},
-        lambda results: results["numbers"]["rows"] == 200,
-    ),
-    "calibrate": (CALIBRATE, lambda results: (results["n_rows"], results["n_shards"]) == ([600, 600], 2)),
     "collect": (
-        {"pool": "python.yaml", "dataset": "questions.jsonl", "seed": 1},
+        COLLECT,
         lambda results: results["splits"] == {"calibration": 10, "validation": 10, "test": 20},
     ),
-    "evaluate": (EVALUATE, lambda results: (results["n"], results["n_failed"]) == (600, 0)),
+    "fit": (FIT, lambda results: results["method"] == "rf"),
+    "run": (RUN, lambda results: (results["n"], results["n_failed"]) == (600, 0)),
     "paper": (PAPER, lambda results: set(results["tables"]) == {"two-model-image", "complementarity"}),
     "sweep": (SWEEP, lambda results: (results["n_rows"], results["n_missing"]) == (N_ROWS, 0)),
 }

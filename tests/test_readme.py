@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_table
 
-from cauc_ray.cli.command import _parser
+from cauc_ray.cli.command import parse
 from cauc_ray.data.table_info import TableInfo
 from cauc_ray.models.pool import load_pool
 
@@ -25,7 +25,7 @@ def test_every_command_is_one_that_cauc_takes():
     commands = [shlex.split(line)[1:] for line in lines if line.startswith("cauc ")]
     assert len(commands) >= 4
     for command in commands:
-        assert _parser().parse_args(command).verb == command[0]
+        assert parse(command).verb in (command[0], " ".join(command[:2]))
     assert sum(".venv/bin/cauc demo" in line for line in lines) == 1
     assert sum(".venv/bin/pytest" in line for line in lines) == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import CheckOptions
 from cauc_ray.api.sources import Logits, read_policy_chain
 from cauc_ray.data.logits import LogitKinds
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy
@@ -47,7 +47,7 @@ class Check(Shown):
 
 def check(
     logits: Logits,
-    policy: str | Path | Policy,
+    policy: str | AnyPath | Policy,
     *,
     labels: Any = None,
     example_ids: Any = None,

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from cauc_ray.api.options import CollectOptions
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
@@ -32,9 +33,9 @@ from cauc_ray.numbers.logits import joint_kind
 
 
 def collect(
-    pool: str | Path | Pool,
-    dataset: str | Path,
-    out: str | Path,
+    pool: str | AnyPath | Pool,
+    dataset: str | AnyPath,
+    out: str | AnyPath,
     *,
     split: str | None = None,
     models: Sequence[str] | None = None,
@@ -56,10 +57,9 @@ def collect(
     Returns a summary. Raises CaucError; rows that a model cannot answer do not, they land in out/failed.
     """
     started = time.perf_counter()
+    options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    if seed < 0:
-        raise ConfigError(f"seed {seed} is below 0")
-    source = DatasetSource(str(dataset), dict(columns or {}), seed)
+    source = DatasetSource(str(dataset), options.columns, seed)
     rows = open_dataset(source)
     if rows.task != pool.task:
         raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")

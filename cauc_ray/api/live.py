@@ -1,11 +1,14 @@
-"""What people see while something goes on; on standard error, gone when done, not drawn where nobody watches."""
+"""What people see on standard error while something goes on: a display on a terminal, else a line a minute."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,8 +29,55 @@ from rich.text import Text
 from cauc_ray.api.tables import amount
 from cauc_ray.execution.progress import RateMeter, RunProgress, RunRates
 
+if TYPE_CHECKING:
+    from cauc_ray.execution.metrics import JobMetrics
+    from cauc_ray.execution.tasks import Outcome
+
 # What takes less than this needs no progress bar.
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
+# Where nobody watches, as in the log of a job, a line comes this often.
+LINE_EVERY_S = 60.0
+
+
+@dataclass(slots=True)
+class Status:
+    """How far something is.   doing: what it is.   detail: how far."""
+
+    doing: str
+    detail: str = ""
+    _metrics: dict[str, JobMetrics] = field(default_factory=dict, repr=False)
+
+    def count(self, done: int, total: int | None, unit: str) -> None:
+        """Note that so much is done, of a total where that is known, also for Ray's metrics."""
+        self.detail = f"{done:,}" + ("" if total is None else f" of {total:,}") + f" {unit}"
+        ray = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return
+        if self.doing not in self._metrics:
+            from cauc_ray.execution.metrics import JobMetrics
+
+            self._metrics[self.doing] = JobMetrics(self.doing)
+        self._metrics[self.doing].report(done, total, unit)
+
+
+@contextmanager
+def _status(doing: str) -> Iterator[Status]:
+    """Yield what to tell how far something is; where standard error is not a terminal, write it there every minute."""
+    status, ended, started = Status(doing), threading.Event(), time.monotonic()
+
+    def write() -> None:
+        while not ended.wait(LINE_EVERY_S):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                detail = f": {status.detail}" if status.detail else ""
+                sys.stderr.write(f"cauc: {status.doing}{detail}, {_clock(time.monotonic() - started)}\n")
+                sys.stderr.flush()
+
+    if not Console(stderr=True).is_terminal:
+        threading.Thread(target=write, daemon=True).start()
+    try:
+        yield status
+    finally:
+        ended.set()
 
 
 @contextmanager
@@ -35,11 +85,12 @@ def busy(doing: str) -> Iterator[None]:
     """Show that something is going on, once it has taken two seconds."""
     progress = _progress(TextColumn(doing), BarColumn(), TimeElapsedColumn())
     progress.add_task(doing, total=None)
-    timer = threading.Timer(_PATIENCE_S, progress.start)
+    timer = threading.Timer(PATIENCE_S, progress.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with _status(doing):
+            yield
     finally:
         timer.cancel()
         if progress.live.is_started:
@@ -47,49 +98,61 @@ def busy(doing: str) -> Iterator[None]:
 
 
 @contextmanager
-def waiting(for_what: str) -> Iterator[Callable[[str], None]]:
+def waiting(doing: str) -> Iterator[Callable[[str], None]]:
     """Show what is waited for; yields what to call when that changes."""
-    with _progress(TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()) as progress:
-        task = progress.add_task(for_what, total=None)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    with _status(doing) as status, _progress(*columns) as progress:
+        task = progress.add_task(doing, total=None)
 
-        def on_wait(says: str) -> None:
-            progress.update(task, description=says)
+        def on_wait(what: str) -> None:
+            status.detail = what
+            progress.update(task, description=what)
 
         yield on_wait
 
 
-def _counted() -> tuple[ProgressColumn, ...]:
-    """Return the columns of things that are done one after the other."""
-    return (
+@contextmanager
+def counted(doing: str, unit: str = "steps") -> Iterator[Callable[[str, int, int], None]]:
+    """Show things that are done one after the other; yields what to call with a name, its index and their number."""
+    columns = (
         MofNCompleteColumn(),
         BarColumn(bar_width=20),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
+    with _status(doing) as status, _progress(*columns) as progress:
+        task = progress.add_task(doing, total=None)
+
+        def on_next(name: str, index: int, of: int) -> None:
+            status.count(index, of, unit)
+            progress.update(task, description=name, completed=index, total=of)
+
+        yield on_next
 
 
 @contextmanager
 def steps(n: int) -> Iterator[Callable[[str], None]]:
     """Show n steps as they begin; yields what to call at the start of each."""
-    with _progress(*_counted()) as progress:
-        task = progress.add_task("", total=n, completed=-1)
+    done = 0
+    with counted("demo") as on_next:
 
         def step(description: str) -> None:
-            progress.update(task, description=description, advance=1)
+            nonlocal done
+            on_next(description, done, n)
+            done += 1
 
         yield step
 
 
 @contextmanager
-def methods_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show which of several methods is being fitted; yields what to call with its name, its place and their number."""
-    with _progress(*_counted()) as progress:
-        task = progress.add_task("reading", total=None)
+def tasks_progress(doing: str) -> Iterator[Callable[[Outcome, int, int], None]]:
+    """Show tasks as they end; yields what to call with an outcome, how many have ended and their number."""
+    with counted(doing, "tasks") as on_next:
 
-        def on_method(name: str, place: int, of: int) -> None:
-            progress.update(task, description=name, completed=place, total=of)
+        def on_outcome(outcome: Outcome, n_ended: int, of: int) -> None:
+            on_next(str(outcome.task), n_ended, of)
 
-        yield on_method
+        yield on_outcome
 
 
 @contextmanager
@@ -104,43 +167,48 @@ def collect_progress() -> Iterator[Callable[[Mapping[str, RunProgress]], None]]:
     )
     progress = _progress(*columns)
     tasks: dict[str, TaskID] = {}
+    with _status("collect") as status:
 
-    def on_progress(models: Mapping[str, RunProgress]) -> None:
-        # Only now is there something to show: an error before this shall be one line.
-        progress.start()
-        for name, at in models.items():
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=at.n_rows)
-            progress.update(tasks[name], completed=at.n_finished)
+        def on_progress(models: Mapping[str, RunProgress]) -> None:
+            # Only now is there something to show: an error before this shall be one line.
+            progress.start()
+            for name, at in models.items():
+                if name not in tasks:
+                    tasks[name] = progress.add_task(name, total=at.n_rows)
+                progress.update(tasks[name], completed=at.n_finished)
+            totals = [model.n_rows for model in models.values() if model.n_rows is not None]
+            done = sum(model.n_finished for model in models.values())
+            status.count(done, sum(totals) if len(totals) == len(models) else None, "rows")
 
-    try:
-        yield on_progress
-    finally:
-        if progress.live.is_started:
-            progress.stop()
+        try:
+            yield on_progress
+        finally:
+            if progress.live.is_started:
+                progress.stop()
 
 
 @contextmanager
 def run_progress(cost_unit: str) -> Iterator[Callable[[RunProgress], None]]:
     """Show a run stage by stage; yields what to call with its progress, about twice a second."""
     console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda progress: None
-        return
     # Drawn at each look and at no other time. Standard output is not Live's to redirect: see _progress.
     live = Live(console=console, transient=True, auto_refresh=False, redirect_stdout=False)
     meter, started = RateMeter(), time.monotonic()
+    with _status("run") as status:
 
-    def on_progress(progress: RunProgress) -> None:
-        # Only now is there something to show: an error before this shall be one line.
-        live.start()
-        view = run_view(progress, meter.add(progress), cost_unit, time.monotonic() - started)
-        live.update(view, refresh=True)
+        def on_progress(progress: RunProgress) -> None:
+            status.count(progress.n_finished, progress.n_rows, "rows")
+            if not console.is_terminal:
+                return
+            # Only now is there something to show: an error before this shall be one line.
+            live.start()
+            view = run_view(progress, meter.add(progress), cost_unit, time.monotonic() - started)
+            live.update(view, refresh=True)
 
-    try:
-        yield on_progress
-    finally:
-        live.stop()
+        try:
+            yield on_progress
+        finally:
+            live.stop()
 
 
 def run_view(progress: RunProgress, rates: RunRates, cost_unit: str, elapsed_s: float) -> RenderableType:

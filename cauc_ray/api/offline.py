@@ -1,20 +1,15 @@
-"""Fit, evaluate and sweep policies on a logit table: the Python side of `cauc fit`, `evaluate` and `sweep`."""
+"""Fit and evaluate policies on logits: the Python side of `cauc fit` and `cauc evaluate`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.examples import ExampleReader
-from cauc_ray.api.fingerprints import fingerprints_of
-from cauc_ray.api.options import ChainOptions, Cut, EvaluateOptions, FitOptions, SweepOptions
+from cauc_ray.api.options import ChainOptions, Cut, EvaluateOptions, FitOptions
 from cauc_ray.api.sources import Logits, Source, positions_of_rows, read_policy_chain
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import ConfigError, unknown_name
@@ -24,11 +19,9 @@ from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.fitting import fit_policy, refit
-from cauc_ray.policies.methods import Fitting, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains
@@ -56,6 +49,10 @@ def fit(
     safe: bool = False,
     calibrator: CalibratorKind = "temperature",
     logit_kind: LogitKinds = None,
+    shards: int | Literal["auto"] | None = None,
+    resources: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+    address: str | None = None,
 ) -> Policy:
     """Fit a policy on arrays of logits or on a logit table.
 
@@ -97,15 +94,29 @@ def fit(
             models.
         logit_kind: of all models or by model: "raw", "log-probabilities", "probabilities" or "surrogate"; without it
             as the table declares, else raw.
+        shards: keep a table's logits in this many actors on a Ray cluster, "auto" for as many as it has room for:
+            for tables that need not fit in this process, which holds of each row its id, its label and 12 bytes for
+            each model. Every node that holds a shard must be able to read the table by its path. Not with search, or
+            with validation as a share.
+        resources: what each shard occupies, and the labels of the nodes that may hold it, as in a pool file.
+        deadline_s: for one answer of all shards, the reading of their rows included; an hour without it.
+        address: of the Ray cluster of the shards, as for run.
 
     Returns:
         The policy. Warns, with CaucWarning, of each guard that fires.
 
     Raises:
         CaucError: DataError for the logits, ConfigError for the arguments, BudgetError for the budget, RiskError where
-            no threshold is certified, GuardError where a guard fires that must not.
+            no threshold is certified, GuardError where a guard fires that must not, ExecutionError where shards do not
+            fit on the cluster or give no answer.
     """
     options = FitOptions.of(locals())
+    if options.shards is not None:
+        from cauc_ray.api.sharding import fit_shards
+
+        policy = fit_shards(_table(logits), options).policy
+        warn_of(policy.guards)
+        return policy
     source = Source(logits, options, labels, example_ids)
     require_fit(options, len(source.models))
     if search:
@@ -118,6 +129,12 @@ def fit(
     policy = fit_chains(options, *splits).model_copy(update={"search": found})
     warn_of(policy.guards)
     return policy
+
+
+def _table(logits: Logits) -> str | AnyPath:
+    if isinstance(logits, Mapping):
+        raise ConfigError("shards read a logit table; arrays are in this process already: leave shards out")
+    return logits
 
 
 def require_fit(options: FitOptions, n_models: int) -> None:
@@ -144,7 +161,7 @@ def fit_chains(options: FitOptions, calibration: Chain, validation: Chain | None
 
 
 def replace_model(
-    policy: str | Path | Policy,
+    policy: str | AnyPath | Policy,
     logits: Logits,
     replacements: Mapping[str, str],
     labels: Any = None,
@@ -196,12 +213,16 @@ def replace_model(
 
 def evaluate(
     logits: Logits,
-    policy: str | Path | Policy,
+    policy: str | AnyPath | Policy,
     *,
     labels: Any = None,
     example_ids: Any = None,
     split: str = "test",
     logit_kind: LogitKinds = None,
+    shards: int | Literal["auto"] | None = None,
+    resources: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+    address: str | None = None,
 ) -> Evaluation:
     """Replay a policy on a split of a logit table, or on arrays.
 
@@ -213,11 +234,17 @@ def evaluate(
 
     logits, example_ids: as for fit.   policy: or its file.   labels: int (N,), of arrays; None where there are none,
     and no accuracy then.   split: of a table.   logit_kind: as for fit; what is not declared is of the kind that the
-    policy was fitted on.
+    policy was fitted on.   shards, resources, deadline_s, address: as for fit.
     Warns, with CaucWarning, where examples cost other than the policy expects. Raises DataError where the logits do
     not serve, PolicyError where the file does not.
     """
     options, policy = EvaluateOptions.of(locals()), policy_of(policy)
+    if options.shards is not None:
+        from cauc_ray.api.sharding import evaluate_shards
+
+        evaluation, _ = evaluate_shards(_table(logits), policy, options)
+        warn_of(evaluation.guards)
+        return evaluation
     chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
     order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
     evaluation = Evaluation.of(policy, chain, order)
@@ -225,107 +252,12 @@ def evaluate(
     return evaluation
 
 
-def policy_of(policy: str | Path | Policy) -> Policy:
+def policy_of(policy: str | AnyPath | Policy) -> Policy:
     """Return a policy, read from its file where that is given. Raises PolicyError as Policy.load does."""
     return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
-def sweep(
-    logits: Logits,
-    labels: Any = None,
-    *,
-    example_ids: Any = None,
-    models: Sequence[str] | None = None,
-    methods: Sequence[str] = ("base", "rf", "margin"),
-    costs: Mapping[str, float] | Sequence[float] | None = None,
-    cost_unit: str | None = None,
-    calibration_split: str = "calibration",
-    validation_split: str = "validation",
-    validation: Cut = None,
-    split: str = "test",
-    test: Cut = None,
-    seed: int = 0,
-    points: int | None = None,
-    embedding: str | None = None,
-    logit_kind: LogitKinds = None,
-) -> pa.Table:
-    """Trace each method's accuracy over cost: thresholds from validation, final figures on another split.
-
-    >>> import cauc_ray
-    >>> table = cauc_ray.sweep(cauc_ray.sample_logits(), methods=["rf"], points=5)
-    >>> table.num_rows, max(table["accuracy"].to_pylist()) > 0.9
-    (5, True)
-
-    Arguments are those of compare, but for points: how many budgets, evenly spaced over the validation costs, to
-    choose a threshold for; None takes every distinct operating point of the validation split.
-    Returns one row per method and point, by rising threshold: method, budget (null without points), threshold,
-    validation_accuracy, validation_cost, accuracy, macro_f1, cost, relative_cost, avoided (the share of
-    examples that never reach the last model). Raises CaucError as fit does.
-    """
-    options = SweepOptions.of(locals())
-    if not options.methods or len(set(options.methods)) < len(options.methods):
-        raise ConfigError(f"a sweep needs methods, each once, got {', '.join(options.methods) or 'none'}")
-    for name in options.methods:
-        if method_named(name).needs_texts:
-            raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
-    source = Source(logits, options, labels, example_ids)
-    calibrating, choosing, final = ExampleReader(source, embedding).read("measuring a sweep")
-    fitting = Fitting(calibrating, choosing, seed)
-    of_last = float(final.chain.costs.means[-1])
-    parts = []
-    for name in options.methods:
-        fitted = method_named(name).load()(fitting)
-        of_fit = fitted.points
-        budgets: Floats | None = None
-        chosen: Ints = np.arange(len(of_fit.cost))
-        if points is not None:
-            budgets = np.linspace(of_fit.cost.min(), of_fit.cost.max(), points)
-            chosen = np.array([of_fit.index_of_best(float(budget)) for budget in budgets])
-        curve = fitted.curve(final, of_fit.settings[chosen])
-        parts.append(
-            pa.table(
-                {
-                    "method": pa.array([name] * len(chosen), pa.string()),
-                    "budget": pa.array(budgets, pa.float64())
-                    if budgets is not None
-                    else pa.nulls(len(chosen), pa.float64()),
-                    "threshold": curve.settings,
-                    "validation_accuracy": of_fit.quality[chosen],
-                    "validation_cost": of_fit.cost[chosen],
-                    "accuracy": curve.accuracy,
-                    "macro_f1": curve.macro_f1,
-                    "cost": curve.cost,
-                    "relative_cost": pa.array(curve.cost / of_last)
-                    if of_last > 0
-                    else pa.nulls(len(chosen), pa.float64()),
-                    "avoided": 1.0 - curve.last_share,
-                }
-            )
-        )
-    fingerprints = fingerprints_of(calibrating.chain, choosing.chain, final.chain)
-    about = {"cost_unit": final.chain.costs.unit, "models": ",".join(source.models), "split": split}
-    return pa.concat_tables(parts).replace_schema_metadata(about | {"fingerprints": json.dumps(fingerprints)})
-
-
-def sweep_highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
-    """Return for each method of a sweep, at a few budgets, the point that validation chooses.
-
-    The budgets are evenly spaced over the method's validation costs; equal choices are shown once.
-    """
-    highlights = []
-    for name in table.column("method").unique().to_pylist():
-        rows = table.filter(pc.equal(table.column("method"), name)).to_pydict()
-        cost, quality = np.array(rows["validation_cost"]), np.array(rows["validation_accuracy"])
-        seen: set[int] = set()
-        for budget in np.linspace(cost.min(), cost.max(), n_budgets):
-            best = int(np.where(cost <= budget * (1 + 1e-9), quality, -np.inf).argmax())
-            if best not in seen:
-                seen.add(best)
-                highlights.append({key: values[best] for key, values in rows.items()} | {"budget": float(budget)})
-    return highlights
-
-
-def save_table(table: pa.Table, path: str | Path) -> None:
+def save_table(table: pa.Table, path: str | AnyPath) -> None:
     """Write a Parquet file, whole or not at all."""
     write_parquet(path_of(path), table)
 
@@ -338,7 +270,7 @@ def require_apart(output: str | AnyPath, *inputs: str | AnyPath) -> None:
             raise ConfigError(f"output {output} is, or lies in, the input {source}; write it elsewhere")
 
 
-def require_output_file(output: str | Path, *inputs: str | Path) -> None:
+def require_output_file(output: str | AnyPath, *inputs: str | AnyPath) -> None:
     """Raise ConfigError, before any work, where a file cannot be written or would replace one of the inputs."""
     require_apart(output, *inputs)
     require_writable(path_of(output))

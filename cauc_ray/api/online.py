@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cauc_ray.api.offline import policy_of
+from cauc_ray.api.options import RunOptions
 from cauc_ray.api.summary import summarise
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
-from cauc_ray.errors import CaucWarning, ConfigError, DataError
+from cauc_ray.errors import CaucWarning, DataError
 from cauc_ray.execution.ledger import new_record, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
 from cauc_ray.execution.session import cpus_needed, ray_session
 from cauc_ray.files.atomic import new_folder, require_new
 from cauc_ray.files.documents import read_json, write_json
-from cauc_ray.files.paths import absolute
+from cauc_ray.files.paths import AnyPath, RemotePath, absolute
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.policies.checks import warn_of
 from cauc_ray.policies.evidence import Guard
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def run(
-    pool: str | Path | Pool,
-    policy: str | Path | Policy,
-    input: str | Path | Dataset,
-    out: str | Path,
+    pool: str | AnyPath | Pool,
+    policy: str | AnyPath | Policy,
+    input: str | AnyPath | Dataset,
+    out: str | AnyPath,
     *,
     resume: bool = False,
     retry_failed: bool = False,
@@ -48,24 +49,25 @@ def run(
     ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
     out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
     summary.json.
-    resume: go on with the run in out that was ended early: what it committed stays, the rest is done anew.
+    resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out does
+    not exist or is empty, a new run starts.
     retry_failed: with resume, of a finished run too, try the rows in out/failed again.
     address: of a Ray cluster; without it the session of this process, or one of its own for this run.
     Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows cost other than the
     policy expects. Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
     """
+    options = RunOptions.of(locals())
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    if retry_failed and not resume:
-        raise ConfigError("only a run that is resumed has failed rows to try again; give resume (--resume) as well")
     rows = _opened(input)
     _require_columns(stages, rows)
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
+    resume = options.resume and folder.exists() and any(folder.iterdir())
     if resume:
         record = resumed_record(folder, record)
         if (folder / "summary.json").is_file():
@@ -102,8 +104,8 @@ def run(
     return summary
 
 
-def _opened(input: str | Path | Dataset) -> RunInput:
-    if isinstance(input, str | Path):
+def _opened(input: str | AnyPath | Dataset) -> RunInput:
+    if isinstance(input, str | Path | RemotePath):
         return open_input(input)
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 

@@ -1,24 +1,109 @@
-"""What `fit`, `evaluate`, `sweep` and `compare` take: one definition of names, types, defaults and what each does.
+"""What the verbs take: one definition of names, types, defaults and meanings.
 
-Keyword arguments are checked by it; the command's flags are made from it.
+Keyword arguments are checked by it, config files are read by it, and the command's flags are made from it.
 """
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
-from cauc_ray.api.flags import Flag, names, numbers, pairs, text_or_pairs
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.data.benchmarks import BENCHMARKS
+from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.files.documents import read_yaml
+from cauc_ray.files.paths import AnyPath, RemotePath, path_of
+from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.threshold import ThresholdRule
+
+# The folder into which Ray unpacks the working directory of a job, and which it removes afterwards.
+_RAY_COPY = "_ray_pkg_"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a flag gives a value: how its text is read, what stands for it in the help, and other spellings.
+
+    is_positional: given by its position, not by a name.   config_only: too large for a flag.
+    """
+
+    read: Callable[[str], Any] = str
+    metavar: str | None = None
+    spellings: tuple[str, ...] = ()
+    is_positional: bool = False
+    config_only: bool = False
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read A,B,C."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise ConfigError(f"{text!r} is not a list of names separated by commas")
+    return found
+
+
+def pairs(text: str) -> dict[str, str]:
+    """Read A=X,B=Y."""
+    parts = [pair.partition("=") for pair in text.split(",")]
+    found = {name.strip(): own.strip() for name, _, own in parts}
+    if not all(found) or not all(found.values()) or len(found) < len(parts):
+        raise ConfigError(f"{text!r} is not a list of NAME=VALUE separated by commas, each name once")
+    return found
+
+
+def text_or_pairs(text: str) -> str | dict[str, str]:
+    """Read X, or A=X,B=Y."""
+    return pairs(text) if "=" in text else text
+
+
+def numbers(text: str) -> tuple[float, ...] | dict[str, float]:
+    """Read 1,2,3 or A=1,B=2."""
+    try:
+        if "=" in text:
+            return {name: float(number) for name, number in pairs(text).items()}
+        return tuple(map(float, text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of numbers separated by commas") from error
+
+
+def _amounts(text: str) -> tuple[float, ...]:
+    """Read 0.5,1,2."""
+    found = numbers(text)
+    if isinstance(found, dict):
+        raise ConfigError(f"{text!r} is not a list of numbers separated by commas")
+    return found
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    """Read 0,1,2."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a list of whole numbers separated by commas") from error
+
+
+def _number_or_auto(text: str) -> int | str:
+    """Read 3, or auto."""
+    return int(text) if text.lstrip("-").isdigit() else text
 
 
 def _plain(value: Any) -> Any:
@@ -26,12 +111,66 @@ def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, np.ndarray | list) else value
 
 
+def located(value: object, info: ValidationInfo) -> AnyPath:
+    """Return the path that a text names: a URI as it is, else taken from the folder of the config file if any."""
+    if not isinstance(value, str | Path | RemotePath):
+        raise ValueError(f"a path or a URI was expected, got {value!r}")
+    if not str(value):
+        raise ValueError("a path is missing: it is an empty text")
+    path, folder = path_of(value), _folder(info)
+    return path if folder is None or isinstance(path, RemotePath) else (folder / path).resolve()
+
+
+def _folder(info: ValidationInfo) -> Path | None:
+    """Return the folder of the config file that an option is from, None where it is from none."""
+    context = info.context or {}
+    folder: Path | None = None if info.field_name in context.get("given", ()) else context.get("folder")
+    return folder
+
+
+def _kept(value: object, info: ValidationInfo) -> AnyPath:
+    """Return the path of an output. Raises ValueError where Ray would remove it with the job's working directory."""
+    path = located(value, info)
+    if isinstance(path, Path) and _folder(info) is not None and any(part.startswith(_RAY_COPY) for part in path.parts):
+        raise ValueError(
+            f"{path.name} lies in the copy of the working directory that Ray makes for a job and removes afterwards; "
+            "give an absolute path"
+        )
+    return path
+
+
+def as_dataset(value: object, info: ValidationInfo) -> str:
+    """Return a dataset's name, with the path in it taken from the config file's folder."""
+    name, is_named, path = str(value).partition("=")
+    if is_named and name in BENCHMARKS:
+        return f"{name}={located(path, info)}" if path else str(value)
+    return str(value) if name in BENCHMARKS or name.startswith("hub:") else str(located(value, info))
+
+
+def _as_encoder(value: object, info: ValidationInfo) -> str | None:
+    """Return a folder next to the config file where there is one of that name, else the name of a stage or a hub id."""
+    if value is None:
+        return None
+    folder = _folder(info)
+    if folder is None or not (folder / str(value)).exists():
+        return str(value)
+    return str((folder / str(value)).resolve())
+
+
+_PATH = (PlainSerializer(str, when_used="json"), WithJsonSchema({"type": "string", "format": "path"}))
+Location: TypeAlias = Annotated[AnyPath, PlainValidator(located), *_PATH]
+OutputPath: TypeAlias = Annotated[AnyPath, PlainValidator(_kept), *_PATH]
 Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_plain), Flag(names, "A,B,C")]
 Numbers: TypeAlias = Annotated[
     dict[str, Cost] | tuple[Cost, ...], BeforeValidator(_plain), Flag(numbers, "X,Y,Z|A=X,…")
 ]
+Amounts: TypeAlias = Annotated[
+    tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_plain), Flag(_amounts, "X,Y,Z")
+]
 Kinds: TypeAlias = Annotated[str | dict[str, str], Flag(text_or_pairs, "KIND|A=KIND,…")]
+Pairs: TypeAlias = Annotated[dict[str, str], Flag(pairs, "NAME=VALUE,…")]
+Shards: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Flag(_number_or_auto, "N|auto")]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 # A share of the calibration split; or arrays: (logits, labels), or (logits, labels, example_ids).
 Cut: TypeAlias = (
@@ -40,9 +179,10 @@ Cut: TypeAlias = (
 
 
 class Options(BaseModel):
-    """Options of a verb, checked."""
+    """Options of a verb, checked.   GROUP: what the help calls those of a class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    GROUP: ClassVar[str] = "options"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -51,11 +191,14 @@ class Options(BaseModel):
             return cls.model_validate(cls.chosen(given))
         except ValidationError as error:
             fault = error.errors()[0]
-            name, got = fault["loc"][0], fault["input"]
+            name, got = str(fault["loc"][0]), fault["input"]
+            if fault["type"] == "missing":
+                raise ConfigError(f"{name} is missing") from error
             if len(fault["loc"]) > 1:  # within a sequence, or one of several types
-                got = given[str(name)]
+                got = given[name]
+            message = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"]
             shown = " ".join(reprlib.repr(got).split())
-            raise ConfigError(f"{name}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {shown}") from error
+            raise ConfigError(f"{name}: {message[0].lower()}{message[1:]}, got {shown}") from error
 
     @classmethod
     def of_all(cls, given: Mapping[str, Any]) -> Self:
@@ -66,28 +209,79 @@ class Options(BaseModel):
         return cls.of(given)
 
     @classmethod
+    def read(cls, path: str | Path, given: Mapping[str, Any] = {}) -> Self:
+        """Read options from a YAML file; those that are given as well take precedence.
+
+        Relative paths are taken from the file's folder, those that are given from the current one. Raises ConfigError
+        in one line when the file is missing, is not YAML, or has an unknown key, name or value.
+        """
+        content = read_yaml(Path(path), "config")
+        if not isinstance(content, dict):
+            keys = ", ".join(name for name, field in cls.model_fields.items() if field.is_required())
+            raise ConfigError(f"{path} is not a config: a mapping with {keys} was expected")
+        unknown = next((str(name) for name in content if name not in cls.model_fields), None)
+        if unknown is not None:
+            raise ConfigError(f"{path}: {unknown_name('key', unknown, cls.model_fields)}")
+        try:
+            return cls.model_validate({**content, **given}, context={"folder": Path(path).parent, "given": set(given)})
+        except ValidationError as error:
+            raise ConfigError(f"{path}: {explain(error)}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
     def chosen(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the verb's own options out of what is given, unchecked."""
         return {name: given[name] for name in cls.model_fields if name in given}
 
 
+class ClusterOptions(Options):
+    """Where Ray is."""
+
+    GROUP = "Ray"
+    address: str | None = Field(
+        default=None, description="address of a Ray cluster (default: RAY_ADDRESS, else a session started for this)"
+    )
+
+
+class ShardOptions(ClusterOptions):
+    """How logits that need not fit in one process are cut over a Ray cluster."""
+
+    shards: Shards | None = Field(
+        default=None, description="keep the logits in this many actors on Ray, or auto for as many as it has room for"
+    )
+    resources: Annotated[Resources | None, Flag(config_only=True)] = Field(
+        default=None, description="of a shard, as in a pool file: num_cpus, labels, …"
+    )
+    deadline_s: float | None = Field(
+        default=None, gt=0, description="seconds for one answer of all shards (default: an hour)"
+    )
+
+    @model_validator(mode="after")
+    def _sharded(self) -> Self:
+        if self.shards is None and (self.resources is not None or self.deadline_s is not None):
+            raise ConfigError("resources and deadline_s are those of shards; give shards as well")
+        return self
+
+
 class ChainOptions(Options):
     """Which models are read, at what costs, and which examples are for what."""
 
-    models: Names | None = Field(default=None, description="the chain, cheapest first (default: all models)")
+    GROUP = "models and splits"
+    models: Names | None = Field(default=None, description="the chain, cheapest first (default: all, by cost)")
     costs: Numbers | None = Field(
-        default=None, description="of a call of each model, by name or in their order (default: the table's)"
+        default=None, description="cost of one call of each model, by name or in their order (default: the table's)"
     )
-    cost_unit: str | None = Field(default=None, description="of costs (default: the table's, else 'cost units')")
-    calibration_split: str = Field(default="calibration", description="what is fitted on")
-    validation_split: str = Field(default="validation", description="what thresholds are chosen on")
+    cost_unit: str | None = Field(default=None, description="unit of costs (default: the table's, else 'cost units')")
+    calibration_split: str = Field(default="calibration", description="the split to fit on")
+    validation_split: str = Field(default="validation", description="the split to choose thresholds on")
     validation: Cut = Field(
         default=None, description="share of the calibration split to choose on (default: the validation split)"
     )
-    seed: Seed = Field(default=0, description="of everything drawn at random")
+    seed: Seed = Field(default=0, description="seed of everything that is drawn at random")
     logit_kind: Kinds | None = Field(
         default=None,
-        description="what the logits are: raw, log-probabilities, probabilities, surrogate (default: as declared)",
+        description="raw, log-probabilities, probabilities or surrogate (default: as declared in the table)",
     )
 
     @property
@@ -119,14 +313,15 @@ class ChainOptions(Options):
         return self
 
 
-class FitOptions(ChainOptions):
+class FitOptions(ChainOptions, ShardOptions):
     """What a policy is fitted by."""
 
+    GROUP = "fitting"
     method: Literal["base", "rf"] = Field(default="base", description="CAUC Base or CAUC-RF")
     budget: float | None = Field(default=None, description="mean cost per example to choose the threshold for")
     threshold: float | None = Field(default=None, description="a threshold to use as it is")
     objective: Objective = Field(default="accuracy", description="what a chosen threshold maximises")
-    certify: str | None = Field(default=None, description="a limit of early answers' risk, as risk<=0.05@0.95")
+    certify: str | None = Field(default=None, description="limit of the risk of early answers, as risk<=0.05@0.95")
     search: bool = Field(default=False, description="fit the best sub-chain of the models, at most 12, in any order")
     strict: bool = Field(default=False, description="make every warning about the policy an error")
     safe: bool = Field(
@@ -134,18 +329,20 @@ class FitOptions(ChainOptions):
     )
     calibrator: CalibratorKind = Field(
         default="temperature",
-        description="of each model: its temperature, with an offset for each option, or with a map of confidences",
+        description="of each model: its temperature; with an offset for each option; or a map of confidences",
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
         _ = self.rule
         if self.search and self.safe:
-            raise ConfigError("a search measures chains without the guards of a safe policy; leave one of both out")
+            raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")
         if self.search and self.certify is not None:
             raise ConfigError(
-                "a chain that was searched for on validation cannot be certified there; leave one of both out"
+                "a chain that was chosen on validation cannot be certified there; leave one of search and certify out"
             )
+        if self.shards is not None and (self.search or self.validation is not None):
+            raise ConfigError("search, and validation as a share, need all logits in one process; leave shards out")
         return self
 
     @property
@@ -158,8 +355,9 @@ class FitOptions(ChainOptions):
 class MeasureOptions(ChainOptions):
     """What methods are fitted and measured on."""
 
-    methods: Names = Field(default=("all",), description="by name, single for each model alone")
-    split: str = Field(default="test", description="where final figures are measured")
+    GROUP = "measuring"
+    methods: Names = Field(default=("all",), description="names of methods; 'single' is each model alone")
+    split: str = Field(default="test", description="the split to measure on")
     test: Cut = Field(
         default=None, description="share of the calibration split to measure on (default: the test split)"
     )
@@ -181,13 +379,107 @@ class MeasureOptions(ChainOptions):
         return self
 
 
-class SweepOptions(MeasureOptions):
-    """What is swept."""
+class SweptSet(BaseModel):
+    """A logit table of a sweep.
 
-    methods: Names = Field(default=("base", "rf", "margin"), description="by name")
-    points: int | None = Field(
-        default=None, ge=2, le=100_000, description="this many budgets (default: every operating point)"
+    name: what the results call it.   logits: the table.   chains: of its models, each cheapest first; without any all
+    models by cost.   embedding: an encoder of the table, for routers.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(pattern=r"^[^\x00-\x1f]+$")
+    logits: Location
+    chains: tuple[Annotated[tuple[str, ...], Field(min_length=1)], ...] = ()
+    embedding: str | None = None
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        for chain in self.chains:
+            _require_unique(f"{self.name}: in a chain, model", chain)
+        _require_unique(f"{self.name}: chain", self.chains)
+        return self
+
+
+def _require_unique(what: str, values: Sequence[Any]) -> None:
+    duplicate = next((value for index, value in enumerate(values) if value in values[:index]), None)
+    if duplicate is not None:
+        raise ConfigError(f"{what} {duplicate!r} is a duplicate")
+
+
+class SweepOptions(MeasureOptions):
+    """What is swept: methods × budgets × chains × seeds."""
+
+    GROUP = "sweep"
+    methods: Names = Field(default=("base", "rf", "margin"), min_length=1, description="names of methods")
+    budgets: Amounts = Field(default=(), description="mean costs per example on validation, in the table's unit")
+    relative_budgets: Amounts = Field(
+        default=(), description="the same, as shares of the mean cost of the chain's most expensive model"
     )
+    points: int | None = Field(
+        default=None,
+        ge=2,
+        le=100_000,
+        description="this many budgets, evenly spaced (default without budgets: every operating point)",
+    )
+    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_plain), Flag(_whole_numbers, "0,1,2")] = Field(
+        default=(), description="seeds, in place of the only one"
+    )
+    redrawn: Annotated[tuple[str, ...] | None, BeforeValidator(_plain), Flag(names, "A,B")] = Field(
+        default=None,
+        description="splits that are pooled and cut into the same sizes again with each seed (default: with several "
+        "seeds calibration and validation, else none)",
+    )
+    chains: Annotated[tuple[tuple[str, ...], ...], Flag(config_only=True)] = Field(
+        default=(), description="several chains of the table, in place of models"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.chains and self.models is not None:
+            raise ConfigError("models are one chain, chains several; give one of the two")
+        _require_unique("method", self.methods)
+        _require_unique("seed", self.seeds)
+        _require_unique("budget", self.budgets)
+        _require_unique("relative budget", self.relative_budgets)
+        _require_unique("chain", self.chains)
+        if self.points is not None and (self.budgets or self.relative_budgets):
+            raise ConfigError("points are budgets that are evenly spaced; give either points or budgets")
+        redrawn = self.redrawn or ()
+        _require_unique("in redrawn, split", redrawn)
+        for name in redrawn:
+            if name not in self.cuts:
+                raise ConfigError(f"redrawn: {unknown_name('split', name, self.cuts)}")
+        if len(redrawn) == 1:
+            raise ConfigError(f"redrawn: {redrawn[0]!r} cannot be pooled with nothing; name two splits or none")
+        return self
+
+    @property
+    def all_seeds(self) -> tuple[int, ...]:
+        """Return the seeds."""
+        return self.seeds or (self.seed,)
+
+    @property
+    def pooled(self) -> tuple[str, ...]:
+        """Return the splits that each seed cuts again."""
+        return self.redrawn if self.redrawn is not None else self.splits if len(self.all_seeds) > 1 else ()
+
+
+class SweepJobOptions(SweepOptions, ClusterOptions):
+    """What is swept by tasks on Ray."""
+
+    GROUP = "tasks"
+    deadline_s: float = Field(default=3600.0, gt=0, description="seconds that one method may take on one chain")
+    sets: Annotated[tuple[SweptSet, ...], Flag(config_only=True)] = Field(
+        default=(), description="several logit tables, each with a name and chains, in place of one"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.sets and (self.chains or self.models is not None):
+            raise ConfigError("sets have chains of their own; leave models and chains out")
+        _require_unique("set", [each.name for each in self.sets])
+        return self
 
 
 class CompareOptions(MeasureOptions):
@@ -196,27 +488,111 @@ class CompareOptions(MeasureOptions):
     budget: float | None = Field(
         default=None, allow_inf_nan=False, description="mean cost per example to match (default: base's on validation)"
     )
-    texts: str | Path | None = Field(
-        default=None, description="Parquet of the queries' texts, for methods that train on them"
+    texts: Location | None = Field(
+        default=None, description="Parquet file of the queries' texts, for methods that train on them"
     )
-    text_column: str = Field(default="question", description="of texts")
+    text_column: str = Field(default="question", description="the column of texts")
     checkpoints: Annotated[dict[str, str], Flag(pairs, "METHOD=MODEL,…")] = Field(
         default={},
         description="what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased",
     )
 
 
-class EvaluateOptions(Options):
+class EvaluateOptions(ShardOptions):
     """What a policy is replayed on."""
 
+    GROUP = "logits"
     split: str = Field(default="test", description="the split to replay")
     logit_kind: Kinds | None = Field(
         default=None, description="what the logits are (default: as declared, else what the policy was fitted on)"
     )
 
 
-class CheckOptions(EvaluateOptions):
+class CheckOptions(Options):
     """What a policy is checked on."""
 
+    GROUP = "logits"
     split: str = Field(default="test", description="the split to check")
-    seed: Seed = Field(default=0, description="of the order in which examples come")
+    seed: Seed = Field(default=0, description="seed of the order in which examples come")
+    logit_kind: Kinds | None = Field(
+        default=None, description="what the logits are (default: as declared, else what the policy was fitted on)"
+    )
+
+
+class CollectOptions(ClusterOptions):
+    """What is collected."""
+
+    GROUP = "collecting"
+    split: str | None = Field(default=None, description="only this one, or all (default: each of the dataset's)")
+    models: Names | None = Field(default=None, min_length=1, description="only these of the pool (default: all)")
+    columns: Pairs = Field(
+        default={},
+        description="the dataset's own names for example_id, label, image, question, choices (a+b+c for several), "
+        "context, as image=jpeg",
+    )
+    embedding: Annotated[str | None, BeforeValidator(_as_encoder)] = Field(
+        default=None, description="collect embeddings instead of logits: a stage, hub id or folder of an encoder"
+    )
+    seed: Seed = Field(default=0, description="seed of the splits")
+
+
+class RunOptions(ClusterOptions):
+    """How a run starts."""
+
+    GROUP = "running"
+    resume: bool = Field(default=False, description="continue the run in the output folder that ended early, if any")
+    retry_failed: bool = Field(default=False, description="with resume: try the rows in failed/ again")
+
+    @model_validator(mode="after")
+    def _resumed(self) -> Self:
+        if self.retry_failed and not self.resume:
+            raise ConfigError("only a run that is resumed has failed rows to try again; give resume (--resume) as well")
+        return self
+
+
+class ServeOptions(ClusterOptions):
+    """Where and how a cascade is served."""
+
+    GROUP = "serving"
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all networks")
+    port: int = Field(default=8000, description="port to listen on; 0 takes a free one")
+    name: str | None = Field(default=None, description="name of the model in URLs (default: the pool's)")
+    local: bool = Field(default=False, description="serve in this process, without Ray")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if self.local and self.address is not None:
+            raise ConfigError("a local service runs in one process: give either local or the address of a Ray cluster")
+        return self
+
+
+class PlanOptions(ClusterOptions):
+    """What a plan is made for."""
+
+    GROUP = "planning"
+    rate: float = Field(description="requests per second, one row each")
+    slo_p99_s: Annotated[float | None, Flag(float, "S", ("--slo-p99",))] = Field(
+        default=None, description="seconds within which 99 of 100 requests must be answered"
+    )
+    ledger: Annotated[Location | None, Flag(metavar="RUN")] = Field(
+        default=None, description="folder of an earlier `cauc run`, which says how long batches take"
+    )
+    input: Annotated[Location | None, Flag(metavar="DATA")] = Field(
+        default=None, description="rows to measure that on now, on Ray"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.ledger is not None and self.input is not None:
+            raise ConfigError("ledger and input both say how long batches take; give one of them")
+        return self
+
+
+class SetPolicyOptions(Options):
+    """How a running service's policy changes."""
+
+    GROUP = "change"
+    budget: float | None = Field(default=None, description="mean cost per example, from the policy's own curve")
+    threshold: float | None = Field(default=None, description="a threshold to use as it is")
+    url: str = Field(default="http://127.0.0.1:8000", description="address of the service")
+    name: str | None = Field(default=None, description="name of the model (default: the only one)")

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.offline import policy_of
+from cauc_ray.api.options import ServeOptions, SetPolicyOptions
 from cauc_ray.cascade.agreement import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.service import require_name
@@ -42,8 +43,8 @@ class Service:
 
 @contextmanager
 def serve(
-    pool: str | Path | Pool,
-    policy: str | Path | Policy,
+    pool: str | AnyPath | Pool,
+    policy: str | AnyPath | Policy,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
@@ -59,9 +60,8 @@ def serve(
     session of this process, or one of its own for this.   on_wait: told in a few words what is waited for.
     Raises CaucError where something does not fit, or a stage does not start.
     """
+    ServeOptions.of(locals())
     _require_packages()
-    if local and address is not None:
-        raise ConfigError("a local service runs in one process: give either local or the address of a Ray cluster")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
@@ -81,7 +81,7 @@ def serve(
 
 
 def set_policy(
-    policy: str | Path | Policy | None = None,
+    policy: str | AnyPath | Policy | None = None,
     *,
     url: str = "http://127.0.0.1:8000",
     name: str | None = None,
@@ -97,6 +97,7 @@ def set_policy(
     Raises PolicyError where the service refuses, also where a change at the same time has replaced this one, and
     ExecutionError where it cannot be reached.
     """
+    SetPolicyOptions.of({**locals(), "policy": None})
     change: dict[str, Any] = {"threshold": threshold, "budget": budget}
     if policy is not None:
         change["policy"] = policy_of(policy).model_dump(mode="json")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +14,7 @@ from cauc_ray.api.options import ChainOptions, EvaluateOptions
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, model_kinds
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.files.paths import RemotePath
+from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
@@ -24,7 +23,7 @@ from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
 
 # A table by its path or URI, or arrays by model.
-Logits: TypeAlias = str | Path | Mapping[str, Any]
+Logits: TypeAlias = str | AnyPath | Mapping[str, Any]
 # What calls cost: by model, else as CallCosts has it.
 ModelCosts: TypeAlias = Mapping[str, float] | Literal["per-call"] | None
 
@@ -233,7 +232,7 @@ def read_policy_chain(
     return table.read_chain(policy.models, split, costs=_costs_of(policy))
 
 
-def read_policy_heads(logits: str | Path, policy: Policy, options: EvaluateOptions) -> ChainHeads:
+def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOptions) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
     return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))

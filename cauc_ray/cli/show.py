@@ -24,7 +24,9 @@ from cauc_ray.cli.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
 if TYPE_CHECKING:
+    from cauc_ray.api.grids import Grid
     from cauc_ray.api.serving import Service
+    from cauc_ray.paper.run import Paper
 
 
 def service(running: Service) -> None:
@@ -143,6 +145,27 @@ def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
             percent(row["avoided"]),
         )
     print_table(table)
+
+
+def grids(title: str, tables: Sequence[Grid]) -> None:
+    """Show tables of text under one title."""
+    line(title)
+    for table in tables:
+        print_table(table.rich())
+        for note in table.notes:
+            line(note)
+
+
+def paper(made: Paper, output: str) -> None:
+    """Show the paper's tables, and what is missing."""
+    for table in made.tables:
+        grids(f"\n== {table.title}", table.grids)
+    for each in made.figures:
+        line(f"\n== {each.title}: {output}/figures/{each.name}.png\n{each.caption}")
+    line("")
+    for missing in made.not_run:
+        line(f"not run here: {missing}")
+    line(f"everything is in {output}, see report.md; {made.seconds:.0f} s")
 
 
 def comparison(result: Mapping[str, Any]) -> None:

@@ -1,156 +1,329 @@
-"""What each verb of the cauc command does: call the library, show a table, return what --json prints."""
+"""What each verb of the cauc command takes and does: call the library, then show what came of it."""
 
 from __future__ import annotations
 
-import os
+import shlex
+import signal
 import sys
-from argparse import Namespace
+import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
-from cauc_ray.api import live, offline, tables
+from pydantic import BeforeValidator, Field
+
+from cauc_ray.api import live, offline
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.inspection import inspect_path
-from cauc_ray.api.options import CheckOptions, CompareOptions, EvaluateOptions, FitOptions, SweepOptions
+from cauc_ray.api.options import (
+    CheckOptions,
+    ClusterOptions,
+    CollectOptions,
+    CompareOptions,
+    EvaluateOptions,
+    FitOptions,
+    Flag,
+    Location,
+    Options,
+    OutputPath,
+    PlanOptions,
+    RunOptions,
+    ServeOptions,
+    SetPolicyOptions,
+    SweepJobOptions,
+    SweepOptions,
+    as_dataset,
+)
+from cauc_ray.api.samples import sample_logits
+from cauc_ray.api.tables import line
 from cauc_ray.cli import show
 from cauc_ray.cli.show_policy import show_policy
+from cauc_ray.errors import ConfigError
+from cauc_ray.paper.config import PaperConfig
 from cauc_ray.policies.policy import Policy
 
+# The exit code of a check whose policy is not valid any more, and of work of which a part failed.
+NOT_VALID, INCOMPLETE = 3, 1
 # How often the command looks whether what it serves has ended by itself.
 ALIVE_S = 0.5
 
+# Called with a verb's result and with what prints that for people.
+Say: TypeAlias = Callable[[Mapping[str, Any], Callable[[], None]], None]
+Logits: TypeAlias = Annotated[Location, Flag(metavar="LOGITS", is_positional=True)]
+PoolFile: TypeAlias = Annotated[Location, Flag(metavar="POOL", is_positional=True)]
+PolicyFile: TypeAlias = Annotated[Location, Flag(metavar="FILE")]
+OutFile: TypeAlias = Annotated[OutputPath, Flag(metavar="FILE", spellings=("-o", "--output"))]
+OutFolder: TypeAlias = Annotated[OutputPath, Flag(metavar="DIR", spellings=("-o", "--output"))]
+OutTable: TypeAlias = Annotated[OutputPath, Flag(metavar="LOGITS", spellings=("-o", "--output"))]
 
-def collect(options: Namespace) -> dict[str, Any]:
+
+LOGITS = Field(description="a logit table, by path or URI")
+POOL = Field(description="a pool file")
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb: its options, an example of it, and what does its work and returns an exit code, 0 for None."""
+
+    options: type[Options]
+    example: str
+    work: Callable[[Any, Say], int | None]
+
+
+class Demo(Options):
+    """Options of `cauc demo`."""
+
+    output: OutFolder | None = Field(
+        default=None, description="a new folder (default: cauc-demo, or the next free name)"
+    )
+
+
+def demo(options: Demo, say: Say) -> None:
+    """Run the demo."""
+    from cauc_ray.demo import run_demo
+
+    result = run_demo(None if options.output is None else str(options.output))
+    say(result, lambda: show.demo(result))
+
+
+class Collect(CollectOptions):
+    """Options of `cauc collect`."""
+
+    GROUP = "input and output"
+    pool: PoolFile = POOL
+    dataset: Annotated[str, BeforeValidator(as_dataset), Flag(metavar="NAME|PATH")] = Field(
+        description="a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)"
+    )
+    output: OutTable = Field(default=Path("logits"), description="a logit table, new or to add to")
+
+
+def collect(options: Collect, say: Say) -> int:
     """Collect a pool's logits on a dataset."""
     from cauc_ray.api import collecting
 
-    with live.collect_progress() as on_progress, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with live.collect_progress() as on_progress:
         summary = collecting.collect(
             options.pool,
             options.dataset,
             options.output,
-            split=options.split,
-            models=options.models,
-            columns=options.columns,
-            embedding=options.embedding,
-            seed=options.seed,
-            address=options.address,
+            **CollectOptions.chosen(dict(options)),
             on_progress=on_progress,
         )
-    if not options.json:
+
+    def shown() -> None:
         show.collected(summary)
-        tables.line(f"written to {options.output}")
-    return summary
+        line(f"written to {options.output}")
+
+    say(summary, shown)
+    return 0
 
 
-def fit(options: Namespace) -> dict[str, Any]:
+class Fit(FitOptions):
+    """Options of `cauc fit`."""
+
+    GROUP = "input and output"
+    logits: Logits = LOGITS
+    output: OutFile = Field(default=Path("policy.json"), description="the policy file to write")
+
+
+def fit(options: Fit, say: Say) -> None:
     """Fit a policy and write its file."""
     offline.require_output_file(options.output, options.logits)
     with live.busy("searching" if options.search else "fitting"):
-        policy = offline.fit(options.logits, **FitOptions.chosen(vars(options)))
+        policy = offline.fit(options.logits, **FitOptions.chosen(dict(options)))
         policy.save(options.output)
-    if not options.json:
+
+    def shown() -> None:
         show_policy(policy)
-        tables.line(f"written to {options.output}")
-    return {"policy": options.output, "policy_id": policy.id, **policy.model_dump(mode="json")}
+        line(f"written to {options.output}")
+
+    say({"policy": str(options.output), "policy_id": policy.id, **policy.model_dump(mode="json")}, shown)
 
 
-def evaluate(options: Namespace) -> dict[str, Any]:
-    """Replay a policy on saved logits."""
+class Evaluate(EvaluateOptions):
+    """Options of `cauc evaluate`."""
+
+    GROUP = "input and output"
+    logits: Logits = LOGITS
+    policy: PolicyFile = Field(description="a policy file")
+    predictions: Annotated[OutputPath | None, Flag(metavar="FILE")] = Field(
+        default=None, description="write the answers to this Parquet file"
+    )
+
+
+def evaluate(options: Evaluate, say: Say) -> None:
+    """Measure a policy on saved logits."""
     if options.predictions is not None:
         offline.require_output_file(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
-    with live.busy("replaying"):
-        evaluation = offline.evaluate(options.logits, policy, **EvaluateOptions.chosen(vars(options)))
+    with live.busy("evaluating"):
+        evaluation = offline.evaluate(options.logits, policy, **EvaluateOptions.chosen(dict(options)))
         if options.predictions is not None:
             offline.save_table(evaluation.to_arrow(), options.predictions)
     result = evaluation_summary(evaluation)
-    if not options.json:
-        show.evaluation(result)
-    return result
+    say(result, lambda: show.evaluation(result))
 
 
-def check(options: Namespace) -> dict[str, Any]:
-    """Say whether a policy still holds on saved logits."""
+class Check(CheckOptions):
+    """Options of `cauc check`."""
+
+    GROUP = "input and output"
+    logits: Logits = LOGITS
+    policy: PolicyFile = Field(description="a policy file, fitted with labelled validation")
+
+
+def check(options: Check, say: Say) -> int:
+    """Check whether a policy is still valid on saved logits."""
     from cauc_ray.api import checking
 
     policy = Policy.load(options.policy)
     with live.busy("checking"):
-        found = checking.check(options.logits, policy, **CheckOptions.chosen(vars(options))).as_json()
-    if not options.json:
-        show.watched(found)
-    return found
+        found = checking.check(options.logits, policy, **CheckOptions.chosen(dict(options))).as_json()
+    say(found, lambda: show.watched(found))
+    return 0 if found["holds"] else NOT_VALID
 
 
-def sweep(options: Namespace) -> dict[str, Any]:
-    """Trace accuracy over cost and write the table."""
+class Sweep(SweepJobOptions):
+    """Options of `cauc sweep`."""
+
+    GROUP = "input and output"
+    logits: Annotated[Location | None, Flag(metavar="LOGITS", is_positional=True)] = Field(
+        default=None, description="a logit table, by path or URI, unless a config has sets"
+    )
+    output: OutFile = Field(
+        default=Path("sweep.parquet"),
+        description="the Parquet file to write; or a folder: then tasks on Ray do the work, and what they measured is "
+        "kept there",
+    )
+
+
+def sweep(options: Sweep, say: Say) -> int:
+    """Measure methods over budgets, chains and seeds."""
+    if options.output.suffix == ".parquet":
+        return _sweep_here(options, say)
+    from cauc_ray.comparison import sweep_tasks, sweeping
+
+    with live.tasks_progress("sweep") as on_outcome:
+        found = sweep_tasks.run_sweep(options, options.output, options.logits, on_outcome=on_outcome)
+
+    def shown() -> None:
+        show.grids(
+            "accuracy in percent ± its standard deviation over seeds, at cost relative to the last model",
+            sweeping.grids(found.summary),
+        )
+        line(f"{len(found.rows):,} rows in {found.seconds:.0f} s, written to {options.output}")
+
+    say({**found.as_json(), "output": str(options.output)}, shown)
+    return _incomplete(found.missing)
+
+
+def _sweep_here(options: Sweep, say: Say) -> int:
+    from cauc_ray.comparison import sweeping
+
+    if options.logits is None:
+        raise ConfigError("a sweep of several sets goes to a folder; give one as output, without .parquet")
     offline.require_output_file(options.output, options.logits)
     with live.busy("sweeping"):
-        table = offline.sweep(options.logits, **SweepOptions.chosen(vars(options)))
+        table = sweeping.sweep(options.logits, **SweepOptions.chosen(dict(options)))
         offline.save_table(table, options.output)
-    rows = offline.sweep_highlights(table)
+    rows = table.to_pylist()
     unit = table.schema.metadata[b"cost_unit"].decode()
-    if not options.json:
-        show.sweep(rows, unit, options.split)
-        tables.line(f"{table.num_rows:,} operating points written to {options.output}")
-    return {"sweep": options.output, "points": table.num_rows, "cost_unit": unit, "highlights": rows}
+    is_curve = not (options.budgets or options.relative_budgets or options.chains or options.seeds)
+    shown_rows = sweeping.highlights(table) if is_curve else []
+    result = {"sweep": str(options.output), "points": len(rows), "cost_unit": unit, "highlights": shown_rows}
+
+    def shown() -> None:
+        if is_curve:
+            show.sweep(shown_rows, unit, options.split)
+        else:
+            show.grids(
+                "accuracy in percent, at cost relative to the last model", sweeping.grids(sweeping.summarise(rows))
+            )
+        line(f"{len(rows):,} operating points written to {options.output}")
+
+    say(result, shown)
+    return 0
 
 
-def compare(options: Namespace) -> dict[str, Any]:
-    """Fit all methods on one chain and measure them side by side."""
+class Compare(CompareOptions):
+    """Options of `cauc compare`."""
+
+    GROUP = "input and output"
+    logits: Logits = LOGITS
+    output: OutFolder | None = Field(
+        default=None, description="a new folder for rows.parquet, curves.parquet and comparison.json"
+    )
+
+
+def compare(options: Compare, say: Say) -> None:
+    """Fit methods on one chain and measure them side by side."""
     from cauc_ray.comparison import comparing
     from cauc_ray.files.atomic import require_new
 
     if options.output is not None:
         offline.require_apart(options.output, options.logits)
-        require_new(Path(options.output))
-    with live.methods_progress() as on_method:
-        comparison = comparing.compare(options.logits, on_method=on_method, **CompareOptions.chosen(vars(options)))
+        require_new(options.output)
+    with live.counted("compare", "methods") as on_method:
+        comparison = comparing.compare(options.logits, on_method=on_method, **CompareOptions.chosen(dict(options)))
     if options.output is not None:
         comparing.save_comparison(comparison, options.output)
     result = comparison.as_json()
-    if not options.json:
+
+    def shown() -> None:
         show.comparison(result)
         if options.output is not None:
-            tables.line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
-    return result
+            line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
+
+    say(result, shown)
 
 
-def run(options: Namespace) -> dict[str, Any]:
+class Run(RunOptions):
+    """Options of `cauc run`."""
+
+    GROUP = "input and output"
+    pool: PoolFile = POOL
+    policy: PolicyFile = Field(description="a policy file")
+    input: Annotated[Location, Flag(metavar="DATA")] = Field(
+        description="Parquet, CSV or JSONL, or images: a file or folder, by path or URI"
+    )
+    output: OutFolder = Field(default=Path("run"), description="a new folder, by path or URI")
+
+
+def run(options: Run, say: Say) -> None:
     """Run a cascade on Ray."""
     from cauc_ray.api import online
 
     policy = Policy.load(options.policy)
-    # Ray itself writes to standard output when a process dies; that is for the answer alone.
-    with (
-        live.run_progress(policy.cost_unit) as on_progress,
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
+    with live.run_progress(policy.cost_unit) as on_progress:
         summary = online.run(
             options.pool,
             policy,
             options.input,
             options.output,
-            resume=options.resume,
-            retry_failed=options.retry_failed,
-            address=options.address,
+            **RunOptions.chosen(dict(options)),
             on_progress=on_progress,
         )
-    if not options.json:
+
+    def shown() -> None:
         show.run_summary(summary)
-        tables.line(f"written to {options.output}")
-    return summary
+        line(f"written to {options.output}")
+
+    say(summary, shown)
 
 
-def serve(options: Namespace) -> None:
-    """Serve a cascade until interrupted; what it is called and where is said as soon as it answers."""
-    import json
+class Serve(ServeOptions):
+    """Options of `cauc serve`."""
+
+    GROUP = "input"
+    pool: PoolFile = POOL
+    policy: PolicyFile = Field(description="a policy file")
+
+
+def serve(options: Serve, say: Say) -> None:
+    """Serve a cascade until interrupted; what it is called and where is shown as soon as it answers."""
     import logging
-    import signal
-    import threading
 
     from cauc_ray.api import serving
 
@@ -158,29 +331,12 @@ def serve(options: Namespace) -> None:
         log = logging.getLogger("cauc_ray")
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
-    out = sys.stdout
     with ExitStack() as stack:
-        # Ray writes there, when it starts and when it ends, what nobody has asked.
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         with live.waiting("starting") as on_wait:
-            service = stack.enter_context(
-                serving.serve(
-                    options.pool,
-                    options.policy,
-                    host=options.host,
-                    port=options.port,
-                    name=options.name,
-                    local=options.local,
-                    address=options.address,
-                    on_wait=on_wait,
-                )
-            )
-        with redirect_stdout(out):
-            if options.json:
-                told = {"url": service.url, "model": service.model, "policy_id": service.policy_id}
-                print(json.dumps(told), flush=True)
-            else:
-                show.service(service)
+            served = serving.serve(options.pool, options.policy, **ServeOptions.chosen(dict(options)), on_wait=on_wait)
+            service = stack.enter_context(served)
+        about = {"url": service.url, "model": service.model, "policy_id": service.policy_id}
+        say(about, lambda: show.service(service))
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM
             signal.signal(number, lambda *_: stopped.set())
@@ -188,87 +344,118 @@ def serve(options: Namespace) -> None:
             service.require_alive()
 
 
-def plan(options: Namespace) -> dict[str, Any]:
+class SetPolicy(SetPolicyOptions):
+    """Options of `cauc policy set`."""
+
+    policy: Annotated[Location | None, Flag(metavar="POLICY", is_positional=True)] = Field(
+        default=None, description="a policy file (default: the one in force)"
+    )
+
+
+def set_policy(options: SetPolicy, say: Say) -> None:
+    """Change the policy of a running service."""
+    from cauc_ray.api import serving
+
+    changed = serving.set_policy(options.policy, **SetPolicyOptions.chosen(dict(options)))
+    say(changed, lambda: line(f"policy {changed['policy_id']} is in force after {changed['previous']}"))
+
+
+class Plan(PlanOptions):
+    """Options of `cauc plan`."""
+
+    GROUP = "input"
+    pool: PoolFile = POOL
+    policy: PolicyFile = Field(description="a policy file that records how often its stages defer")
+
+
+def plan(options: Plan, say: Say) -> None:
     """Plan the replicas that sustain a rate."""
     from cauc_ray.planning.plan import plan as planned
     from cauc_ray.planning.tables import show_plan
 
-    with (
-        live.waiting("planning") as on_step,
-        open(os.devnull, "w") as nowhere,
-        redirect_stdout(nowhere),
-    ):
-        found = planned(
-            options.pool,
-            options.policy,
-            options.rate,
-            slo_p99_s=options.slo_p99,
-            ledger=options.ledger,
-            input=options.input,
-            address=options.address,
-            on_step=on_step,
-        )
-    if not options.json:
-        show_plan(found)
-    return found
+    with live.waiting("planning") as on_step:
+        found = planned(options.pool, options.policy, **PlanOptions.chosen(dict(options)), on_step=on_step)
+    say(found, lambda: show_plan(found))
 
 
-def policy(options: Namespace) -> dict[str, Any]:
-    """Change the policy of a running service."""
-    from cauc_ray.api import serving
+class Report(Options):
+    """Options of `cauc report`."""
 
-    changed = serving.set_policy(
-        options.policy, url=options.url, name=options.name, threshold=options.threshold, budget=options.budget
+    folder: Annotated[Path, Flag(metavar="DIR", is_positional=True)] = Field(
+        description="where the policy, logit table, run and comparison are"
     )
-    if not options.json:
-        tables.line(f"policy {changed['policy_id']} is in force after {changed['previous']}")
-    return changed
+    policy: Annotated[Path | None, Flag(metavar="FILE")] = Field(
+        default=None, description="where there are several (default: the one of the run)"
+    )
+    logits: Annotated[Path | None, Flag(metavar="LOGITS")] = Field(
+        default=None, description="what the policy was fitted on, if not the only one in DIR"
+    )
+    split: str = Field(default="test", description="the split to measure on")
+    output: OutFile | None = Field(default=None, description="the page to write (default: DIR/report.html)")
 
 
-def inspect(options: Namespace) -> dict[str, Any]:
-    """Say what a file holds."""
-    found = inspect_path(options.file)
-    if not options.json:
-        show.inspection(found)
-    return found
-
-
-def report(options: Namespace) -> dict[str, Any]:
+def report(options: Report, say: Say) -> None:
     """Write a policy's page and card."""
     from cauc_ray.reporting import writing
 
     with live.busy("reporting"):
-        written = writing.report(
-            options.folder, policy=options.policy, logits=options.logits, split=options.split, output=options.output
-        )
+        written = writing.report(**dict(options))
     result = written.as_json()
-    if not options.json:
-        show.report(result)
-    return result
+    say(result, lambda: show.report(result))
 
 
-def demo(options: Namespace) -> dict[str, Any]:
-    """Run the demo."""
-    from cauc_ray.demo import run_demo
+class Paper(PaperConfig, ClusterOptions):
+    """Options of `cauc paper`."""
 
-    result = run_demo(options.output)
-    if not options.json:
-        show.demo(result)
-    return result
+    output: OutFolder = Field(default=Path("paper"), description="a folder, new or of an earlier attempt")
 
 
-VERBS: Mapping[str, Callable[[Namespace], dict[str, Any] | None]] = {
-    "check": check,
-    "collect": collect,
-    "compare": compare,
-    "demo": demo,
-    "evaluate": evaluate,
-    "fit": fit,
-    "inspect": inspect,
-    "plan": plan,
-    "policy": policy,
-    "report": report,
-    "run": run,
-    "serve": serve,
-    "sweep": sweep,
+def paper(options: Paper, say: Say) -> int:
+    """Measure all that a config names, task by task, and write tables, figures and a report."""
+    from cauc_ray.paper.run import run_paper
+
+    if not isinstance(options.output, Path):
+        raise ConfigError(f"output: a local folder is needed here, got {options.output}")
+    with live.tasks_progress("paper") as on_outcome:
+        made = run_paper(options, options.output, address=options.address, on_outcome=on_outcome)
+    say(made.as_json(), lambda: show.paper(made, str(options.output)))
+    return _incomplete(made.failed)
+
+
+def _incomplete(failed: tuple[str, ...]) -> int:
+    """Return the exit code of work that may have failed in parts, which are named on standard error."""
+    for each in failed:
+        print(f"cauc: failed: {each}", file=sys.stderr)
+    return INCOMPLETE if failed else 0
+
+
+class Show(Options):
+    """Options of `cauc show`."""
+
+    file: Annotated[Path, Flag(metavar="FILE", is_positional=True)] = Field(
+        description="a policy, pool, logit table, run, sweep, comparison or Parquet file"
+    )
+
+
+def show_file(options: Show, say: Say) -> None:
+    """Show what a file holds."""
+    found = inspect_path(options.file)
+    say(found, lambda: show.inspection(found))
+
+
+VERBS: Mapping[str, Verb] = {
+    "demo": Verb(Demo, "cauc demo -o demo", demo),
+    "collect": Verb(Collect, "cauc collect pool.yaml --dataset questions.csv -o logits", collect),
+    "fit": Verb(Fit, f"cauc fit {shlex.quote(str(sample_logits()))} --method rf --budget 4", fit),
+    "evaluate": Verb(Evaluate, "cauc evaluate logits --policy policy.json", evaluate),
+    "compare": Verb(Compare, "cauc compare logits --methods single,base,rf,margin,oracle", compare),
+    "sweep": Verb(Sweep, "cauc sweep logits --methods base,rf -o sweep.parquet", sweep),
+    "run": Verb(Run, "cauc run pool.yaml --policy policy.json --input photographs/ -o out", run),
+    "serve": Verb(Serve, "cauc serve pool.yaml --policy policy.json --port 8000", serve),
+    "policy set": Verb(SetPolicy, "cauc policy set --budget 4 --url http://127.0.0.1:8000", set_policy),
+    "check": Verb(Check, "cauc check new-logits --policy policy.json", check),
+    "plan": Verb(Plan, "cauc plan pool.yaml --policy policy.json --rate 200 --slo-p99 0.5", plan),
+    "report": Verb(Report, "cauc report demo", report),
+    "paper": Verb(Paper, "cauc paper --config jobs/paper.yaml", paper),
+    "show": Verb(Show, "cauc show policy.json", show_file),
 }

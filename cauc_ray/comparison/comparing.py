@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +26,7 @@ from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.atomic import new_folder
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.parquet import write_parquet
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.policies.baselines.simple import fit_single
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
@@ -129,7 +129,7 @@ def compare(
     models: Sequence[str] | None = None,
     methods: Sequence[str] = ("all",),
     embedding: str | None = None,
-    texts: str | Path | None = None,
+    texts: str | AnyPath | None = None,
     text_column: str = "question",
     checkpoints: Mapping[str, str] = MappingProxyType({}),
     costs: Mapping[str, float] | Sequence[float] | None = None,
@@ -199,12 +199,12 @@ def compare(
     return Comparison(about, rows, pa.concat_tables(curves), not_run)
 
 
-def save_comparison(comparison: Comparison, folder: str | Path) -> None:
+def save_comparison(comparison: Comparison, folder: str | AnyPath) -> None:
     """Write a comparison into a new folder: rows.parquet, curves.parquet and comparison.json.
 
     Raises ConfigError where the folder exists and is not empty, or cannot be made.
     """
-    path = Path(folder)
+    path = path_of(folder)
     with new_folder(path):
         write_json(path / "comparison.json", comparison.as_json())
         write_parquet(path / "rows.parquet", comparison.to_arrow())

@@ -16,6 +16,7 @@ from cauc_ray.api import offline, online
 from cauc_ray.api.collecting import collect
 from cauc_ray.api.live import steps
 from cauc_ray.api.sources import read_policy_chain
+from cauc_ray.comparison import sweeping
 from cauc_ray.data.splits import split_shares
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.execution.session import cpus_needed, ray_session
@@ -68,7 +69,7 @@ def _demo(folder: Path) -> dict[str, Any]:
             policies = _fit(folder, pool, costs)
             step("sweeping all operating points")
             logits, models = folder / "logits", [stage.name for stage in pool.stages]
-            curves = offline.sweep(logits, models=models)
+            curves = sweeping.sweep(logits, models=models)
             offline.save_table(curves, folder / "sweep.parquet")
             step("running the live cascade on the test images")
             live = policies[_rf_name(LIVE_BUDGET)]

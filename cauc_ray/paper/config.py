@@ -9,8 +9,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from cauc_ray.api.config import Location
-from cauc_ray.api.options import Seed
+from cauc_ray.api.options import Location, Seed
 from cauc_ray.comparison.comparing import SINGLE
 from cauc_ray.comparison.quoted import columns_of
 from cauc_ray.errors import unknown_name

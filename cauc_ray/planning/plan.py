@@ -6,13 +6,14 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from cauc_ray.api.offline import policy_of
+from cauc_ray.api.options import PlanOptions
 from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import CaucWarning, ConfigError
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.planning.figures import Chain, drifted, plan_figures, range_figures
 from cauc_ray.planning.routing import time_router
@@ -31,13 +32,13 @@ LEAST = 1e-6
 
 
 def plan(
-    pool: str | Path | Pool,
-    policy: str | Path | Policy,
+    pool: str | AnyPath | Pool,
+    policy: str | AnyPath | Policy,
     rate: float,
     *,
     slo_p99_s: float | None = None,
-    ledger: str | Path | None = None,
-    input: str | Path | None = None,
+    ledger: str | AnyPath | None = None,
+    input: str | AnyPath | None = None,
     address: str | None = None,
     on_step: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def plan(
     rates change, and what the pool's own range of replicas can carry. Raises CaucError.
     """
     started = time.perf_counter()
+    PlanOptions.of(locals())
     _require_positive("rate", rate)
     if slo_p99_s is not None:
         _require_positive("p99 goal", slo_p99_s)
@@ -147,7 +149,7 @@ def _require_positive(what: str, value: float) -> None:
 def _timings(
     specs: Sequence[StageSpec],
     earlier: EarlierRun | None,
-    input: str | Path | None,
+    input: str | AnyPath | None,
     address: str | None,
     on_step: Callable[[str], None],
 ) -> list[Timing]:
@@ -172,7 +174,7 @@ def _saved(spec: StageSpec) -> Timing:
 
 
 def _measured(
-    specs: Sequence[StageSpec], input: str | Path, address: str | None, on_step: Callable[[str], None]
+    specs: Sequence[StageSpec], input: str | AnyPath, address: str | None, on_step: Callable[[str], None]
 ) -> list[Timing]:
     """Time the stages on Ray, with batches up to the larger of their two sizes."""
     from cauc_ray.execution.session import ray_session

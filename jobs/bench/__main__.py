@@ -15,7 +15,6 @@ from jobs.bench.part import PARTS, load, measured, parser_of
 LONG = ("faults", "sink")
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
-       python -m jobs.bench --config FILE [--address ADDRESS]
 
 Parts: {", ".join(PARTS)}. Without one, all run whose needs are met here, but for {", ".join(LONG)}.
 python -m jobs.bench PART --help lists a part's options; each default is the full size.
@@ -27,12 +26,6 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if argv and argv[0].startswith("--config"):
-        # Only here: parts set up Ray's environment before they import it.
-        from jobs.bench.job import JOB
-        from jobs.job import main as run_job
-
-        return run_job(JOB, argv)
     if argv and argv[0] not in PARTS:
         print(f"{unknown_name('part', argv[0], PARTS)}\n\n{USAGE}", file=sys.stderr)
         return 2

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cauc_ray.api.sharding import calibrate
+from cauc_ray.api.options import FitOptions
+from cauc_ray.api.sharding import fit_shards
 from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
 from cauc_ray.execution.session import ray_session
 from cauc_ray.policies.policy import Policy
@@ -117,7 +118,8 @@ def by_shards(table: Path, method: str, n_shards: int) -> tuple[Policy, dict[str
     started = time.perf_counter()
     with ray_session(None, n_shards):
         session_s = time.perf_counter() - started
-        found = calibrate(table, models=list(MODELS), method=method, budget=BUDGET, shards=n_shards)
+        asked = {"models": list(MODELS), "method": method, "budget": BUDGET, "shards": n_shards}
+        found = fit_shards(table, FitOptions.of(asked))
         start_s = session_s + found.shards.start_s
         took_s = time.perf_counter() - started - start_s
     peak = max(found.shards.peak_bytes)

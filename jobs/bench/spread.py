@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any
 
 import cauc_ray
+from cauc_ray.api.options import EvaluateOptions, SweepJobOptions
 from cauc_ray.api.sharding import evaluate_shards
-from cauc_ray.comparison.sweeping import SweepConfig, run_sweep
-from cauc_ray.comparison.sweeping.config import SweptSet
+from cauc_ray.comparison.sweep_tasks import run_sweep
 from cauc_ray.execution.tasks import Outcome
 from cauc_ray.policies.policy import Policy
 from jobs.bench.calibrate import BUDGET, MODELS, write_table
@@ -73,8 +73,8 @@ def compared(what: str, options: argparse.Namespace, seconds: Callable[[int, int
 
 def swept(table: Path, n_seeds: int, out: Path) -> float:
     """Return the seconds of a sweep from the start of its first task to the end of its last."""
-    config = SweepConfig(
-        sets=(SweptSet(name="planted", logits=table, chains=(tuple(MODELS),)),),
+    options = SweepJobOptions(
+        models=tuple(MODELS),
         methods=METHODS,
         seeds=tuple(range(n_seeds)),
         relative_budgets=(0.4, 0.6, 0.8, 1.0),
@@ -85,7 +85,7 @@ def swept(table: Path, n_seeds: int, out: Path) -> float:
         now = time.perf_counter()
         spans.append((now - outcome.seconds, now))
 
-    sweep = run_sweep(config, out, on_outcome=note)
+    sweep = run_sweep(options, out, table, on_outcome=note)
     if sweep.missing:
         raise AssertionError(sweep.missing[0])
     return max(end for _, end in spans) - min(start for start, _ in spans)
@@ -94,5 +94,5 @@ def swept(table: Path, n_seeds: int, out: Path) -> float:
 def evaluated(table: Path, policy: Policy, n_shards: int) -> float:
     """Return the seconds of an evaluation by shards, without their start."""
     started = time.perf_counter()
-    _, shards = evaluate_shards(table, policy, shards=n_shards)
+    _, shards = evaluate_shards(table, policy, EvaluateOptions(shards=n_shards))
     return time.perf_counter() - started - shards.start_s

@@ -88,7 +88,7 @@ def test_what_cannot_be_checked_is_refused_in_one_line(cauc):
         assert (code, out) == (2, "")
         assert says in err
         assert err.count("\n") == 1
-    assert "cannot be watched at this threshold" in cauc("inspect", "other.json")[1]
+    assert "cannot be watched at this threshold" in cauc("show", "other.json")[1]
 
 
 def test_a_policy_without_a_labelled_validation_has_no_reference(cauc):

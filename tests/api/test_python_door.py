@@ -200,7 +200,7 @@ BAD_OPTIONS = [
     ({"costs": None}, "give costs"),
     ({"budget": 3.0, "threshold": 0.5}, "not both"),
     ({"calibration_split": "validation"}, "two splits"),
-    ({"search": True, "safe": True}, "leave one of both out"),
+    ({"search": True, "safe": True}, "leave one of the two out"),
     ({"logit_kind": "odds"}, "unknown logit kind 'odds'"),
     ({"method": "rf"}, "validation"),
     ({"validation": 0.001}, "empty"),

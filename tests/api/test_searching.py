@@ -83,7 +83,7 @@ def test_the_command_writes_the_policy_and_shows_what_else_there_was(command, ta
     code, out, _ = command(*arguments, "--json")
     assert code == 0
     assert json.loads(out)["search"] == content["search"]
-    assert "of 15 chains of 4 models" in command("inspect", "p.json")[1]
+    assert "of 15 chains of 4 models" in command("show", "p.json")[1]
     code, out, _ = command("evaluate", table, "--policy", "p.json", "--json")
     assert json.loads(out)["policy_id"] == policy.id
 

@@ -35,7 +35,7 @@ def test_a_calibrator_is_fitted_kept_and_shown(cauc, tmp_path, kind, models, wor
     policy = Policy.load("p.json")
     assert policy.calibrator_kind == kind
     assert policy == cauc_ray.fit("LOGITS", models=models.split(","), calibrator=kind)
-    code, out, _ = cauc("inspect", "p.json")
+    code, out, _ = cauc("show", "p.json")
     assert code == 0
     assert f"calibrated by temperature and {words}" in " ".join(out.split())
     code, out, _ = cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")

@@ -37,7 +37,7 @@ def test_a_certified_fit_says_what_it_promises_and_costs(cauc, table, method):
     policy = cauc_ray.fit(table, models=["m0", "m1", "m2"], method=method, certify=LIMIT)
     assert said["policy_id"] == policy.id
     assert said["threshold_choice"]["certificate"] == policy.threshold_choice.certificate.model_dump()
-    code, out, _ = cauc("inspect", "p.json")
+    code, out, _ = cauc("show", "p.json")
     assert "certified with 90 %" in out
     assert "certified at most 10 %" in cauc("evaluate", "LOGITS", "--policy", "p.json")[1]
 

@@ -103,7 +103,7 @@ def test_fit_prints_the_policy_as_json(cauc):
     assert code == 0
     said = json.loads(out)
     assert [stage["cost"] for stage in said["stages"]] == [4, 14, 31]
-    code, out, _ = cauc("inspect", "b.json", "--json")
+    code, out, _ = cauc("show", "b.json", "--json")
     assert json.loads(out)["policy_id"] == said["policy_id"]
 
 
@@ -188,9 +188,9 @@ def test_run_and_inspect_its_output(cauc, tmp_path, home):
     kinds = {"policy.json": "policy", "pool.yaml": "pool", "LOGITS": "logit table", "out": "run"}
     kinds |= {"out/predictions": "predictions", "out/ledger": "ledger", "input": "input"}
     for path, kind in kinds.items():
-        code, out, _ = cauc("inspect", path, "--json")
+        code, out, _ = cauc("show", path, "--json")
         assert (code, json.loads(out)["kind"]) == (0, kind)
-        assert cauc("inspect", path)[0] == 0
+        assert cauc("show", path)[0] == 0
     code, _, err = cauc(*run)
     assert code == 2
     assert "not an empty folder" in err
@@ -221,7 +221,7 @@ def test_collect_and_inspect_its_table(cauc, tmp_path):
     assert (code, err) == (0, "")
     assert "longest" in out
     assert "why rows failed" in out
-    code, out, _ = cauc("inspect", "L", "--json")
+    code, out, _ = cauc("show", "L", "--json")
     found = json.loads(out)
     assert (code, found["kind"]) == (0, "logit table")
     assert "25/25/50" in found["note"]
@@ -229,7 +229,6 @@ def test_collect_and_inspect_its_table(cauc, tmp_path):
 
 
 BAD = {
-    "no verb": [],
     "unknown verb": ["fti"],
     "unknown flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--bugdet", "3"],
     "shortened flag": ["fit", "LOGITS", *CHAIN, "-o", "x.json", "--thresh", "0.5"],
@@ -286,8 +285,8 @@ BAD = {
     "collect an unknown encoder": ["collect", "good.yaml", "--dataset", "q.csv", "--embedding", "b", "-o", "L"],
     "collect with a seed below 0": ["collect", "good.yaml", "--dataset", "q.csv", "--seed", "-1", "-o", "L"],
     "collect from a pool of no kind": ["collect", "kind.yaml", "--dataset", "q.csv", "-o", "L"],
-    "nothing to inspect": ["inspect", "absent"],
-    "a strange file": ["inspect", "text.txt"],
+    "nothing to inspect": ["show", "absent"],
+    "a strange file": ["show", "text.txt"],
 }  # fmt: skip
 
 
@@ -364,7 +363,7 @@ def test_names_are_shown_as_they_are(cauc, tmp_path):
     code, out, _ = cauc("fit", "LOGITS", *CHAIN, "-o", "p.json")
     assert code == 0
     assert "tokens [/usd]" in out
-    assert "[red]" in cauc("inspect", "LOGITS")[1]
+    assert "[red]" in cauc("show", "LOGITS")[1]
 
 
 def test_terminals_without_our_letters_and_readers_that_leave_end_nothing(tmp_path, home):
@@ -372,14 +371,14 @@ def test_terminals_without_our_letters_and_readers_that_leave_end_nothing(tmp_pa
     fit = [cauc, "fit", home / "LOGITS", *CHAIN, "-o", "policy.json"]
     options = {"cwd": tmp_path, "capture_output": True, "timeout": 60}
     assert subprocess.run(fit, env={"PYTHONIOENCODING": "ascii"}, **options).returncode == 0
-    piped = f"{cauc} inspect policy.json | true; exit ${{PIPESTATUS[0]}}"
+    piped = f"{cauc} show policy.json | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", piped], **options)
     assert done.returncode in (0, 1)  # the reader may leave before or after
     assert done.stderr == b""
 
 
 def test_paths_that_the_system_does_not_take_are_bad_input(cauc):
-    code, out, err = cauc("inspect", "x" * 5000)
+    code, out, err = cauc("show", "x" * 5000)
     assert (code, out) == (2, "")
     assert err.endswith(": File name too long\n")
 

@@ -43,7 +43,7 @@ def test_what_fires_is_one_line_each_and_a_field_of_the_file(cauc, method):
     assert f"guards: {len(said['guards'])} looked at, {len(fired)} warnings: " in out
     with open("p.json") as file:
         assert json.load(file)["guards"] == said["guards"]
-    inspected = [line for line in cauc("inspect", "p.json")[1].splitlines() if line.startswith("warning: ")]
+    inspected = [line for line in cauc("show", "p.json")[1].splitlines() if line.startswith("warning: ")]
     assert inspected == warned
 
 

@@ -18,8 +18,6 @@ from cauc_ray import CaucWarning
 from cauc_ray.cli.command import main
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, GuardError
-from jobs.job import main as run_job
-from jobs.schemas import job_named
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -84,7 +82,7 @@ def test_a_filter_makes_guards_errors(home):
 
 def test_shards_warn_as_one_process_does(home, ray_session):
     here, of_here = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
-    there, of_shards = caught(lambda: cauc_ray.calibrate(home / "LOGITS", models=MODELS, shards=1).policy)
+    there, of_shards = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS, shards=1))
     assert [message.split(":")[0] for message in of_shards] == [message.split(":")[0] for message in of_here]
     assert of_shards == fired(there.guards)
     assert here.models == there.models
@@ -202,13 +200,10 @@ def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):
     assert lines == [warned]
 
 
-def test_a_job_warns_on_standard_error_of_what_its_tasks_warn_of(home, tmp_path, ray_session, capsys):
+def test_what_tasks_warn_of_is_on_standard_error(home, tmp_path, ray_session, command):
     sets = [{"name": "falling", "logits": str(home / "LOGITS"), "chains": [["m2", "m0"]]}]
-    config = {**SWEEP, "sets": sets, "methods": ["base"], "seeds": [0]}
-    path = write_config(tmp_path, "out", config)
-    assert run_job(job_named("sweep"), ["--config", str(path)]) == 0
-    said = capsys.readouterr()
-    assert "warning" not in "".join(said.out.splitlines()[:-1])
-    (warned,) = json.loads(said.out.splitlines()[-1])["warned"]
-    assert "'m0' costs 1 GFLOPs" in warned
-    assert said.err == f"jobs.sweep: warning: {warned}\n"
+    config = {**SWEEP, "sets": sets, "methods": ["base"], "seeds": [0], "output": "out"}
+    code, out, error = command("sweep", "--config", write_config(tmp_path, "config", config), "--json")
+    (line,) = error.splitlines()
+    assert (code, line.startswith("cauc: warning: falling"), "warning" in out) == (0, True, False)
+    assert "'m0' costs 1 GFLOPs" in line

@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,6 @@ from cauc_ray.api import tables
 from cauc_ray.cli import show
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.measuring import published
-from cauc_ray.comparison.sweeping.measuring import Point, measure_point
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.policies.methods import METHODS
@@ -292,9 +290,8 @@ def test_sweeps_and_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
     of_router = swept.filter(pa.compute.equal(swept["method"], "benchmark-routing")).to_pydict()
     assert min(of_router["cost"]) >= chains["test"].costs.means[[0, 1]].sum() * (1 - 1e-6)
     assert min(of_router["validation_cost"]) >= chains["validation"].costs.means[[0, 1]].sum() * (1 - 1e-6)
-    point = Point("s", table, "m1", ("m0", "m2"), "benchmark-routing", 3, SPLITS, SPLITS, (("cost", 99.0),))
-    (row,) = measure_point(point)
-    (unpaid,) = measure_point(replace(point, embedding="enc"))
+    asked = {"models": ["m0", "m2"], "methods": ["benchmark-routing"], "budgets": [99.0], "seed": 3, "redrawn": SPLITS}
+    (row,), (unpaid,) = (cauc_ray.sweep(table, **asked, embedding=each).to_pylist() for each in ("m1", "enc"))
     assert row["cost"] - unpaid["cost"] == pytest.approx(np.mean([c.costs.means[1] for c in chains.values()]), rel=0.1)
 
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from synthetic import SPLITS, chain, write_table
 
 import cauc_ray
+from cauc_ray.api.options import SweepJobOptions
 from cauc_ray.comparison.comparing import compare
-from cauc_ray.comparison.sweeping import SweepConfig, run_sweep
-from cauc_ray.comparison.sweeping.redrawing import redraw
-from cauc_ray.comparison.sweeping.tables import RESULTS, SUMMARY, grids
+from cauc_ray.comparison.redrawing import redraw
+from cauc_ray.comparison.sweep_tasks import run_sweep
+from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import CaucError
+from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.policies.trace import Examples
 
 METHODS = ("single", "base", "rf", "duo", "margin", "random", "oracle")
@@ -28,7 +29,7 @@ BUDGETS = (2.0, 6.0, 18.0)
 def config(folder, **change):
     sets = [{"name": "planted", "logits": str(folder / "L"), "chains": [list(CHAIN), ["m0", "m2"]]}]
     plain = {"sets": sets, "methods": METHODS, "seeds": [3], "budgets": BUDGETS, "redrawn": []}
-    return SweepConfig.model_validate({**plain, **change})
+    return SweepJobOptions.of_all({**plain, **change})
 
 
 def rows_of(sweep, **keys):
@@ -55,8 +56,9 @@ def test_rows_are_what_a_comparison_says_at_the_same_budget(swept, table, budget
     for name, row in rows.items():
         expected = same.row(name)
         if row["status"] == "ok":
-            figures = ("accuracy", "macro_f1", "cost", "relative_cost", "setting", "steered", "avoided")
+            figures = ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")
             assert {key: row[key] for key in figures} == pytest.approx({key: expected[key] for key in figures})
+            assert row["threshold"] == (pytest.approx(expected["setting"]) if expected["steered"] else None)
         else:  # a comparison shows what cannot be steered whatever it costs
             assert row["status"] == "unmet"
             assert not expected["steered"]
@@ -76,17 +78,18 @@ def test_there_is_a_row_for_everything_in_order(swept):
     assert [(row["chain"], row["method"], row["budget"]) for row in sweep.rows] == expected
     table = pq.read_table(out / "results.parquet")
     assert table.schema == RESULTS
-    assert table.to_pylist() == list(sweep.rows)
+    of_rows = [dict.fromkeys(RESULTS.names) | row for row in sweep.rows]
+    assert table.to_pylist() == of_rows
     assert pq.read_table(out / "summary.parquet").schema == SUMMARY
     assert json.loads((out / "summary.json").read_text()) == json.loads(json.dumps(sweep.as_json()))
 
 
 def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
     sweep, out = swept
-    code, said, _ = command("inspect", out, "--json")
+    code, said, _ = command("show", out, "--json")
     found = json.loads(said)
     assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "budget sweep", len(sweep.rows), [])
-    assert "budget sweep" in " ".join(command("inspect", out)[1].split())
+    assert "budget sweep" in " ".join(command("show", out)[1].split())
     (table / "policy.json").write_text(cauc_ray.fit(table / "L", models=CHAIN).to_json())
     assert cauc_ray.report(table).as_json()["left_out"] == []  # nothing in it that cannot be read
 
@@ -95,7 +98,7 @@ def test_a_budget_below_the_cheapest_model_is_a_row_that_says_so(table, ray_sess
     sweep = run_sweep(config(table, methods=["rf"], budgets=[0.5], relative_budgets=[0.4]), tmp_path / "out")
     relative, low = rows_of(sweep, chain="m0,m1,m2")
     assert (relative["status"], relative["budget_cost"]) == ("ok", pytest.approx(0.4 * 15))
-    assert (low["status"], low["accuracy"]) == ("unmet", None)
+    assert (low["status"], low.get("accuracy")) == ("unmet", None)
     assert "budget 0.5 GFLOPs" in low["reason"]
     assert sweep.missing == ()
     assert "not met" in grids(sweep.summary)[0].markdown()
@@ -242,6 +245,8 @@ def test_what_fails_is_missing_and_said_and_done_when_it_can_be(ray_session, tmp
         ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m9"]]}]}, "unknown model 'm9'"),
         ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]], "embedding": "e"}]}, "unknown encoder 'e'"),
         ({"split": "tset"}, "unknown split 'tset'; did you mean 'test'"),
+        ({"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'"),
+        ({"methods": ["routellm-bert"]}, "trains a model on texts"),
     ],
 )
 def test_what_is_not_there_is_told_before_anything_is_written(table, monkeypatch, tmp_path, change, says):
@@ -254,20 +259,17 @@ def test_what_is_not_there_is_told_before_anything_is_written(table, monkeypatch
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"methods": ["rff"]}, "unknown method 'rff'; did you mean 'rf'"),
-        ({"methods": ["routellm-bert"]}, "trains a model on texts"),
         ({"methods": ["rf", "rf"]}, "method 'rf' is a duplicate"),
         ({"seeds": [1, 1]}, "seed 1 is a duplicate"),
         ({"seeds": [-1]}, "greater than or equal to 0"),
-        ({"budgets": []}, "a sweep needs budgets"),
         ({"budgets": [0]}, "greater than 0"),
-        ({"redrawn": ["calibration"]}, "'calibration' alone cannot be drawn anew"),
+        ({"redrawn": ["calibration"]}, "'calibration' cannot be pooled with nothing"),
         ({"redrawn": ["calibration", "train"]}, "unknown split 'train'"),
-        ({"split": "validation"}, "'validation' is a duplicate"),
+        ({"split": "validation"}, "measure them on another"),
         ({"sets": [{"name": "a", "logits": "L", "chains": [["m0", "m0"]]}]}, "model 'm0' is a duplicate"),
         ({"sets": [{"name": "a", "logits": "L", "chains": [["m0"]]}] * 2}, "set 'a' is a duplicate"),
     ],
 )
 def test_what_makes_no_sweep(tmp_path, change, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ConfigError, match=says):
         config(tmp_path, **change)

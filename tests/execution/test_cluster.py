@@ -186,9 +186,9 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
         said = python(
             "-c",
             "import cauc_ray\n"
-            f"found = cauc_ray.calibrate({str(tmp_path / 'LOGITS')!r}, models={MODELS}, method='base', shards=1,\n"
+            f"found = cauc_ray.fit({str(tmp_path / 'LOGITS')!r}, models={MODELS}, method='base', shards=1,\n"
             f"    resources={{'num_cpus': 0.5, 'custom': {{'licence': 1}}}}, address={head.gcs_address!r})\n"
-            "print(found.policy.id)",
+            "print(found.id)",
         )
     assert said.strip() == cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="base").id
     assert done.returncode == 0, done.stderr

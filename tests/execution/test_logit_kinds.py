@@ -8,7 +8,7 @@ from masked import MODELS, softmax, splits, write, write_masked
 from runs import by_example, numbered_input, read_all, run, split_input, two_model_policy, write_pool
 
 import cauc_ray
-from cauc_ray.api.sharding import calibrate, evaluate_shards
+from cauc_ray import evaluate, fit
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError, PolicyError
 
@@ -73,14 +73,14 @@ def test_a_live_model_of_undeclared_probabilities_ends_the_run_with_the_remedy(t
 def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, chains):
     write(tmp_path / "LOGITS", chains, some_of_each)
     with pytest.raises(DataError, match=r"'m0'.*--logit-kind probabilities"):
-        calibrate(tmp_path / "LOGITS", models=MODELS, shards=2)
+        fit(tmp_path / "LOGITS", models=MODELS, shards=2)
     given = {"models": MODELS, "method": "rf", "budget": 3.0, "logit_kind": "probabilities"}
-    policy = calibrate(tmp_path / "LOGITS", **given, shards=2).policy
+    policy = fit(tmp_path / "LOGITS", **given, shards=2)
     for own, expected in zip(policy.stages, cauc_ray.fit(tmp_path / "LOGITS", **given).stages, strict=True):
         assert own.diagnostics.logits_fingerprint == expected.diagnostics.logits_fingerprint
         assert own.temperature == pytest.approx(expected.temperature, rel=1e-9)
         assert own.logit_kind == expected.logit_kind == "probabilities"
-    evaluation, _ = evaluate_shards(tmp_path / "LOGITS", policy, shards=2)
+    evaluation = evaluate(tmp_path / "LOGITS", policy, shards=2)
     assert evaluation.to_arrow().equals(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.sharding import calibrate, evaluate_shards
+from cauc_ray.api.options import EvaluateOptions, FitOptions
+from cauc_ray.api.sharding import evaluate_shards, fit_shards
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
@@ -24,8 +24,6 @@ from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts
 from cauc_ray.numbers.chain import digest_of_rows
 from cauc_ray.policies.fitting import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
-from jobs.job import main
-from jobs.schemas import job_named
 
 MODELS = ("m0", "m1", "m2")
 COSTS = (1.0, 4.0, 15.0)
@@ -146,6 +144,11 @@ def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
         assert_same(*fits, rel=1e-6)
 
 
+def calibrate(table, **options):
+    """Fit by shards; returns what that took, too."""
+    return fit_shards(table, FitOptions.of_all({"shards": "auto", **options}))
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     return write_scattered(tmp_path_factory.mktemp("logits"), 5)
@@ -158,7 +161,7 @@ def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, s
     found = calibrate(table, models=MODELS, method="rf", budget=8.0, **options)
     assert len(found.shards.nodes) == shards
     assert_same(found.policy, expected)
-    evaluation, _ = evaluate_shards(table, expected, **options)
+    evaluation, _ = evaluate_shards(table, expected, EvaluateOptions.of_all(options))
     alone = cauc_ray.evaluate(table, expected)
     assert evaluation.measures == alone.measures
     assert evaluation.to_arrow().equals(alone.to_arrow())
@@ -182,23 +185,17 @@ def test_a_split_of_fewer_rows_than_shards_were_asked_for_is_in_order(ray_sessio
     assert_same(found.policy, expected)
 
 
-def test_the_jobs_on_one_shard_give_what_the_commands_give(table, ray_session, tmp_path, capsys):
+def test_the_command_on_one_shard_gives_what_it_gives_in_one_process(table, ray_session, tmp_path, command):
     expected = cauc_ray.fit(table, models=MODELS)
-    shared = {"logits": str(table), "shards": 1, "deadline_s": 120}
-    configs = {
-        "calibrate": {**shared, "models": list(MODELS)},
-        "evaluate": {**shared, "policy": str(tmp_path / "calibrate" / "policy.json")},
-    }
-    for name, config in configs.items():
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump({"output": str(tmp_path / name), **config}))
-        assert main(job_named(name), ["--config", str(path)]) == 0, capsys.readouterr().err
-    policy = cauc_ray.Policy.load(tmp_path / "calibrate" / "policy.json")
-    assert_same(policy, expected)
-    said = json.loads((tmp_path / "evaluate" / "result.json").read_text())["results"]
-    alone = cauc_ray.evaluate(table, expected).measures
-    assert (said["accuracy"], said["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
-    assert pq.read_table(tmp_path / "evaluate" / "predictions.parquet").num_rows == alone.n
+    sharded = ("--shards", 1, "--deadline-s", 120)
+    assert command("fit", table, "--models", ",".join(MODELS), *sharded, "-o", "policy.json")[0] == 0
+    assert_same(cauc_ray.Policy.load("policy.json"), expected)
+    code, out, _ = command(
+        "evaluate", table, "--policy", "policy.json", *sharded, "--predictions", "answers.parquet", "--json"
+    )
+    said, alone = json.loads(out), cauc_ray.evaluate(table, expected).measures
+    assert (code, said["accuracy"], said["cost"]) == (0, alone.accuracy.value, pytest.approx(alone.cost))
+    assert pq.read_table("answers.parquet").num_rows == alone.n
 
 
 # Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says.
@@ -281,14 +278,16 @@ def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, tmp_pa
         calibrate(table, models=MODELS, shards=4, resources={"num_cpus": 1000})
     with pytest.raises(ExecutionError, match="tier=nowhere do not fit"):
         calibrate(table, models=MODELS, resources={"labels": {"tier": "nowhere"}})
-    with pytest.raises(ConfigError, match="1 shard or more, got 0"):
+    with pytest.raises(ConfigError, match=r"shards: .*greater than or equal to 1, got 0"):
         calibrate(table, models=MODELS, shards=0)
     with pytest.raises(ConfigError, match="isotonic is for method base with one or two models"):
         calibrate(table, models=MODELS, calibrator="isotonic", shards=2)
     with pytest.raises(ConfigError, match="leave --safe or --certify out"):
         calibrate(table, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
-    with pytest.raises(ConfigError, match="resources: unknown key 'num_gpu'"):
+    with pytest.raises(ConfigError, match="resources: extra inputs are not permitted"):
         calibrate(table, models=MODELS, resources={"num_gpu": 1})
+    with pytest.raises(ConfigError, match="those of shards; give shards as well"):
+        cauc_ray.fit(table, models=MODELS, deadline_s=3.0)
 
 
 def test_parts_in_any_order_make_up_the_digest_of_the_whole():

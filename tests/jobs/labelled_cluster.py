@@ -1,47 +1,51 @@
-"""Jobs on a cluster of a head and four labelled nodes, in a process of its own: its argument is a folder.
+"""A fit by shards and a run on a cluster of a head and four labelled nodes, in a process of its own.
 
-The folder holds the configs of jobs: NAME.yaml, and NAME-struck.yaml, under which the second edge node dies as soon as
-what the config's `strikes_at` names is there; it comes back before the next job.
+Its argument is a folder with a table, a policy, a pool and an input. Each is done undisturbed, then again while the
+second edge node dies; that node comes back before the next.
 """
 
 import json
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import ray
 from ray.cluster_utils import Cluster
 
-from jobs import calibrate, evaluate
-from jobs.job import JobResult, JobRun, run
-from jobs.progress import Progress
+from cauc_ray import run
+from cauc_ray.api.options import FitOptions
+from cauc_ray.api.sharding import fit_shards
 
+MODELS = ("m0", "m1", "m2")
 STRUCK = "struck"
 
 
-class Striking(Progress):
-    """Leaves a file behind once the shards have answered a few questions, and lets the node die."""
+def fit_on_shards(folder: Path, out: Path) -> None:
+    """Fit by shards; leave a file behind once they have answered a few questions, and let the node die."""
+    out.mkdir()
 
-    folder: Path
-
-    def report(self, done: int, total: int | None, unit: str) -> None:
-        super().report(done, total, unit)
-        if done == 4:
-            (self.folder / STRUCK).touch()
+    def on_pass(n_passes: int) -> None:
+        if n_passes == 4:
+            (out / STRUCK).touch()
             time.sleep(0.5)
 
+    shards = {"shards": 6, "resources": {"num_cpus": 1, "labels": {"tier": "edge"}}, "deadline_s": 120}
+    options = FitOptions.of_all({"models": MODELS, "method": "rf", "budget": 9.0, **shards})
+    found = fit_shards(folder / "logits", options, on_pass)
+    found.policy.save(out / "policy.json")
+    (out / "result.json").write_text(json.dumps({"nodes": found.shards.nodes}))
 
-def calibrate_until_struck(config: calibrate.CalibrateJob, job: JobRun) -> JobResult:
-    progress = Striking("calibrate")
-    progress.folder = job.folder
-    return calibrate.work(config, replace(job, progress=progress))
+
+def run_cascade(folder: Path, out: Path) -> None:
+    """Run the pool on the input."""
+    run(folder / "pool.yaml", folder / "policy.json", folder / "input", out)
+    (out / "result.json").touch()
 
 
-JOBS = {"calibrate": replace(calibrate.JOB, work=calibrate_until_struck), "evaluate": evaluate.JOB}
+JOBS = {"fit": fit_on_shards, "run": run_cascade}
 # What shows that a job is at work.
-STRIKES_AT = {"calibrate": STRUCK, "evaluate": "run/ledger/*.parquet"}
+STRIKES_AT = {"fit": STRUCK, "run": "ledger/*.parquet"}
 
 
 def struck(cluster, node, out, pattern, struck_at):
@@ -64,12 +68,12 @@ def main() -> None:
     died_in_time = {}
     try:
         for name, job in JOBS.items():
-            assert run(job, folder / f"{name}.yaml", None) == 0
+            job(folder, folder / name)
         for name, job in JOBS.items():
             out, struck_at = folder / f"{name}-struck", []
             strike = threading.Thread(target=struck, args=(cluster, edge[-1], out, STRIKES_AT[name], struck_at))
             strike.start()
-            assert run(job, folder / f"{name}-struck.yaml", None) == 0
+            job(folder, out)
             strike.join(timeout=60)
             died_in_time[name] = struck_at
             edge[-1] = cluster.add_node(num_cpus=4, labels={"tier": "edge"})

@@ -20,8 +20,8 @@ PLACES = {
 }
 
 
-def write_configs(folder):
-    """Write a table, a policy, a pool, an input and each job's two configs."""
+def write_inputs(folder):
+    """Write a table, a policy, a pool and an input."""
     chain = write_table(folder / "logits", n=1200)["test"]
     policy = cauc_ray.fit(folder / "logits", models=MODELS, method="rf", budget=9.0)
     (folder / "policy.json").write_text(policy.to_json())
@@ -38,23 +38,13 @@ def write_configs(folder):
     ]
     pool = {"name": "four-nodes", "task": "multiple-choice", "stages": stages}
     (folder / "pool.yaml").write_text(yaml.safe_dump(pool))
-    # On the one edge node that is left there is room for four: others then hold two shards.
-    shards = {"shards": 6, "resources": {"num_cpus": 1, "labels": {"tier": "edge"}}, "deadline_s": 120}
-    configs = {
-        "calibrate": {"logits": "logits", "models": MODELS, "method": "rf", "budget": 9.0, **shards},
-        "evaluate": {"pool": "pool.yaml", "policy": "policy.json", "input": "input"},
-    }
-    for name, config in configs.items():
-        for suffix in ("", "-struck"):
-            text = yaml.safe_dump({**config, "output": f"{name}{suffix}"})
-            (folder / f"{name}{suffix}.yaml").write_text(text)
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """Return the folder of all jobs' outputs and what the cluster was."""
     folder = tmp_path_factory.mktemp("four")
-    write_configs(folder)
+    write_inputs(folder)
     script = Path(__file__).with_name("labelled_cluster.py")
     done = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,8 +54,8 @@ def ran(tmp_path_factory):
 @pytest.mark.slow
 def test_shards_and_stages_stand_where_they_should(ran):
     folder, said = ran
-    assert set(read_json(folder / "calibrate" / "result.json")["results"]["nodes"]) == set(said["tiers"]["edge"])
-    ledger = read_all(folder / "evaluate" / "run" / "ledger").to_pylist()
+    assert set(read_json(folder / "fit" / "result.json")["nodes"]) == set(said["tiers"]["edge"])
+    ledger = read_all(folder / "run" / "ledger").to_pylist()
     for name, resources in PLACES.items():
         found = {call["node"] for call in ledger if call["stage"] == name}
         assert found <= set(said["tiers"][resources["labels"]["tier"]])
@@ -75,10 +65,10 @@ def test_shards_and_stages_stand_where_they_should(ran):
 @pytest.mark.slow
 def test_a_node_that_dies_in_mid_job_changes_nothing_in_the_result(ran):
     folder, said = ran
-    assert said["died_in_time"] == {"calibrate": [True], "evaluate": [True]}
-    policies = [(folder / name / "policy.json").read_text() for name in ("calibrate", "calibrate-struck")]
+    assert said["died_in_time"] == {"fit": [True], "run": [True]}
+    policies = [(folder / name / "policy.json").read_text() for name in ("fit", "fit-struck")]
     assert policies[0] == policies[1]
-    tables = [by_example(read_all(folder / name / "run" / "predictions")) for name in ("evaluate", "evaluate-struck")]
+    tables = [by_example(read_all(folder / name / "predictions")) for name in ("run", "run-struck")]
     assert len(tables[0]) == 1200
     assert tables[0] == tables[1]
     policy = cauc_ray.Policy.load(folder / "policy.json")

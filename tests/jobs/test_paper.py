@@ -11,17 +11,15 @@ import yaml
 from synthetic import chain, softmax, write_table
 
 import cauc_ray
-from cauc_ray.api.config import read_config
 from cauc_ray.api.grids import Cell, Grid
+from cauc_ray.cli.verbs import VERBS
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.measuring import published
 from cauc_ray.comparison.quoted import columns_of, quoted_figures
 from cauc_ray.errors import CaucWarning, ConfigError
-from cauc_ray.paper import PaperConfig, run_paper
 from cauc_ray.paper.plan import plan_of
+from cauc_ray.paper.run import run_paper
 from cauc_ray.policies.methods import METHODS
-from jobs.job import main
-from jobs.paper import JOB
 
 ROOT = Path(__file__).parents[2]
 # A second model that fuses well with the first, and one that is far better than it.
@@ -68,7 +66,7 @@ def root(tmp_path_factory):
 
 
 def load_config(path):
-    return read_config(path, [PaperConfig])
+    return VERBS["paper"].options.read(path)
 
 
 def written(path, config):
@@ -311,18 +309,16 @@ def test_the_papers_averages_come_out():
         ({"logits": "elsewhere"}, "there is no folder"),
     ],
 )
-def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, capsys, change, says):
+def test_a_bad_config_is_one_line_and_code_2(root, tmp_path, command, change, says):
     path = written(tmp_path / "bad.yaml", {**content(root), "output": "out", **change})
-    assert main(JOB, ["--config", str(path)]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == 1
-    assert says in told.err
+    code, out, error = command("paper", "--config", path)
+    assert (code, out, len(error.splitlines())) == (2, "", 1)
+    assert says in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a: [", "line 1 is not YAML"), ("- a", "holds no config"), (None, "no config")]
+    ("text", "says"), [("a: [", "line 1 is not YAML"), ("- a", "is not a config"), (None, "no config")]
 )
 def test_what_is_no_config(tmp_path, text, says):
     if text is not None:
@@ -332,20 +328,20 @@ def test_what_is_no_config(tmp_path, text, says):
     assert "\n" not in str(told.value)
 
 
-def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_path, capsys):
+def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_path, command):
     chains = [
         {"name": "good", "set": "near", "models": ["m0", "m1"]},
         {"name": "bad", "set": "near", "models": ["m0", "m1"], "texts": "nowhere.parquet"},
     ]
     config = {"logits": str(root), "methods": ["single", "rf"], "tables": {"two-model-image": chains}}
     path = written(tmp_path / "paper.yaml", {**config, "output": "out"})
-    assert main(JOB, ["--config", str(path)]) == 1
-    *said, last = capsys.readouterr().out.splitlines()
-    result = json.loads(last)
+    code, out, error = command("paper", "--config", path, "--json")
+    assert code == 1
+    result = json.loads(out)
     assert [re.sub(r":.*", "", failure) for failure in result["failed"]] == ["two-model-image"]
     assert "nowhere.parquet" in result["failed"][0]
     assert {row["chain"] for row in result["tables"]["two-model-image"]} == {"good"}
-    assert any(line.startswith("failed: two-model-image: bad") for line in said)
+    assert any(line.startswith("cauc: failed: two-model-image: bad") for line in error.splitlines())
     assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
     assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
 
@@ -367,7 +363,7 @@ def test_grids_are_markdown_and_mark_the_best():
 
 
 def test_the_shipped_config_finds_all_that_it_names(shared_logits):
-    config = read_config(ROOT / "jobs" / "paper.yaml", JOB.forms)
+    config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml")
     plan = plan_of(config.model_copy(update={"logits": shared_logits}))
     assert {each.why for each in plan.not_run} == {"no logit table of it is configured"}
     assert {task.part for task in plan.tasks} >= {"two-model-language", "growing-chain", "complementarity-gain"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from job_cases import CALIBRATE, CASES, EVALUATE, N_TASKS, REPLAY, SWEEP, stripped, write_config, write_inputs
+from job_cases import CASES, EVALUATE, FIT, N_TASKS, RUN, SWEEP, stripped, write_config, write_inputs
 from local_head import local_head, wait_for
 from ray.job_submission import JobSubmissionClient
 from runs import by_example, read_all
@@ -27,7 +27,7 @@ class Submitted:
 
     def __init__(self, head, name, config, working_dir=ROOT):
         self._client = JobSubmissionClient(head.address)
-        command = f"{Path(sys.executable).name} -m jobs.{name} --config {config}"
+        command = f"{Path(sys.executable).with_name('cauc')} {name} --config {config} --json"
         self._id = self._client.submit_job(entrypoint=command, runtime_env={"working_dir": str(working_dir)})
 
     def ended(self):
@@ -55,57 +55,50 @@ def inputs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(head, inputs):
     """Return what came of every job that was submitted once: exit code and log."""
-    cases = {**{name: (name, content) for name, (content, _) in CASES.items()}, "replay": ("evaluate", REPLAY)}
+    configs = {verb: {**content, "output": f"{verb}-once"} for verb, (content, _) in CASES.items()}
     jobs = {
-        case: Submitted(head, name, write_config(inputs, f"{case}-once", content))
-        for case, (name, content) in cases.items()
+        verb: Submitted(head, verb, write_config(inputs, f"{verb}-once", content))
+        for verb, content in {**configs, "evaluate": EVALUATE}.items()
     }
     return {case: job.ended() for case, job in jobs.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_a_submitted_job_succeeds_and_ends_with_its_results(undisturbed, inputs, name):
-    code, log = undisturbed[name]
+@pytest.mark.parametrize("verb", CASES)
+def test_a_submitted_verb_succeeds_and_ends_with_its_results(undisturbed, verb):
+    code, log = undisturbed[verb]
     assert code == 0, log
-    results = json.loads(log.splitlines()[-1])
-    assert results == json.loads((inputs / f"{name}-once" / "result.json").read_text())["results"]
-    assert (results["output"], results["failed"]) == (str(inputs / f"{name}-once"), [])
-    assert CASES[name][1](results)
-    assert f"{name}: " in log  # its progress
+    assert CASES[verb][1](json.loads(log.splitlines()[-1]))
 
 
 @pytest.mark.slow
-def test_evaluations_are_the_replay_live_and_by_shards(undisturbed, inputs):
+def test_answers_are_the_replay_live_and_by_shards(undisturbed, inputs):
     expected = cauc_ray.evaluate(inputs / "sets" / "planted", Policy.load(inputs / "policy.json"))
-    live = by_example(read_all(inputs / "evaluate-once" / "run" / "predictions"))
+    live = by_example(read_all(inputs / "run-once" / "predictions"))
     assert live == by_example(expected.to_arrow())
-    assert pq.read_table(inputs / "replay-once" / "predictions.parquet").equals(expected.to_arrow())
-    results = json.loads(undisturbed["replay"][1].splitlines()[-1])
+    results = json.loads(undisturbed["evaluate"][1].splitlines()[-1])
     assert (results["accuracy"], results["cost"]) == (expected.measures.accuracy.value, expected.measures.cost)
 
 
 @pytest.mark.slow
-def test_a_calibration_by_shards_is_the_fit_of_one_process_also_when_its_driver_is_killed(undisturbed, head, inputs):
+def test_a_fit_by_shards_is_that_of_one_process_also_when_its_driver_is_killed(undisturbed, head, inputs):
     """The policy file of the inputs is the fit of one process."""
-    paths = (inputs / "calibrate-once" / "policy.json", inputs / "policy.json")
-    by_shards, alone = (Policy.load(path) for path in paths)
+    by_shards, alone = (Policy.load(inputs / name) for name in ("fit-once", "policy.json"))
     assert by_shards.threshold == alone.threshold
     for one, other in zip(by_shards.stages, alone.stages, strict=True):
         assert one.temperature == pytest.approx(other.temperature, rel=1e-9)
         if one.alpha is not None:
             assert (one.alpha, one.beta) == pytest.approx((other.alpha, other.beta), rel=1e-9)
 
-    config = write_config(inputs, "calibrate-killed", CALIBRATE)
-    job = Submitted(head, "calibrate", config)
+    config = write_config(inputs, "fit-killed", {**FIT, "output": "fit-killed"})
+    job = Submitted(head, "fit", config)
     driver = wait_for(lambda: driver_of(config), 60, "the driver")
     wait_for(lambda: shard_at_work(head), 60, "a question to a shard", every_s=0.002)
     driver.kill()
     assert job.ended()[0] not in (0, 1, 2)
-    assert not (inputs / "calibrate-killed" / "policy.json").exists()
-    assert Submitted(head, "calibrate", config).ended()[0] == 0
-    policies = [(inputs / name / "policy.json").read_text() for name in ("calibrate-killed", "calibrate-once")]
-    assert policies[0] == policies[1]
+    assert not (inputs / "fit-killed").exists()
+    assert Submitted(head, "fit", config).ended()[0] == 0
+    assert (inputs / "fit-killed").read_text() == (inputs / "fit-once").read_text()
 
 
 def shard_at_work(head):
@@ -121,7 +114,7 @@ def driver_of(config):
     """Return the process of a job's driver."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if str(config) in words and "-m" in words and any(word.startswith("jobs.") for word in words):
+        if str(config) in words and any(word.endswith("/cauc") for word in words[:2]):
             return process
     return None
 
@@ -134,13 +127,13 @@ def kept(folder):
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_sweep_that_is_ended_goes_on_to_the_same_table(undisturbed, head, inputs, how):
     out = inputs / f"sweep-{how}"
-    config = write_config(inputs, out.name, SWEEP)
+    config = write_config(inputs, out.name, {**SWEEP, "output": out.name})
     job = Submitted(head, "sweep", config)
     wait_for(lambda: len(kept(out)) > 3, 60, "a task's rows")
     driver_of(config).kill() if how == "killed" else job.stop()
     code, log = job.ended()
     assert code not in (0, 1, 2)
-    assert ("jobs.sweep: stopped; the same command goes on from here" in log) == (how == "stopped")
+    assert ("cauc: stopped" in log) == (how == "stopped")
     assert not (out / "results.parquet").exists()
     done = {path: path.stat().st_mtime_ns for path in kept(out)}
     assert len(done) < N_TASKS
@@ -152,21 +145,21 @@ def test_a_sweep_that_is_ended_goes_on_to_the_same_table(undisturbed, head, inpu
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs):
-    config = write_config(inputs, "evaluate-killed", {**EVALUATE, "pool": "slow.yaml"})
-    job = Submitted(head, "evaluate", config)
-    metric = wait_for(lambda: metrics(head, "ray_cauc_job_total{", 'job="evaluate"', 'unit="rows"'), 60, "a metric")
+def test_a_run_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs):
+    config = write_config(inputs, "run-killed", {**RUN, "pool": "slow.yaml", "output": "run-killed"})
+    job = Submitted(head, "run", config)
+    metric = wait_for(lambda: metrics(head, "ray_cauc_job_total{", 'job="run"', 'unit="rows"'), 60, "a metric")
     assert float(metric.split()[-1]) == 600
-    wait_for((inputs / "evaluate-killed" / "run").is_dir, 60, "a run")
+    wait_for((inputs / "run-killed").is_dir, 60, "a run")
     driver_of(config).kill()
     assert job.ended()[0] not in (0, 1, 2)
-    assert not (inputs / "evaluate-killed" / "result.json").exists()
-    code, log = Submitted(head, "evaluate", config).ended()
+    assert not (inputs / "run-killed" / "summary.json").exists()
+    code, log = Submitted(head, "run", config).ended()
     assert code == 0, log
-    runs = [inputs / f"evaluate-{name}" / "run" / "predictions" for name in ("killed", "once")]
+    runs = [inputs / f"run-{name}" / "predictions" for name in ("killed", "once")]
     rows, whole = (by_example(read_all(run)) for run in runs)
     assert rows == whole
-    results = [json.loads(text.splitlines()[-1]) for text in (log, undisturbed["evaluate"][1])]
+    results = [json.loads(text.splitlines()[-1]) for text in (log, undisturbed["run"][1])]
     assert results[0]["accuracy"] == results[1]["accuracy"]
 
 
@@ -185,10 +178,10 @@ def test_a_config_travels_with_the_working_directory_and_data_stay(head, tmp_pat
     (tmp_path / "data").mkdir()
     for name in ("data/big.bin", "table.parquet"):
         (tmp_path / name).write_bytes(b"x" * 1000)
-    write_config(tmp_path, "mine", SWEEP)
+    write_config(tmp_path, "mine", {**SWEEP, "output": "out"})
     code, log = Submitted(head, "sweep", "mine.yaml", tmp_path).ended()
     assert code == 2
-    assert re.search("output mine lies in the copy of the working directory", log)
+    assert re.search("out lies in the copy of the working directory", log)
     (package,) = (path.parent for path in Path(head.folder).rglob("_ray_pkg_*/mine.yaml"))
     assert not {"data", "table.parquet"} & {path.name for path in package.iterdir()}
     assert list(package.rglob("samples/digits/**/*.parquet"))  # the package's own

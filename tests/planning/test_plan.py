@@ -301,5 +301,5 @@ def test_a_plan_needs_no_ray():
 
 
 def test_ledger_and_input_are_not_both_given_from_python(home):
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="give one of them"):
         cauc_ray.plan(home / "pool.yaml", home / "policy.json", 5.0, ledger=home / "run", input=home / "text.txt")

@@ -1,0 +1,295 @@
+"""Sweeps: methods × budgets × chains × seeds × logit tables, in this process or as tasks on Ray."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from cauc_ray.api.examples import ExampleReader
+from cauc_ray.api.fingerprints import fingerprints_of
+from cauc_ray.api.grids import Grid, cells
+from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
+from cauc_ray.api.sources import Logits, Source
+from cauc_ray.comparison.comparing import SINGLE
+from cauc_ray.comparison.redrawing import redraw
+from cauc_ray.data.logits import LogitKinds
+from cauc_ray.errors import BudgetError, ConfigError, unknown_name
+from cauc_ray.policies.baselines.simple import fit_single
+from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Method, method_named
+from cauc_ray.policies.trace import Examples
+
+KEYS = ("set", "chain", "method", "budget_kind", "budget")
+FIGURES = ("accuracy", "macro_f1", "cost", "relative_cost", "setup_s")
+# status: ok; unmet, where no operating point is within the budget; missing, where a task failed. reason: why.
+# budget_cost: the budget in the table's unit.   threshold: null where the method has only one setting.
+RESULTS = pa.schema(
+    [
+        ("set", pa.string()),
+        ("chain", pa.string()),
+        ("method", pa.string()),
+        ("seed", pa.int64()),
+        ("budget_kind", pa.string()),
+        ("budget", pa.float64()),
+        ("budget_cost", pa.float64()),
+        ("status", pa.string()),
+        ("reason", pa.string()),
+        ("threshold", pa.float64()),
+        ("validation_accuracy", pa.float64()),
+        ("validation_cost", pa.float64()),
+        ("accuracy", pa.float64()),
+        ("macro_f1", pa.float64()),
+        ("cost", pa.float64()),
+        ("relative_cost", pa.float64()),
+        ("avoided", pa.float64()),
+        ("n", pa.int64()),
+        ("cost_unit", pa.string()),
+        ("setup_s", pa.float64()),
+    ]
+)
+# Of one logit table, without what differs from one time to the next.
+TABLE = pa.schema([field for field in RESULTS if field.name not in ("set", "setup_s")])
+SUMMARY = pa.schema(
+    [
+        *(RESULTS.field(key) for key in KEYS),
+        ("n", pa.int64()),
+        ("n_unmet", pa.int64()),
+        ("n_missing", pa.int64()),
+        *((f"{figure}_{what}", pa.float64()) for figure in FIGURES for what in ("mean", "std")),
+    ]
+)
+STATUSES = ("ok", "unmet", "missing")
+PURPOSE = "measuring a sweep"
+
+
+def sweep(
+    logits: Logits,
+    labels: Any = None,
+    *,
+    example_ids: Any = None,
+    models: Sequence[str] | None = None,
+    chains: Sequence[Sequence[str]] = (),
+    methods: Sequence[str] = ("base", "rf", "margin"),
+    budgets: Sequence[float] = (),
+    relative_budgets: Sequence[float] = (),
+    points: int | None = None,
+    costs: Mapping[str, float] | Sequence[float] | None = None,
+    cost_unit: str | None = None,
+    calibration_split: str = "calibration",
+    validation_split: str = "validation",
+    validation: Cut = None,
+    split: str = "test",
+    test: Cut = None,
+    seed: int = 0,
+    seeds: Sequence[int] = (),
+    redrawn: Sequence[str] | None = None,
+    embedding: str | None = None,
+    logit_kind: LogitKinds = None,
+) -> pa.Table:
+    """Measure methods over budgets: thresholds are chosen on validation, figures are of another split.
+
+    >>> import cauc_ray
+    >>> table = cauc_ray.sweep(cauc_ray.sample_logits(), methods=["rf"], points=5)
+    >>> table.num_rows, max(table["accuracy"].to_pylist()) > 0.9
+    (5, True)
+
+    Arguments are those of compare, and:
+    chains: several, each cheapest first, in place of models.   budgets: mean costs per example on validation;
+    relative_budgets: the same as shares of the cost of the chain's most expensive model; points: so many budgets,
+    evenly spaced over the validation costs. Without any of these every operating point of validation is measured.
+    seeds: in place of seed.   redrawn: splits that are pooled and, with each seed, cut again into the same sizes;
+    None for calibration and validation where there are several seeds, else none.
+    Returns a row for each chain, method, seed and budget (TABLE). Raises CaucError as fit does.
+    """
+    options = SweepOptions.of(locals())
+    require_methods(options.methods)
+    rows: list[dict[str, Any]] = []
+    for chain in options.chains or (options.models,):
+        source = Source(logits, of_chain(options, chain), labels, example_ids)
+        read = ExampleReader(source, embedding).read(PURPOSE)
+        for each in options.all_seeds:
+            drawn = redraw(dict(zip(options.cuts, read, strict=True)), options.pooled, each)
+            for name in methods_of(options.methods, source.models):
+                keys = {"chain": ",".join(source.models), "method": name, "seed": each}
+                rows += measure(keys, source.models, options, drawn)
+    chain_of = [examples.chain for examples in read]
+    about: dict[str, str] = {"cost_unit": chain_of[0].costs.unit, "models": ",".join(source.models), "split": split}
+    if len(options.chains) <= 1 and not options.pooled:
+        about["fingerprints"] = json.dumps(fingerprints_of(*chain_of))
+    return pa.Table.from_pylist(rows, schema=TABLE).replace_schema_metadata(about)
+
+
+def measure(
+    keys: Mapping[str, Any], models: Sequence[str], options: SweepOptions, splits: Mapping[str, Examples]
+) -> list[dict[str, Any]]:
+    """Fit a method and measure it at all budgets.
+
+    keys: what names each of the rows, the method and seed among them.   splits: by name, calibration, validation, and
+    what is measured on. Returns rows as RESULTS has them. Raises CaucError.
+    """
+    calibration, validation, final = splits.values()
+    fitting = Fitting(calibration, validation, keys["seed"])
+    method, fit = method_of(keys["method"], models)
+    started = time.perf_counter()
+    fitted = fit(fitting)
+    of_fit = fitted.points
+    common = {"setup_s": time.perf_counter() - started, "n": len(final), "cost_unit": final.chain.costs.unit, **keys}
+    wanted = list(_budgets(options, float(validation.chain.costs.means.max()), of_fit.cost))
+    if not wanted:
+        return [common | row for row in _curve(fitted, final, np.arange(len(of_fit.cost)))]
+    rows: list[dict[str, Any]] = []
+    for kind, budget, cost in wanted:
+        try:
+            if not method.sees_labels:
+                of_fit.index_of_best(cost)  # raises where the cheapest point costs more, with one setting too
+            setting = method.setting(fitted, cost)
+        except BudgetError as error:
+            rows.append({"status": "unmet", "reason": str(error)})
+        else:
+            found = fitted.default if setting is None else setting
+            index = np.flatnonzero(of_fit.settings == found)[:1]
+            (row,) = _curve(fitted, final, index, settings=np.array([found]))
+            rows.append(row | {"threshold": setting})
+        rows[-1] |= {"budget_kind": kind, "budget": budget, "budget_cost": cost}
+    return [common | row for row in rows]
+
+
+def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
+    """Return a method by its name, single:MODEL among them, and the function that fits it."""
+    kind, is_single, model = name.partition(":")
+    if is_single and kind == SINGLE:
+        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
+    method = method_named(name)
+    return method, method.load()
+
+
+def _curve(
+    fitted: Fitted, final: Examples, points: np.ndarray, settings: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """Return figures at points of validation, int (n,), or at settings of which validation has no more than one."""
+    of_fit = fitted.points
+    curve = fitted.curve(final, of_fit.settings[points] if settings is None else settings)
+    of_last = float(final.chain.costs.means[-1])
+    on_validation = len(points) == len(curve.cost)
+    return [
+        {
+            "status": "ok",
+            "threshold": float(curve.settings[row]),
+            "validation_accuracy": float(of_fit.quality[points[row]]) if on_validation else None,
+            "validation_cost": float(of_fit.cost[points[row]]) if on_validation else None,
+            "accuracy": float(curve.accuracy[row]),
+            "macro_f1": float(curve.macro_f1[row]),
+            "cost": float(curve.cost[row]),
+            "relative_cost": float(curve.cost[row]) / of_last if of_last > 0 else None,
+            "avoided": 1.0 - float(curve.last_share[row]),
+        }
+        for row in range(len(curve.cost))
+    ]
+
+
+def _budgets(options: SweepOptions, most_expensive: float, costs: np.ndarray) -> Iterator[tuple[str, float, float]]:
+    """Yield each budget: what it is a number of, the number, and the cost that it stands for."""
+    yield from (("relative", share, share * most_expensive) for share in options.relative_budgets)
+    yield from (("cost", budget, budget) for budget in options.budgets)
+    if options.points is not None:
+        for budget in np.linspace(costs.min(), costs.max(), options.points).tolist():
+            yield "cost", budget, budget
+
+
+def require_methods(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is not a method, or one that trains on texts."""
+    for name in names:
+        if name not in ("all", SINGLE, *METHODS):
+            raise ConfigError(unknown_name("method", name, ("all", SINGLE, *METHODS)))
+        if name in METHODS and METHODS[name].needs_texts:
+            raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
+
+
+def methods_of(names: Sequence[str], models: Sequence[str]) -> list[str]:
+    """Return the names of methods on a chain, with "single" for each model and "all" for all that run here."""
+    runnable = [method.name for method in METHODS.values() if not method.absent and not method.needs_texts]
+    singles = [f"{SINGLE}:{model}" for model in models]
+    groups = {SINGLE: singles, "all": [*singles, *runnable]}
+    return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
+
+
+def of_chain(options: SweepOptions, models: Sequence[str] | None) -> MeasureOptions:
+    """Return the options by which one chain is read."""
+    return MeasureOptions.of({**dict(options), "models": models, "methods": ("all",)})
+
+
+def summarise(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return for each set, chain, method and budget the mean and spread of its seeds (SUMMARY), in the rows' order.
+
+    n: seeds that have figures; n_unmet: those whose budget could not be met; n_missing: those without a value.
+    Of each figure its mean over those n, and its standard deviation (n - 1), None below two.
+    """
+    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        grouped.setdefault(tuple(row.get(key) for key in KEYS), []).append(row)
+    return [{**dict(zip(KEYS, key, strict=True)), **_spread(of_key)} for key, of_key in grouped.items()]
+
+
+def _spread(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    measured = [row for row in rows if row["status"] == "ok"]
+    counts = {f"n_{status}": sum(row["status"] == status for row in rows) for status in ("unmet", "missing")}
+    spread: dict[str, Any] = {"n": len(measured), **counts}
+    for figure in FIGURES:
+        values = [row[figure] for row in measured if row.get(figure) is not None]
+        spread[f"{figure}_mean"] = float(np.mean(values)) if values else None
+        spread[f"{figure}_std"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return spread
+
+
+def grids(summary: Sequence[Mapping[str, Any]]) -> list[Grid]:
+    """Return a table for people of each set and chain: methods by budgets."""
+    made = []
+    summary = [row for row in summary if row["budget"] is not None]
+    for set_name, chain in dict.fromkeys((row["set"], row["chain"]) for row in summary):
+        rows = [row for row in summary if (row["set"], row["chain"]) == (set_name, chain)]
+        budgets = list(dict.fromkeys((row["budget_kind"], row["budget"]) for row in rows))
+        found = {(row["method"], row["budget_kind"], row["budget"]): row for row in rows}
+        lines = [
+            cells(method, *(_cell(found[method, *budget]) for budget in budgets))
+            for method in dict.fromkeys(row["method"] for row in rows)
+        ]
+        headings = [
+            f"{budget:g} of the most expensive" if kind == "relative" else f"{budget:g}" for kind, budget in budgets
+        ]
+        made.append(Grid(f"{set_name}: {chain.replace(',', ' → ')}", ("method", *headings), tuple(lines)))
+    return made
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if not row["n"]:
+        return "not met" if row["n_unmet"] else "missing"
+    of_last = row["relative_cost_mean"]
+    at = f" at {of_last:.2f}" if of_last is not None else ""
+    seeds = f" ({row['n']} of {total})" if (total := row["n"] + row["n_unmet"] + row["n_missing"]) > row["n"] else ""
+    spread = "" if row["accuracy_std"] is None else f" ± {100 * row['accuracy_std']:.2f}"
+    return f"{100 * row['accuracy_mean']:.2f}{spread}{at}{seeds}"
+
+
+def highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
+    """Return for each method of a sweep over one chain, at a few budgets, the point that validation chooses.
+
+    The budgets are evenly spaced over the method's validation costs; equal choices are shown once.
+    """
+    found = []
+    for name in table.column("method").unique().to_pylist():
+        rows = table.filter(pc.equal(table.column("method"), name)).to_pylist()
+        cost = np.array([row["validation_cost"] for row in rows])
+        quality = np.array([row["validation_accuracy"] for row in rows])
+        seen: set[int] = set()
+        for budget in np.linspace(cost.min(), cost.max(), n_budgets):
+            best = int(np.where(cost <= budget * (1 + 1e-9), quality, -np.inf).argmax())
+            if best not in seen:
+                seen.add(best)
+                found.append({**rows[best], "budget": float(budget)})
+    return found

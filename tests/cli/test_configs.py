@@ -1,0 +1,241 @@
+"""Verbs with a config file: what `ray job submit` runs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from job_cases import CASES, EVALUATE, N_TASKS, SWEEP, stripped, write_config, write_inputs
+from synthetic import write_table
+
+import cauc_ray
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import path_inside, path_of
+from cauc_ray.schemas import CONFIGS, SCHEMAS, schema_path
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("jobs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_schemas_are_current(verb):
+    assert json.loads(schema_path(verb).read_text()) == SCHEMAS[verb]()
+
+
+@pytest.mark.parametrize("verb", SHIPPED)
+def test_shipped_configs_fit_their_schemas_and_read_nothing_outside_the_repository(verb):
+    content = yaml.safe_load((ROOT / "jobs" / f"{verb}.yaml").read_text())
+    schema = SCHEMAS[verb]()
+    jsonschema.validate(content, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**content, "outptu": "x"}, schema)
+    for each in paths_of(content):
+        found = (ROOT / "jobs" / each).resolve()
+        assert found.is_relative_to(ROOT / "out")  # which git ignores
+
+
+def paths_of(content):
+    """Return what a config's content names by a relative path."""
+    if isinstance(content, dict):
+        return [path for value in content.values() for path in paths_of(value)]
+    if isinstance(content, list):
+        return [path for value in content for path in paths_of(value)]
+    return [content] if isinstance(content, str) and content.startswith("..") else []
+
+
+@pytest.mark.parametrize("verb", CASES)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"outptu": "x"}, "unknown key 'outptu'; did you mean 'output'"),
+        ({"output": 3}, "output: "),
+        ({"output": ""}, "output: a path is missing"),
+    ],
+)
+def test_a_bad_config_is_one_line_and_leaves_nothing(inputs, tmp_path, command, verb, change, says):
+    content = {**CASES[verb][0], "output": str(tmp_path / "out"), **change}
+    before = sorted(tmp_path.iterdir())
+    code, out, error = command(verb, "--config", write_config(inputs, f"bad-{verb}", content))
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert says in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("verb", "change", "says"),
+    [
+        ("collect", {"pool": "nowhere.yaml"}, "no pool file"),
+        ("collect", {"dataset": "nowhere"}, "unknown dataset"),
+        ("run", {"policy": "nowhere.json"}, "no policy file"),
+        ("run", {"input": "nowhere"}, "nowhere"),
+        ("run", {"pool": None}, "pool: "),
+        ("run", {"output": "sets"}, "sets"),
+        ("sweep", {"output": "sets"}, "exists and is not an empty folder"),
+        ("paper", {"logits": "nowhere"}, "there is no folder"),
+        ("sweep", {"sets": [{"name": "a", "logits": "nowhere", "chains": [["m0"]]}]}, "no logit table"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(inputs, tmp_path, command, verb, change, says):
+    content = {**CASES[verb][0], "output": str(tmp_path / "a" / "out"), **change}
+    before = sorted(tmp_path.iterdir())
+    code, out, error = command(verb, "--config", write_config(inputs, f"bad-{verb}", content))
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert says in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_paths_are_of_the_configs_folder_and_flags_come_first(inputs, tmp_path, command):
+    config = write_config(inputs, "plain", {"logits": "sets/planted", "models": ["m0", "m2"], "output": "plain.json"})
+    code, out, _ = command("fit", "--config", config, "--method", "rf", "-o", tmp_path / "mine.json", "--json")
+    assert code == 0
+    assert not (inputs / "plain.json").exists()
+    policy = cauc_ray.Policy.load(tmp_path / "mine.json")
+    assert (policy.method, policy.models, policy.id) == ("rf", ("m0", "m2"), json.loads(out)["policy_id"])
+    assert command("fit", "--config", config)[0] == 0
+    assert (inputs / "plain.json").is_file()
+
+
+def test_an_output_in_rays_copy_of_the_working_directory_is_refused(tmp_path, command):
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    package.mkdir()
+    code, _, error = command("sweep", "--config", write_config(package, "c", {**SWEEP, "output": "out"}))
+    assert code == 2
+    assert "give an absolute path" in error
+
+
+def test_what_failed_is_told_by_the_exit_code_and_tried_again(ray_session, tmp_path, command):
+    table = tmp_path / "L"
+    write_table(table, n=60)
+    file = next((table / "model=m1" / "split=test").glob("*.parquet"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    sets = [{"name": "planted", "logits": "L", "chains": [["m0", "m1"], ["m0", "m2"]]}]
+    content = {**SWEEP, "methods": ["rf"], "seeds": [0], "sets": sets, "output": "out"}
+    path = write_config(tmp_path, "config", content)
+    code, out, error = command("sweep", "--config", path, "--json")
+    results = json.loads(out)
+    assert (code, len(results["missing"]), results["n_missing"]) == (1, 1, 3)
+    assert f"failed: {results['missing'][0]}" in error
+    file.write_bytes(whole)
+    code, out, _ = command("sweep", "--config", path, "--json")
+    assert (code, json.loads(out)["missing"]) == (0, [])
+
+
+def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(ray_session, tmp_path, command, monkeypatch):
+    write_table(tmp_path / "L", n=60)
+    sets = [{"name": "planted", "logits": "L", "chains": [["m0", "m2"]]}]
+    path = write_config(
+        tmp_path, "config", {**SWEEP, "sets": sets, "methods": ["margin"], "seeds": [0], "output": "out"}
+    )
+    for n, change in enumerate(
+        (
+            lambda: None,
+            lambda: monkeypatch.setattr(cauc_ray, "__version__", "99.0"),
+            lambda: write_table(tmp_path / "L", n=70),
+        ),
+        start=1,
+    ):
+        change()
+        for _ in range(2):  # the second time nothing is measured
+            assert command("sweep", "--config", path)[0] == 0
+            assert len(list((tmp_path / "out" / "tasks").glob("*.json"))) == n
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_job_that_is_stopped_without_a_cluster_ends_its_own_and_goes_on(inputs, tmp_path, number, code):
+    out = inputs / f"stopped-{number}"
+    path = write_config(inputs, out.name, {**SWEEP, "seeds": list(range(20)), "output": out.name})
+    job = start("sweep", path, tmp_path / "log")
+    try:
+        while not ((out / "tasks").is_dir() and len(list((out / "tasks").glob("*.json"))) > 2):
+            assert job.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        children = psutil.Process(job.pid).children(recursive=True)
+        assert len(children) > 3  # Ray's
+        job.send_signal(number)
+        assert job.wait(timeout=60) == code, (tmp_path / "log").read_text()
+        assert psutil.wait_procs(children, timeout=20)[1] == []
+    finally:
+        job.kill()
+    said = (tmp_path / "log").read_text()
+    assert "cauc: stopped" in said
+    assert "Traceback" not in said
+    assert not (out / "results.parquet").exists()
+    assert 2 < len(list((out / "tasks").glob("*.json"))) < 10 * N_TASKS
+
+
+def start(verb, path, log):
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    with log.open("w") as out:
+        words = [sys.executable, "-c", "from cauc_ray.cli.command import main; main()", verb, "--config", str(path)]
+        return subprocess.Popen([*words, "--json"], cwd=ROOT, stdout=out, stderr=out, env=env)
+
+
+@pytest.mark.slow
+def test_verbs_read_and_write_by_uri(inputs, s3, tmp_path):
+    """In processes of their own, whose Ray sessions have the environment's endpoint."""
+    bucket = path_of(f"{s3}/{tmp_path.name}")
+    for file in (path for path in inputs.rglob("*") if path.is_file()):
+        (bucket / path_inside(file, inputs)).write_bytes(file.read_bytes())
+    live = {key: f"{bucket}/{value}" if isinstance(value, str) else value for key, value in CASES["run"][0].items()}
+    sets = [{**each, "logits": f"{bucket}/{each['logits']}"} for each in SWEEP["sets"]]
+    swept = {**SWEEP, "sets": sets, "seeds": [0], "methods": ["rf"]}
+    for verb, content in (("run", live), ("sweep", swept)):
+        path = write_config(tmp_path, verb, {**content, "output": f"{bucket}/{verb}"})
+        job = start(verb, path, tmp_path / "log")
+        assert job.wait(timeout=200) == 0, (tmp_path / "log").read_text()
+    expected = cauc_ray.evaluate(inputs / "sets" / "planted", inputs / "policy.json").to_arrow()
+    found = pa.concat_tables(map(read_parquet, parquet_files(bucket / "run" / "predictions")))
+    assert found.sort_by("example_id").column("prediction").equals(expected.sort_by("example_id").column("prediction"))
+    assert len(read_parquet(bucket / "sweep" / "results.parquet")) == 2 * 3
+
+
+@pytest.mark.slow
+def test_shards_on_a_cluster_give_the_same_policy_and_answers(inputs, ray_session, command):
+    fitted = write_config(inputs, "shards", {**CASES["fit"][0], "output": "shards.json"})
+    assert command("fit", "--config", fitted)[0] == 0
+    by_shards, alone = (cauc_ray.Policy.load(inputs / name) for name in ("shards.json", "policy.json"))
+    assert by_shards.threshold == alone.threshold
+    config = write_config(inputs, "replay", {**EVALUATE, "predictions": "replayed.parquet"})
+    assert command("evaluate", "--config", config)[0] == 0
+    expected = cauc_ray.evaluate(inputs / "sets" / "planted", inputs / "policy.json").to_arrow()
+    assert pq.read_table(inputs / "replayed.parquet").equals(expected)
+
+
+def test_a_sweep_in_this_process_and_one_by_tasks_have_the_same_figures(inputs, ray_session, tmp_path, command):
+    flags = ["--models", "m0,m2", "--relative-budgets", "0.5,0.9", "--seeds", "0,1", "--methods", "rf,random"]
+    table = inputs / "sets" / "planted"
+    assert command("sweep", table, *flags, "-o", tmp_path / "here.parquet")[0] == 0
+    assert command("sweep", table, *flags, "-o", tmp_path / "there")[0] == 0
+    there = pq.read_table(tmp_path / "there" / "results.parquet").drop_columns(["set"])
+    rows = sorted(stripped(there), key=repr)
+    assert rows == sorted(pq.read_table(tmp_path / "here.parquet").to_pylist(), key=repr)
+
+
+@pytest.mark.slow
+def test_shipped_configs_run_on_what_the_demo_makes(tmp_path, ray_session, command):
+    from cauc_ray.demo import run_demo
+
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    run_demo(str(tmp_path / "out" / "demo"))
+    for verb in ("fit", "collect", "run", "sweep"):
+        code, _, error = command(verb, "--config", tmp_path / "jobs" / f"{verb}.yaml")
+        assert code == 0, error
