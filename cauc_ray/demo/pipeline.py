@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import time
 from importlib.util import find_spec
@@ -10,260 +11,196 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import yaml
 
-from cauc_ray.api import offline, online
-from cauc_ray.api.collecting import collect
+import cauc_ray
 from cauc_ray.api.live import steps
-from cauc_ray.api.sources import read_policy_chain
-from cauc_ray.comparison import sweeping
 from cauc_ray.data.splits import split_shares
-from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.execution.session import cpus_needed, ray_session
-from cauc_ray.files.atomic import new_folder, require_new
+from cauc_ray.demo import digit_networks
+from cauc_ray.errors import ConfigError
+from cauc_ray.execution.session import ray_session
+from cauc_ray.files.atomic import new_folder
 from cauc_ray.files.documents import write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
-from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.trace import single_model_accuracy
 
 SHARES = {"train": 0.40, "calibration": 0.15, "validation": 0.15, "test": 0.30}
-SEED = 0
-# Of the largest model's cost: what RF may spend per image on average.
-BUDGETS = (0.1, 0.2, 0.4)
-LIVE_BUDGET = 0.2
-# Test images in request.json, for a first try of `cauc serve`.
-REQUEST_ROWS = 8
+N_PIXELS, N_DIGITS = 64, 10
+# How many networks each model has, and hidden units in each; cheapest first.
+MODELS = {"small": (1, 4), "medium": (4, 6), "large": (8, 32)}
+LARGEST = "large"
+# What CAUC-RF may spend per image on average, as shares of the largest model's cost.
+BUDGETS = {"rf-5": 0.05, "rf-10": 0.1, "rf-20": 0.2}
+LIVE = "rf-20"
+TITLES = {"base": "CAUC Base"} | {name: f"CAUC-RF, budget {share:.0%}" for name, share in BUDGETS.items()}
 
 
 def run_demo(output: str | None) -> dict[str, Any]:
     """Run the demo into a new folder and return what its table shows.
 
-    Raises ConfigError with the install command where torch, scikit-learn or matplotlib is missing, or when the
-    folder exists. A demo that fails leaves no folder behind.
+    Raises ConfigError with the install command where scikit-learn or matplotlib is missing, or when the folder exists.
+    A demo that fails leaves no folder behind.
     """
-    folder = (Path(output) if output else _free_folder()).absolute()
-    require_new(folder)
-    _require_packages()
+    names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
+    folder = Path(output or next(name for name in names if not Path(name).exists())).absolute()
+    for package in ("sklearn", "matplotlib"):
+        if find_spec(package) is None:
+            raise ConfigError(f"the demo needs {package}; install it with: pip install 'cauc-ray[demo]'")
     with new_folder(folder):
         try:
             return _demo(folder)
         except BaseException:
-            for path in folder.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(folder)
+            folder.mkdir()
             raise
 
 
 def _demo(folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
+    pool, logits = folder / "pool.yaml", folder / "logits"
+    for name in ("inputs", "policies", "weights"):
+        (folder / name).mkdir()
     with steps(7) as step:
         step("reading 1,797 images of handwritten digits")
-        splits = _write_inputs(folder)
+        images, labels = _write_inputs(folder)
         step("training three classifiers")
-        pool = _train(folder, *splits["train"])
-        with ray_session(None, cpus_needed(pool.stages)):
+        _write_models(folder, images, labels)
+        with ray_session(None, 2):
             step("collecting logits through Ray actors")
-            collected = collect(pool, folder / "inputs", folder / "logits")
-            costs = {model["name"]: model["cost"] for model in collected["models"]}
+            unit = cauc_ray.collect(pool, folder / "inputs", logits)["cost_unit"]
             step("fitting CAUC Base, and CAUC-RF at three budgets")
-            policies = _fit(folder, pool, costs)
+            budgets = {name: share * _cost(LARGEST) for name, share in BUDGETS.items()}
+            policies = {"base": cauc_ray.fit(logits, method="base")}
+            policies |= {name: cauc_ray.fit(logits, method="rf", budget=budget) for name, budget in budgets.items()}
+            for name, policy in policies.items():
+                policy.save(folder / "policies" / f"{name}.json")
             step("sweeping all operating points")
-            logits, models = folder / "logits", [stage.name for stage in pool.stages]
-            curves = sweeping.sweep(logits, models=models)
-            offline.save_table(curves, folder / "sweep.parquet")
+            curves = cauc_ray.sweep(logits)
+            write_parquet(folder / "sweep.parquet", curves)
             step("running the live cascade on the test images")
-            live = policies[_rf_name(LIVE_BUDGET)]
-            online.run(pool, live, folder / "inputs" / "test.parquet", folder / "run")
+            cauc_ray.run(pool, policies[LIVE], folder / "inputs" / "test.parquet", folder / "run")
         step("drawing the accuracy-cost curves")
-        rows = _rows(logits, policies)
-        _draw(curves, rows, collected["cost_unit"], folder / "accuracy-cost.png")
+        singles = [cauc_ray.fit(logits, models=[name], method="rf", threshold=0.0) for name in MODELS]
+        rows = [_row(logits, f"{policy.models[0]} alone", policy) for policy in singles]
+        _draw(curves, rows, unit, folder / "accuracy-cost.png")
+        rows += [_row(logits, TITLES[name], policy) for name, policy in policies.items()]
     return {
         "folder": str(folder),
         "seconds": time.perf_counter() - started,
-        "n": len(splits["test"][1]),
-        "cost_unit": collected["cost_unit"],
+        "n": len(read_parquet(folder / "inputs" / "test.parquet")),
+        "cost_unit": unit,
         "rows": rows,
-        "agreement": _agreement(logits, live, folder / "run"),
-        "files": [
-            "pool.yaml",
-            "logits",
-            "policies",
-            "sweep.parquet",
-            "run/predictions",
-            "run/ledger",
-            "accuracy-cost.png",
-            "request.json",
-        ],
+        "agreement": _agreement(logits, policies[LIVE], folder / "run" / "predictions"),
+        "files": sorted(path.name for path in folder.iterdir()),
     }
 
 
-def _require_packages() -> None:
-    for package in ("torch", "sklearn", "matplotlib"):
-        if find_spec(package) is None:
-            raise ConfigError(f"the demo needs {package}; install it with: pip install 'cauc-ray[demo]'")
-
-
-def _free_folder() -> Path:
-    names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
-    return next(Path(name) for name in names if not Path(name).exists())
-
-
-def _write_inputs(folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Split the images, write the inputs of all but the training part, and return each part's images and labels."""
+def _write_inputs(folder: Path) -> tuple[Any, Any]:
+    """Write the inputs and a request to serve, and return what models are trained on: images and labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
-    parts = split_shares(len(labels), SHARES, SEED)
-    (folder / "inputs").mkdir()
+    parts = split_shares(len(labels), SHARES, seed=0)
+    train = parts.pop("train")
     for name, rows in parts.items():
-        if name == "train":
-            continue
-        table = pa.table(
-            {
-                "example_id": [f"digit-{row:04d}" for row in rows],
-                "image": pa.FixedSizeListArray.from_arrays(pa.array(images[rows].ravel()), images.shape[1]),
-                "label": labels[rows],
-            }
-        )
-        write_parquet(folder / "inputs" / f"{name}.parquet", table)
-    write_json(folder / "request.json", _request(images[parts["test"][:REQUEST_ROWS]]))
-    return {name: (images[rows], labels[rows]) for name, rows in parts.items()}
+        pixels = pa.FixedSizeListArray.from_arrays(pa.array(images[rows].ravel()), N_PIXELS)
+        columns = {"example_id": [f"digit-{row:04d}" for row in rows], "image": pixels, "label": labels[rows]}
+        write_parquet(folder / "inputs" / f"{name}.parquet", pa.table(columns))
+    asked = images[parts["test"][:8]]
+    tensor = {"name": "image", "datatype": "FP32", "shape": list(asked.shape), "data": asked.ravel().tolist()}
+    outputs = [{"name": name} for name in ("prediction", "confidence", "stage", "cost")]
+    write_json(folder / "request.json", {"inputs": [tensor], "outputs": outputs})
+    return images[train], labels[train]
 
 
-def _request(images: Any) -> dict[str, Any]:
-    """Return what `cauc serve` is asked with for some images, float32 (n, 64)."""
-    tensor = {"name": "image", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
-    outputs = ("prediction", "confidence", "stage", "cost")
-    return {"inputs": [tensor], "outputs": [{"name": name} for name in outputs]}
+def _cost(model: str) -> float:
+    """Return a model's multiply-adds for an image, in thousands."""
+    n_networks, width = MODELS[model]
+    return n_networks * width * (N_PIXELS + N_DIGITS) / 1000
 
 
-def _train(folder: Path, images: Any, labels: Any) -> Pool:
-    import torch
+def _write_models(folder: Path, images: Any, labels: Any) -> None:
+    """Train the models, and write their weights, their code and the pool file, which name each other by relative paths.
 
-    from cauc_ray.demo import classifiers
+    images: float32 (n, 64) in [0, 1].   labels: int (n,).
+    """
+    from sklearn.neural_network import MLPClassifier
+    from threadpoolctl import threadpool_limits
 
-    (folder / "weights").mkdir()
     stages = []
-    for name in classifiers.RECIPES:
-        network = classifiers.train(name, images, labels, SEED)
-        weights = folder / "weights" / f"{name}.pt"
-        torch.save(network.state_dict(), weights)
-        factory = f"{classifiers.__name__}:load"
-        stages.append(
-            {
-                "name": name,
-                "model": {"kind": "python", "factory": factory, "kwargs": {"name": name, "weights": str(weights)}},
-                "batch_size": 64,
-                "resources": {"num_cpus": 0.5},
-            }
-        )
-    pixels = {"image": {"datatype": "FP32", "shape": [images.shape[1]]}}
+    for name, (n_networks, width) in MODELS.items():
+        options = {"alpha": 0.1, "learning_rate_init": 0.005, "max_iter": 2000}
+        networks = [MLPClassifier((width,), random_state=seed, **options) for seed in range(n_networks)]
+        with threadpool_limits(1):  # several threads only wait for each other on networks so small
+            of_network = [(*network.fit(images, labels).coefs_, *network.intercepts_) for network in networks]
+        # The biases become (E, 1, H), as they are added to (E, n, H).
+        arrays = [np.stack([np.atleast_2d(one) for one in each]) for each in zip(*of_network, strict=True)]
+        weights = f"weights/{name}.npz"
+        np.savez(folder / weights, *[array.astype(np.float32) for array in arrays])
+        model = {"kind": "python", "factory": "digit_networks:load", "kwargs": {"weights": weights}}
+        cost, resources = {"kflops": _cost(name)}, {"num_cpus": 0.5}
+        stages.append({"name": name, "model": model, "cost": cost, "batch_size": 64, "resources": resources})
+    write_text(folder / "digit_networks.py", inspect.getsource(digit_networks))
+    pixels = {"image": {"datatype": "FP32", "shape": [N_PIXELS]}}
     content = {"name": "digits", "task": "image-classification", "inputs": pixels, "stages": stages}
     write_text(folder / "pool.yaml", yaml.safe_dump(content, sort_keys=False))
-    return load_pool(folder / "pool.yaml")
 
 
-def _fit(folder: Path, pool: Pool, costs: dict[str, float]) -> dict[str, Policy]:
-    models = [stage.name for stage in pool.stages]
-    largest = costs[models[-1]]
-    policies = {"CAUC Base": offline.fit(folder / "logits", models=models, method="base")}
-    for share in BUDGETS:
-        policies[_rf_name(share)] = offline.fit(folder / "logits", models=models, method="rf", budget=share * largest)
-    (folder / "policies").mkdir()
-    for name, policy in policies.items():
-        policy.save(folder / "policies" / f"{_file_name(name)}.json")
-    return policies
-
-
-def _rf_name(share: float) -> str:
-    return f"CAUC-RF, budget {share:.0%}"
-
-
-def _file_name(name: str) -> str:
-    return name.lower().removeprefix("cauc").strip(" -").replace(", budget ", "-").replace("%", "")
-
-
-def _rows(logits: Path, policies: dict[str, Policy]) -> list[dict[str, Any]]:
-    base = policies["CAUC Base"]
-    chain = read_policy_chain(logits, base, "test")
-    largest = float(chain.costs.means[-1])
-    rows = []
-    for place, model in enumerate(chain.models):
-        alone, cost = single_model_accuracy(chain, place), float(chain.costs.means[place])
-        avoided = 0.0 if place == len(chain.models) - 1 else 1.0
-        rows.append(_row(f"{model} alone", alone, cost, cost / largest, avoided))
-    for name, policy in policies.items():
-        measures = offline.evaluate(logits, policy).measures
-        avoided = 1 - measures.stages[-1].reached / measures.n
-        rows.append(_row(name, measures.accuracy, measures.cost, measures.cost / largest, avoided))
-    return rows
-
-
-def _row(name: str, accuracy: Any, cost: float, relative_cost: float, avoided: float) -> dict[str, Any]:
+def _row(logits: Path, title: str, policy: Policy) -> dict[str, Any]:
+    """Return a row of the demo's table: a policy on the test images."""
+    measures = cauc_ray.evaluate(logits, policy).measures
+    assert measures.accuracy is not None  # all images are labelled
+    reached = {stage.name: stage.reached for stage in measures.stages}
     return {
-        "name": name,
-        "accuracy": accuracy.value,
-        "low": accuracy.low,
-        "high": accuracy.high,
-        "cost": cost,
-        "relative_cost": relative_cost,
-        "avoided": avoided,
+        "name": title,
+        "accuracy": measures.accuracy.value,
+        "low": measures.accuracy.low,
+        "high": measures.accuracy.high,
+        "cost": measures.cost,
+        "relative_cost": measures.cost / _cost(LARGEST),
+        "avoided": 1 - reached.get(LARGEST, 0) / measures.n,
     }
 
 
-def _agreement(logits: Path, policy: Policy, run: Path) -> str:
+def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:
     """Compare the live run with the replay of the collected logits, row for row.
 
-    The models computed the live logits anew, in other batches: their last bits may differ, and with them a
+    The models computed the live logits again, in other batches: their last bits may differ, and with them a
     confidence by a few units of float32.
     """
-    replayed = offline.evaluate(logits, policy).to_arrow()
-    live = pa.concat_tables([read_parquet(file) for file in parquet_files(run / "predictions")])
-    live, replayed = (table.sort_by("example_id").to_pydict() for table in (live, replayed))
-    if live["example_id"] != replayed["example_id"]:
-        raise DataError("the live run answered other images than the replay")
-    same = np.full(len(live["stage"]), True)
-    for column in ("prediction", "stage", "cost"):
-        same &= np.array(live[column]) == np.array(replayed[column])
-    gap = float(np.abs(np.array(live["confidence"]) - np.array(replayed["confidence"])).max())
-    verdict = "agree" if same.all() else "DISAGREE"
-    confidences = f"confidences differ by at most {gap:.1g}" if gap else "and confidences equal to the last bit"
+    files = pa.concat_tables([read_parquet(file) for file in parquet_files(predictions)])
+    replayed = cauc_ray.evaluate(logits, policy).to_arrow()
+    live, replay = (table.sort_by("example_id").to_pydict() for table in (files, replayed))
+    columns = ("example_id", "prediction", "stage", "cost")
+    same = np.all([np.array(live[name]) == np.array(replay[name]) for name in columns], axis=0)
+    gap = np.abs(np.subtract(live["confidence"], replay["confidence"])).max()
     return (
-        f"live run and offline replay {verdict} row for row: {same.sum()} of {len(same)} with the same prediction, "
-        f"stage and cost, {confidences}"
+        f"live run and offline replay {'agree' if same.all() else 'DISAGREE'} row for row: {same.sum()} of {len(same)} "
+        f"with the same prediction, stage and cost; confidences differ by at most {gap:.1g}"
     )
 
 
-def _draw(curves: pa.Table, rows: list[dict[str, Any]], unit: str, path: Path) -> None:
-    import matplotlib
+def _draw(curves: pa.Table, singles: list[dict[str, Any]], unit: str, path: Path) -> None:
+    """Draw accuracy over cost: a curve for each method, a point for each model alone."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.subplots()
     names = {"margin": "Margin Sampling", "base": "CAUC Base", "rf": "CAUC-RF"}
-    table = curves.to_pydict()
     for (method, label), colour in zip(names.items(), ("#a0a0a0", "#1b6ca8", "#c8502d"), strict=True):
-        here = [place for place, name in enumerate(table["method"]) if name == method]
-        cost = [table["cost"][place] for place in here]
-        accuracy = [100 * table["accuracy"][place] for place in here]
-        axes.plot(cost, accuracy, color=colour, label=label, linewidth=1.8, drawstyle="steps-post")
-    alone = [row for row in rows if row["name"].endswith(" alone")]
-    for row in alone:
+        own = curves.filter(pc.field("method") == method)
+        cost, accuracy = own["cost"].to_numpy(), own["accuracy"].to_numpy()
+        axes.step(cost, 100 * accuracy, color=colour, label=label, linewidth=1.8, where="post")
+    for row in singles:
         at = (row["cost"], 100 * row["accuracy"])
         axes.plot(*at, "o", color="black", markersize=5)
-        # The curves pass below the last model and above the others.
-        offset = (0, 9) if row is alone[-1] else (0, -16)
-        axes.annotate(row["name"], at, textcoords="offset points", xytext=offset, ha="center")
-    axes.margins(x=0.12, y=0.12)
-    axes.set_xscale("log")
-    axes.set_xlabel(f"mean cost per image ({unit}, log scale)")
-    axes.set_ylabel("test accuracy (%)")
+        axes.annotate(row["name"], at, textcoords="offset points", xytext=(7, -13))
+    axes.margins(x=0.15, y=0.12)
+    axes.set(xscale="log", xlabel=f"mean cost per image ({unit}, log scale)", ylabel="test accuracy (%)")
     axes.set_title("Thresholds from validation, measured on test")
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

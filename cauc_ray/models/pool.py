@@ -19,6 +19,7 @@ from cauc_ray.models.service import InputSpec, PoolServing, Replicas, Section, S
 LONGEST_NAME = 200  # a folder's name has 255 at most
 COST_UNITS = {
     "gflops": "GFLOPs",
+    "kflops": "kFLOPs",
     "params_b": "B params",
     "seconds": "s",
     "usd": "USD",
@@ -34,6 +35,7 @@ class CostSpec(Section):
 
     gflops: StrictFloat | Literal["auto"] | None = None
     params_b: StrictFloat | Literal["auto"] | None = None
+    kflops: StrictFloat | None = None
     seconds: StrictFloat | None = None
     usd: StrictFloat | None = None
     usd_per_mtok: StrictFloat | None = None

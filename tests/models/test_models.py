@@ -132,7 +132,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__cost": {"gflops": None}}, "exactly one of gflops"),
         ({"stages__0__cost": {"gflops": True}}, "stages.0.cost.gflops"),
         ({"stages__0__cost": {"params_b": "4"}}, "stages.0.cost.params_b"),
-        ({"stages__0__cost": {}}, "exactly one of gflops, params_b, seconds, usd, usd_per_mtok"),
+        ({"stages__0__cost": {}}, "exactly one of gflops, kflops, params_b, seconds, usd, usd_per_mtok"),
         ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
         ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops: "),
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
