@@ -59,7 +59,8 @@ def collect(
     started = time.perf_counter()
     options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
-    source = DatasetSource(str(dataset), options.columns, seed)
+    tabular = pool.task == "classification"
+    source = DatasetSource(str(dataset), options.columns, seed, tabular=tabular, names=pool.labels)
     rows = open_dataset(source)
     if rows.task != pool.task:
         raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
@@ -209,6 +210,7 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
         cost_unit=cost_unit(work.stage),
         logit_kind=joint_kind([model.logit_kind or "raw" for model in models]),
         note=f"collected on {rows.name}: {rows.rule}",
+        labels=list(rows.source.names) if rows.source.names else before.labels if before else None,
         models=sorted(models, key=lambda model: order.index(model.name) if model.name in order else -1),
     )
     write_info(out, info)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +27,8 @@ class Evaluation(Shown):
 
     measures: accuracy, macro_f1, cost and more.   guarantees: of each stage, what its threshold promises there; None
     for the last.   guards: of what was realised there against what was expected.
-    order: int (N,), of the chain's examples in predictions; None for the chain's own.
+    order: int (N,), of the chain's examples in predictions; None for the chain's own.   names: of the options, where
+    the table has them.
     """
 
     policy: Policy
@@ -37,19 +38,22 @@ class Evaluation(Shown):
     guarantees: tuple[StageGuarantees | None, ...]
     guards: tuple[Guard, ...]
     order: Ints | None = None
+    names: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, policy: Policy, chain: Chain, order: Ints | None = None) -> Evaluation:
+    def of(
+        cls, policy: Policy, chain: Chain, order: Ints | None = None, names: tuple[str, ...] | None = None
+    ) -> Evaluation:
         """Evaluate a policy on a chain."""
         answers, measures = measure_replay(policy, chain)
         on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
         guards = () if on_cost is None else (on_cost,)
-        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order)
+        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order, names)
 
     @property
     def predictions(self) -> Predictions:
         """Return the answers, one for each example."""
-        found = Predictions.of(self.replay, self.chain, self.policy.cost_unit)
+        found = replace(Predictions.of(self.replay, self.chain, self.policy.cost_unit), names=self.names)
         return found if self.order is None else found.of_rows(self.order)
 
     def to_arrow(self) -> pa.Table:

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.options import ChainOptions, Cut, EvaluateOptions, FitOptions
-from cauc_ray.api.sources import Logits, Source, positions_of_rows, read_policy_chain
+from cauc_ray.api.sources import Logits, Source, option_names, positions_of_rows, read_policy_chain
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.atomic import require_writable
@@ -247,7 +247,7 @@ def evaluate(
         return evaluation
     chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
     order = positions_of_rows(chain, example_ids) if isinstance(logits, Mapping) else None
-    evaluation = Evaluation.of(policy, chain, order)
+    evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     warn_of(evaluation.guards)
     return evaluation
 

@@ -62,7 +62,7 @@ def run(
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
-    rows = _opened(input)
+    rows = _opened(input, pool)
     _require_columns(stages, rows)
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
@@ -91,6 +91,7 @@ def run(
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
+            names=pool.labels,
         )
     summary = {
         "run_id": record.run_id,
@@ -104,9 +105,9 @@ def run(
     return summary
 
 
-def _opened(input: str | AnyPath | Dataset) -> RunInput:
+def _opened(input: str | AnyPath | Dataset, pool: Pool) -> RunInput:
     if isinstance(input, str | Path | RemotePath):
-        return open_input(input)
+        return open_input(input, pool.labels)
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
     return DatasetInput(input)

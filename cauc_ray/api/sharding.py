@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.offline import fit_chains, require_fit
 from cauc_ray.api.options import EvaluateOptions, FitOptions, ShardOptions
-from cauc_ray.api.sources import Source, read_policy_heads
+from cauc_ray.api.sources import Source, option_names, read_policy_heads
 from cauc_ray.data.logits import ChainHeads
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.sharded import DEADLINE_S, ShardedChain, Sharding, Shards, ShardsWatched, sharded
@@ -60,7 +60,7 @@ def evaluate_shards(
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
     heads = read_policy_heads(logits, policy, options)
     with _sharded([heads], options) as (held, (chain,)):
-        evaluation = Evaluation.of(policy, chain)
+        evaluation = Evaluation.of(policy, chain, names=option_names(logits))
     return evaluation, held.watched
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from cauc_ray.api.options import ChainOptions, EvaluateOptions
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, model_kinds
 from cauc_ray.data.splits import split_shares
+from cauc_ray.data.table_info import read_info
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.arrays import array_chain
@@ -236,6 +237,12 @@ def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOp
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
     table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
     return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
+
+
+def option_names(logits: Logits) -> tuple[str, ...] | None:
+    """Return the names of the options, where a table has them."""
+    info = None if isinstance(logits, Mapping) else read_info(logits)
+    return None if info is None or info.labels is None else tuple(info.labels)
 
 
 def _costs_of(policy: Policy) -> CallCosts:

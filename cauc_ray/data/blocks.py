@@ -90,15 +90,19 @@ def other_rows(where: str, why: str) -> DataError:
     )
 
 
-def table_block(table: pa.Table, name_of: Callable[[int], str], start: int = 0) -> InputBlock:
+def table_block(
+    table: pa.Table, name_of: Callable[[int], str], start: int = 0, names: Sequence[str] | None = None
+) -> InputBlock:
     """Return a table's rows as a block.   name_of: names a row by its number, for errors.   start: the first one's.
+
+    names: of the options, by which a column of labels may call them.
 
     Raises DataError naming a row, or the first for a whole column, for content that no run can take.
     """
     ids = table.column("example_id")
     if ids.null_count:
         raise DataError(f"{name_of(start + pc.index(ids.is_null(), True).as_py())}: the row has no example_id")
-    labels = _labels(table.column("label"), name_of, start) if "label" in table.column_names else None
+    labels = _labels(table.column("label"), name_of, start, names) if "label" in table.column_names else None
     columns = {}
     for name in table.column_names:
         try:
@@ -108,8 +112,13 @@ def table_block(table: pa.Table, name_of: Callable[[int], str], start: int = 0) 
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
 
 
-def _labels(column: pa.ChunkedArray, name_of: Callable[[int], str], start: int) -> Ints:
-    """Return labels, int32 (n,), UNKNOWN_LABEL for null."""
+def _labels(
+    column: pa.ChunkedArray, name_of: Callable[[int], str], start: int, names: Sequence[str] | None = None
+) -> Ints:
+    """Return labels, int32 (n,), UNKNOWN_LABEL for null.   names: of the options, which may stand for their numbers."""
+    if names is not None and (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        numbers = pc.cast(pc.index_in(column, value_set=pa.array(names, column.type)), pa.string())
+        column = pc.coalesce(numbers, column)
     try:
         known = column.cast(pa.int32())
     except pa.ArrowException as error:

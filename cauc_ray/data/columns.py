@@ -21,6 +21,9 @@ from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
+# Of a task whose models read columns by the file's own names.
+TABULAR = "classification"
+CANONICAL_OF_ALL = ("example_id", "label")
 CANONICAL = ("example_id", "image", "question", "choices", "context", "subject", "label")
 
 
@@ -42,13 +45,14 @@ class Reading:
     """Which columns of a partition are read as what.
 
     own: canonical name -> the partition's columns (several for choices only).   benchmark: the name of one of
-    the paper's, whose prompt the questions get, or "".
+    the paper's, whose prompt the questions get, or "".   names: of the options, which labels may be.
     """
 
     task: str
     own: Mapping[str, tuple[str, ...]]
     published: Published
     benchmark: str = ""
+    names: tuple[str, ...] | None = None
 
     @property
     def columns(self) -> list[str]:
@@ -56,7 +60,36 @@ class Reading:
         return list(dict.fromkeys(name for names in self.own.values() for name in names))
 
 
-def find_columns(part: Rows, given: Mapping[str, str], published: Published, benchmark: str = "") -> Reading:
+def find_features(part: Rows, given: Mapping[str, str], names: tuple[str, ...] | None = None) -> Reading:
+    """Take all columns by their own names, but for example_id (or id) and label, which may have others.
+
+    Raises ConfigError where other names are given, DataError when a column is not there or there is no feature.
+    """
+    there, known = part.columns, ("example_id", "label")
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{unknown_name('column to read', name, known)}; the models of a classification task read all others "
+                "by their own names"
+            )
+    same = {"example_id": "id"} if "id" in there else {}
+    own = {**same, **{name: name for name in known if name in there}, **given}
+    absent = next((f"{column!r} for {name}" for name, column in own.items() if column not in there), None)
+    if absent is not None:
+        raise DataError(f"{part.source} has no column {absent}; it has {', '.join(there)}")
+    features = {name: (name,) for name in there if name not in own.values()}
+    if not features:
+        raise DataError(f"{part.source} has no column that a model could read; it has {', '.join(there)}")
+    return Reading(TABULAR, {**features, **{name: (column,) for name, column in own.items()}}, Published(), names=names)
+
+
+def find_columns(
+    part: Rows,
+    given: Mapping[str, str],
+    published: Published,
+    benchmark: str = "",
+    names: tuple[str, ...] | None = None,
+) -> Reading:
     """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
 
     Raises ConfigError when a canonical name is unknown, DataError when a column is not there.
@@ -85,7 +118,7 @@ def find_columns(part: Rows, given: Mapping[str, str], published: Published, ben
             "Name its own with --columns, such as question=stem,choices=opa+opb or image=jpeg"
         )
     unread = ("image",) if task == "multiple-choice" else ("question", "choices", "context", "subject")
-    return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark)
+    return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark, names)
 
 
 def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: str) -> InputBlock:
@@ -107,12 +140,14 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
 
     ids = read_ids(own["example_id"][0], part).to_pylist() if "example_id" in own else [f"{name}-{row}" for row in rows]
     columns: dict[str, npt.NDArray[Any]] = {"example_id": objects(ids)}
-    if "image" in own:
+    if reading.task == TABULAR:
+        columns |= {each: _feature(each, own[each][0], part.source) for each in own if each not in CANONICAL_OF_ALL}
+    elif "image" in own:
         columns["image"] = _images(own["image"][0], part.source)
-    for text in ("question", "context", "subject"):
+    for text in ("question", "context", "subject") if reading.task != TABULAR else ():
         if text in own:
             columns[text] = objects(_texts(own[text][0], f"column {text!r}", part.source))
-    if "choices" in own:
+    if "choices" in own and reading.task != TABULAR:
         choices = _choices(dict(zip(reading.own["choices"], own["choices"], strict=True)), part.source)
         parse = reading.published.split_choices or _json_list
         columns["choices"] = objects(read_rows(lambda v: parse(v) if isinstance(v, str) else v, choices))
@@ -121,10 +156,18 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
     labels = None
     if "label" in own:
         _require_plain(own["label"][0], "the column of labels", "numbers or letters of options", part.source)
-        label = partial(_label, first=reading.published.first_label)
+        label = partial(_label, first=reading.published.first_label, names=reading.names)
         options = columns.get("choices", [None] * len(rows))
         labels = np.array(read_rows(label, own["label"][0].to_pylist(), options), dtype=np.int32)
     return InputBlock(ids, labels, columns, table.nbytes)
+
+
+def _feature(name: str, column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
+    """Return a column as models read it. Raises DataError where its type is none that they can."""
+    try:
+        return column_to_numpy(column)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{source}: column {name!r} ({column.type}) cannot be given to a model: {error}") from error
 
 
 def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
@@ -197,17 +240,28 @@ def _json_list(text: str) -> list[str]:
     return value
 
 
-def _label(value: int | float | str | None, options: Sequence[str] | None = None, *, first: int = 0) -> int:
+def _label(
+    value: int | float | str | None,
+    options: Sequence[str] | None = None,
+    *,
+    first: int = 0,
+    names: Sequence[str] | None = None,
+) -> int:
     """Return a label counted from 0, UNKNOWN_LABEL for null and -1, which published test sets have for it.
+
+    names: of the options, None where they have none.
 
     >>> [_label(value) for value in (2, 2.0, "2", " c", None)]
     [2, 2, 2, 2, -1]
     """
+    if names is not None and isinstance(value, str) and value in names:
+        return names.index(value)
     number = _number(value.strip(), first) if isinstance(value, str) else value
     if number is None or number == -1:
         return UNKNOWN_LABEL
     if number != number // 1 or not first <= number < 2**31:
-        raise ValueError(f"label {value!r} is neither the number of an option, counted from {first}, nor its letter")
+        known = "nor its letter" if names is None else f"nor one of the pool's labels: {', '.join(names[:20])}"
+        raise ValueError(f"label {value!r} is neither the number of an option, counted from {first}, {known}")
     label = int(number) - first
     if options is not None and label >= len(options):
         raise ValueError(f"label {label}, counted from 0, is outside its {len(options)} choices")

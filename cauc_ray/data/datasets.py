@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 
 from cauc_ray.data.benchmarks import FoundDataset, find_dataset
 from cauc_ray.data.blocks import InputBlock, ids_digest
-from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
+from cauc_ray.data.columns import Reading, find_columns, find_features, read_block, read_ids
+from cauc_ray.data.folders import typed
 from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
     RULE_PARTITIONS,
@@ -33,12 +34,15 @@ class DatasetSource:
 
     dataset: "NAME" of one of the paper's nine, "NAME=PATH" for its files at a path, "PATH" of anybody's own, or
     "hub:ORG/NAME" or "hub:ORG/NAME:CONFIG".   columns: canonical name -> the file's own, several for choices joined
-    with "+".   seed: of the splits.
+    with "+".   seed: of the splits.   tabular: models read all columns by their own names, but for ids and labels.
+    names: of the options, by which a column of labels may call them.
     """
 
     dataset: str
     columns: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
+    tabular: bool = False
+    names: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Dataset:
 
     @property
     def task(self) -> str:
-        """Return "image-classification" or "multiple-choice"."""
+        """Return "image-classification", "multiple-choice" or "classification"."""
         return next(iter(self.readings.values())).task
 
     @property
@@ -85,7 +89,8 @@ class Dataset:
         """A hash that changes when files, their sizes or row counts, columns, seed or rule do; not with their path."""
         parts = {name: part.identity for name, part in self.parts.items()}
         readings = {name: [reading.benchmark, dict(reading.own)] for name, reading in self.readings.items()}
-        content = json.dumps([self.rule, self.source.seed, parts, readings], sort_keys=True)
+        names = [list(self.source.names)] if self.source.names else []
+        content = json.dumps([self.rule, self.source.seed, parts, readings, *names], sort_keys=True)
         return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def blocks(self, split: str, rows: int, done: Container[int] = frozenset()) -> Iterator[tuple[int, InputBlock]]:
@@ -123,13 +128,16 @@ def open_dataset(source: DatasetSource) -> Dataset:
 
 def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     rule, names = _rule(found)
-    parts = {name: found.openers[name]() for name in names}
+    parts = {name: (typed(found.openers[name]) if source.tabular else found.openers[name])() for name in names}
     for part in parts.values():
         if part.n_rows == 0:
             raise DataError(f"{part.source} holds no rows")
     benchmark = found.benchmark
     readings = {
-        name: find_columns(part, source.columns, benchmark.published, benchmark.name) for name, part in parts.items()
+        name: find_features(part, source.columns, source.names)
+        if source.tabular
+        else find_columns(part, source.columns, benchmark.published, benchmark.name, source.names)
+        for name, part in parts.items()
     }
     if len({reading.task for reading in readings.values()}) > 1:
         raise DataError(f"{found.name}: the partitions {' and '.join(names)} are of different tasks")

@@ -111,6 +111,13 @@ def _of_tables(tables: Sequence[AnyPath], folders: Sequence[AnyPath]) -> Openers
     }
 
 
+def typed(opener: Callable[[], Rows]) -> Callable[[], Rows]:
+    """Return an opener by which cells of CSV are of the type that all of their column fit, and not text."""
+    if isinstance(opener, partial) and opener.func is open_tables:
+        return partial(opener, ids="example_id")
+    return opener
+
+
 def _by_name(paths: Iterable[AnyPath]) -> dict[str, list[AnyPath]]:
     """Group files and folders by the partition that they are of: one of each name, or all of a file's shards."""
     named: dict[str, list[AnyPath]] = {}

@@ -19,6 +19,8 @@ from cauc_ray.files.paths import AnyPath, RemotePath, absolute, path_inside, pat
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 
+# The column that names rows.
+ID = "example_id"
 # Files of which a block takes longer are taken to hang.
 DEADLINE_S = 600.0
 
@@ -50,8 +52,10 @@ class RunInput(Protocol):
         """Return the blocks of at most so many rows.   columns: those that are read if they are there, None for all."""
 
 
-def open_input(path: str | AnyPath) -> RunInput:
+def open_input(path: str | AnyPath, names: Sequence[str] | None = None) -> RunInput:
     """Open a run's input by its path or URI: one file, or all of one kind in a folder and below.
+
+    names: of the options, by which a column of labels may call them.
 
     In a folder these are Parquet files if there are any, else images, else CSV or JSONL files. Of tables the identity
     is the rows by file, named relative to the folder; of images, all names and sizes. CSV and JSONL are read through,
@@ -66,13 +70,13 @@ def open_input(path: str | AnyPath) -> RunInput:
     with readable(path):
         if not path.is_dir():
             alone = path.is_file() and is_image(path)
-            return _images(path, path.parent, [path]) if alone else _tables(path, parquet_files(path))
+            return _images(path, path.parent, [path]) if alone else _tables(path, parquet_files(path), names)
         # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
         files = list(files_below(path))
         images = list(filter(is_image, files))
         texts = [] if images else [file for file in files if file.suffix.lower() in TABLES]
         if tables := list(filter(is_parquet, files)) or texts:
-            return _tables(path, tables)
+            return _tables(path, tables, names)
         if not images:
             raise DataError(
                 f"there are no tables ({' '.join(TABLES)}) and no images ({' '.join(IMAGE_SUFFIXES)}) in {path}"
@@ -80,16 +84,16 @@ def open_input(path: str | AnyPath) -> RunInput:
         return _images(path, path, images)
 
 
-def _tables(path: AnyPath, files: Sequence[AnyPath]) -> FileInput:
+def _tables(path: AnyPath, files: Sequence[AnyPath], labels: Sequence[str] | None) -> FileInput:
     require_one_format(files)
-    rows = open_tables(list(map(absolute, files)), "example_id")
+    rows = open_tables(list(map(absolute, files)), ID)
     rows.schema(rows.columns)  # whose columns must fit together
     if rows.n_rows == 0:
         raise DataError(f"{path} holds no rows")
     names = [path_inside(file, path) or file.name for file in files]
     identity = dict(zip(names, np.diff(rows.starts).tolist(), strict=True))
     # A group is cut after so many blocks, so that most blocks do not end before their time at a group's end.
-    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.ends, 8)
+    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.ends, 8, labels)
 
 
 def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInput:
@@ -105,6 +109,7 @@ class FileInput:
     """Files as a run's input.
 
     ends: int64, the rows after which a group of blocks may end.   group_blocks: how many a group has at least.
+    labels: names of the options, by which a column of labels may call them.
     """
 
     path: AnyPath
@@ -114,11 +119,17 @@ class FileInput:
     rows: TableRows | ImageRows
     ends: Ints
     group_blocks: int
+    labels: Sequence[str] | None = None
 
     @property
     def columns(self) -> Sequence[str]:
         """The columns that there are."""
         return self.rows.columns
+
+    @property
+    def ids(self) -> str | None:
+        """The column that names the rows, None where there is none: then their numbers do."""
+        return next((name for name in (ID, "id") if name in self.columns), None)
 
     def source(self, block_rows: int, columns: frozenset[str] | None = None) -> FileBlocks:
         """Return the blocks of at most so many rows; files are opened again where they are read."""
@@ -127,7 +138,7 @@ class FileInput:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
             starts.append(int(self.ends[min(end, len(self.ends) - 1)]))
             firsts.append(firsts[-1] - (starts[-2] - starts[-1]) // block_rows)
-        read = tuple(name for name in self.columns if columns is None or name in columns)
+        read = tuple(name for name in self.columns if columns is None or name in (*columns, self.ids))
         return FileBlocks(self, read, tuple(starts), tuple(firsts), block_rows, DEADLINE_S)
 
 
@@ -174,7 +185,7 @@ class FileBlocks:
         def columns(number: int) -> tuple[str, ...]:
             # To leave columns out before what is wanted would have a file that is streamed read twice.
             among = bool(wanted) and (self.rows.streamed or wanted[0] <= number <= wanted[-1])
-            return self.columns if among else ("example_id",)
+            return self.columns if among else () if self.files.ids is None else (self.files.ids,)
 
         for names, run in groupby(numbers, columns):
             yield from self._read(group, list(run), names)
@@ -189,6 +200,9 @@ class FileBlocks:
         tables: Iterator[pa.Table] | None = None
         for number in numbers:
             start, end = span(number)
+            if not columns:  # rows without ids of their own are named by their numbers
+                yield number, InputBlock(self._names(start, end), None, {}, 0)
+                continue
             if tables is None:
                 tables = self.rows.tables(columns, np.arange(start, span(numbers[-1])[1]), self.block_rows)
             try:
@@ -197,7 +211,22 @@ class FileBlocks:
                 tables = None
                 yield number, self._unreadable(start, end, error)
             else:
-                yield number, table_block(table, self.rows.name_of, start)
+                if ID not in columns:
+                    table = table.append_column(ID, self._ids(table, start, end))
+                yield number, table_block(table, self.rows.name_of, start, self.files.labels)
+
+    def _ids(self, table: pa.Table, start: int, end: int) -> pa.ChunkedArray:
+        """Return what names the rows of a table, whose numbers are given."""
+        if self.files.ids is not None:
+            return table.column(self.files.ids)
+        return pa.chunked_array([self._names(start, end)], pa.string())
+
+    def _names(self, start: int, end: int) -> list[str]:
+        """Name rows that have no ids: by their numbers, with the file's name where there are several."""
+        assert isinstance(self.rows, TableRows)
+        names = list(self.files.identity)
+        located = map(self.rows.locate, range(start, end))
+        return [str(row) if len(names) == 1 else f"{names[file]}:{row}" for file, row in located]
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
         """Name the rows of a block that cannot be read: by ids where these can be, else by file and row."""
@@ -209,7 +238,7 @@ class FileBlocks:
         for first, last in pairwise([start, *ends[(ends > start) & (ends < end)].tolist(), end]):
             try:
                 for table in self.rows.tables(self.columns, np.arange(first, last), self.block_rows):
-                    ids += id_texts(table.column("example_id")).tolist()
+                    ids += id_texts(self._ids(table, first, last)).tolist()
             except UnreadableError as other:
                 may_return |= isinstance(other, UnopenedError)
                 located = map(self.rows.locate, range(first, last))

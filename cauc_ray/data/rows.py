@@ -77,10 +77,9 @@ class TableRows(ABC):
     streamed = False
 
     def __init__(self, files: Sequence[AnyPath], ids: str | None = None) -> None:
-        """Look at the files.   ids: a column that names every row.
+        """Look at the files.   ids: a column that names every row, if it is there; None leaves cells of CSV as text.
 
-        Raises DataError when a file is unreadable, lacks ids, or has columns other than the first or types that
-        do not fit.
+        Raises DataError when a file is unreadable, or has columns other than the first or types that do not fit.
         """
         lengths: list[int] = []
         ends: list[int] = []
@@ -93,9 +92,7 @@ class TableRows(ABC):
             for file, about in zip(files, each(partial(self._look, ids=ids), files), strict=True):
                 names = about.schema.names
                 first = next(iter(self._schemas), about.schema).names
-                if ids is not None and ids not in names:
-                    raise DataError(f"{file} has no column {ids!r}; it has {', '.join(sorted(names))}")
-                if ids is not None and pa.types.is_nested(about.schema.field(ids).type):
+                if ids in names and pa.types.is_nested(about.schema.field(ids).type):
                     raise DataError(f"{file}: column {ids!r} ({about.schema.field(ids).type}) holds no ids")
                 if sorted(names) != sorted(first):
                     raise DataError(f"{file} has the columns {', '.join(names)}, but {files[0]} has {', '.join(first)}")

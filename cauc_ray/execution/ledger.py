@@ -115,16 +115,18 @@ class RunTables:
         stages: Sequence[str],
         *,
         degrade: bool,
+        names: Sequence[str] | None = None,
         attempt: int = 0,
         retried: Mapping[int, FailedBlock] | None = None,
     ) -> None:
         """Take the run's folder, its record and its stages' names.
 
-        degrade: whether rows tell if they were.   attempt: its number.   retried: blocks that are committed, of which
-        only failed rows are done again.
+        degrade: whether rows tell if they were.   names: of the options, if they are known.   attempt: its number.
+        retried: blocks that are committed, of which only failed rows are done again.
         """
         self.commit_s = manifest.COMMIT_S
         self._out, self._record, self._stages, self._degrade = out, record, tuple(stages), degrade
+        self._names = names
         self._retried = retried or {}
         self._new = PartWriter(parts_of(out))
         self._again = PartWriter(parts_of(out), parts_of(out).next_retry()) if self._retried else self._new
@@ -175,6 +177,7 @@ class RunTables:
             block.stages[answered],
             block.costs[answered],
             known,
+            self._names,
         )
         if self._degrade:
             table = table.append_column("degraded", pa.array(block.degraded[answered]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cauc_ray.data.inputs import RunInput
@@ -97,12 +97,13 @@ def run_cascade(
     degrade: bool,
     max_failed: float,
     retry_failed: bool = False,
+    names: Sequence[str] | None = None,
 ) -> float:
     """Run a policy's chain over an input on the current Ray session, leaving out what is committed in out.
 
     columns: of the input, those that are read, None for all.   degrade: answer without a stage that is down.
     max_failed: the share of rows that models may fail on.
-    retry_failed: do rows again that failed.
+    retry_failed: do rows again that failed.   names: of the options, for predictions.
     Returns the seconds from the first call to the last commit. Raises ExecutionError when the stages do not fit on
     the cluster, do not start or cannot go on, or models fail on too many rows; what was finished before stays in
     the output.
@@ -126,7 +127,9 @@ def run_cascade(
             source=inputs.source(record.block_rows, columns),
             done=there.committed.ids,
             again=there.again,
-            sink=RunTables(out, record, policy.models, degrade=degrade, attempt=attempt, retried=there.again),
+            sink=RunTables(
+                out, record, policy.models, degrade=degrade, names=names, attempt=attempt, retried=there.again
+            ),
             n_rows=inputs.n_rows,
             n_done=there.n_done,
             block_rows=record.block_rows,

@@ -124,7 +124,7 @@ class Pool(Section):
     """
 
     name: str
-    task: Literal["image-classification", "multiple-choice"]
+    task: Literal["image-classification", "multiple-choice", "classification"]
     labels: Labels = None
     on_failure: Literal["fail", "degrade"] = "fail"
     max_failed: float = Field(default=0.01, ge=0, le=1)
@@ -134,8 +134,8 @@ class Pool(Section):
 
     @model_validator(mode="after")
     def _choices_name_themselves(self) -> Pool:
-        if self.labels is not None and self.task != "image-classification":
-            raise ValueError(f"labels are for image-classification; in {self.task}, choices name themselves")
+        if self.labels is not None and self.task == "multiple-choice":
+            raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
         return self
 
     @model_validator(mode="after")

@@ -26,11 +26,13 @@ def predictions_table(
     stages: Ints,
     costs: Floats,
     labels: Ints | None,
+    names: Sequence[str] | None = None,
 ) -> pa.Table:
     """Return the predictions as design says: one row per example, with its label where labels are known.
 
     example_ids: str (N,).   predictions: int (N,).   confidences: float (N,).   stages: int (N,), which one
     answered, 0 the cheapest.   costs: float (N,), of all calls made.   labels: int (N,) or None.
+    names: of the options, for a column of what was answered; None without it. An option without a name is its number.
     """
     columns = {
         "example_id": pa.array(example_ids, pa.string()),
@@ -39,6 +41,9 @@ def predictions_table(
         "stage": pa.array(stages.astype(np.int8)),
         "cost": pa.array(costs.astype(np.float32)),
     }
+    if names is not None:
+        named = [names[option] if option < len(names) else str(option) for option in predictions.tolist()]
+        columns["prediction_label"] = pa.array(named, pa.string())
     if labels is not None:
         columns["label"] = pa.array(labels.astype(np.int32), mask=labels == UNKNOWN_LABEL)
     return pa.table(columns)
@@ -51,7 +56,7 @@ class Predictions(Shown):
     prediction: int32 (N,), the index of the option.   confidence: float64 (N,), calibrated.   stage: int8 (N,), which
     one answered, 0 the cheapest.   cost: float64 (N,), of all calls made for the example, in cost_unit.
     example_ids: str (N,); of arrays the position as text.   labels: int32 (N,), None where there are none.
-    models: the chain.
+    models: the chain.   names: of the options, None where they are not known.
     """
 
     prediction: Ints
@@ -62,6 +67,7 @@ class Predictions(Shown):
     labels: Ints | None
     models: tuple[str, ...]
     cost_unit: str
+    names: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, answers: Answered, chain: Chain, cost_unit: str) -> Predictions:
@@ -93,11 +99,12 @@ class Predictions(Shown):
         )
 
     def to_arrow(self) -> pa.Table:
-        """Return them as a predictions file has them: example_id, prediction, confidence, stage, cost, label if known.
+        """Return them as a predictions file has them: example_id, prediction, confidence, stage, cost.
 
-        Confidences and costs are float32 there.
+        And prediction_label and label, where these are known. Confidences and costs are float32 there.
         """
-        return predictions_table(self.example_ids, self.prediction, self.confidence, self.stage, self.cost, self.labels)
+        columns = (self.example_ids, self.prediction, self.confidence, self.stage, self.cost, self.labels)
+        return predictions_table(*columns, self.names)
 
     def to_pandas(self) -> Any:
         """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""

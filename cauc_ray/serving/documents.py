@@ -13,7 +13,9 @@ from cauc_ray.models.service import Datatype
 # The description of all addresses, written by python -m cauc_ray.schemas.
 OPENAPI = Path(__file__).with_name("openapi.json")
 
-Output: TypeAlias = Literal["prediction", "label", "confidence", "probabilities", "stage", "cost", "degraded"]
+Output: TypeAlias = Literal[
+    "prediction", "prediction_label", "confidence", "probabilities", "stage", "cost", "degraded"
+]
 # numpy has no arrays of more dimensions.
 _Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]
 _Parameters: TypeAlias = dict[str, bool | float | str | None]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # What a response may hold.
 OUTPUTS: Mapping[str, Datatype] = {
     "prediction": "INT32",
-    "label": "BYTES",
+    "prediction_label": "BYTES",
     "confidence": "FP32",
     "probabilities": "FP32",
     "stage": "INT8",
@@ -156,7 +156,7 @@ class Inference:
     def _values(self, name: str, answered: RequestState) -> npt.NDArray[Any]:
         if name == "prediction":
             return answered.predictions
-        if name == "label":
+        if name == "prediction_label":
             return self._labels(answered)
         if name == "probabilities":
             assert answered.scores is not None

@@ -17,7 +17,7 @@ from cauc_ray.serving.tensors import Tensor
 
 _REQUEST = TypeAdapter(InferenceRequest)
 # What a response holds unless the request names outputs.
-DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "label", "confidence")
+DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "prediction_label", "confidence")
 
 # zlib's `wbits` of the content encodings.
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}

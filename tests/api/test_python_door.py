@@ -257,7 +257,7 @@ while queue:
         except PackageNotFoundError:
             pass  # of another platform
 hidden = {top for top, dists in packages_distributions().items() if not brought & {name_of(dist) for dist in dists}}
-hidden.discard("psutil")  # Ray brings a copy
+hidden -= {"colorama", "psutil"}  # Ray brings copies
 
 class Plain:
     def find_spec(self, name, path=None, target=None):

@@ -489,7 +489,6 @@ TEXT_REFUSED = [
     ),
     (r"x\.csv is not a readable CSV file: .*[Ee]mpty", {"x.csv": ""}),
     (r"x\.csv is not a readable CSV file: .* a quote is not closed", {"x.csv": 'example_id\n"' + "a,\n" * 100_000}),
-    (r"x\.csv has no column 'example_id'; it has id, x", {"x.csv": "id,x\na,1\n"}),
     (r"x\.csv has two columns named 'x'", {"x.csv": "example_id,x,x\na,1,2\n"}),
     (r"x\.csv, row 1: the row has no example_id", {"x.csv": "example_id,x\na,1\n,2\n"}),
     (r"x\.csv holds no rows", {"x.csv": "example_id,x\n"}),
@@ -547,7 +546,6 @@ def test_images_and_parquet_files_come_before_text_files(images):
 
 REFUSED = [
     (r"there are no tables \(\.parquet .*\) and no images", []),
-    (r"0\.parquet has no column 'example_id'; it has id", [{"id": ["a"]}]),
     (r"0\.parquet: column 'example_id' \(list<", [{"example_id": [["a"]]}]),
     (r"0\.parquet: a row has no example_id", [{"example_id": ["a", None]}]),
     (r"holds no rows", [{"example_id": pa.array([], pa.string())}]),
@@ -569,3 +567,35 @@ def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, says, files)
         pq.write_table(pa.table({**made, **columns}), tmp_path / f"{number}.parquet")
     with pytest.raises(DataError, match=f"^.*{says}.*$"):
         read(tmp_path, 10)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"x.csv": "age,plan\n1,a\n2,b\n3,a\n"}, ["0", "1", "2"]),
+        ({"x.csv": "id,age\n7,1\n9,2\n", "y.csv": "id,age\n8,3\n"}, ["7", "9", "8"]),
+        ({"x.csv": "age\n1\n2\n", "y.csv": "age\n3\n"}, ["x.csv:0", "x.csv:1", "y.csv:0"]),
+    ],
+)
+def test_rows_without_an_example_id_are_named_by_their_id_or_number(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    source = open_input(tmp_path).source(2, frozenset({"age"}))
+    blocks = dict(block for group in range(source.n_groups) for block in source.blocks(group))
+    assert [example for number in sorted(blocks) for example in blocks[number].example_ids] == expected
+    assert (
+        np.concatenate([blocks[number].columns["age"] for number in sorted(blocks)]).tolist()
+        == [1, 2, 3][: len(expected)]
+    )
+    seen = dict(block for group in range(source.n_groups) for block in source.blocks(group, blocks))
+    assert [block.example_ids for block in seen.values()] == [block.example_ids for block in blocks.values()]
+
+
+def test_labels_may_be_names_of_classes(tmp_path):
+    (tmp_path / "x.csv").write_text("age,label\n1,stays\n2,leaves\n3,\n")
+    source = open_input(tmp_path / "x.csv", ("leaves", "stays")).source(10)
+    ((_, block),) = source.blocks(0)
+    assert block.labels.tolist() == [1, 0, -1]
+    (tmp_path / "x.csv").write_text("age,label\n1,stays\n2,goes\n")
+    with pytest.raises(DataError, match="row 1: column 'label'"):
+        list(open_input(tmp_path / "x.csv", ("leaves", "stays")).source(10).blocks(0))

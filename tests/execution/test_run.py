@@ -248,8 +248,10 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     assert summary["total_cost"] == pytest.approx(sum(call["cost"] for call in ledger))
     # Asked again, a finished run has nothing left to do.
     assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True) == summary
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
     with pytest.raises(ConfigError, match="holds no run that could be resumed"):
-        cauc_ray.run(sound, policy, inputs, tmp_path / "new", resume=True)
+        cauc_ray.run(sound, policy, inputs, tmp_path / "other", resume=True)
 
 
 @pytest.mark.slow

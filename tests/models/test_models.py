@@ -210,7 +210,7 @@ def test_names_of_classes_with_a_fault_are_refused_in_one_line(tmp_path, labels,
 
 
 def test_choices_of_questions_have_no_other_names(tmp_path):
-    with pytest.raises(ConfigError, match="labels are for image-classification; in multiple-choice, choices name"):
+    with pytest.raises(ConfigError, match="in multiple-choice, choices name themselves"):
         load_pool(pool_file(tmp_path, labels=["cat", "dog"]))
 
 

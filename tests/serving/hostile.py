@@ -19,7 +19,14 @@ INPUTS = {
 }
 MOST_ROWS, MOST_BYTES = 64, 200_000
 ANSWER_DEADLINE_S = 30
-OUTPUTS = {"prediction": "i4", "label": "O", "confidence": "f4", "probabilities": "f4", "stage": "i1", "cost": "f4"}
+OUTPUTS = {
+    "prediction": "i4",
+    "prediction_label": "O",
+    "confidence": "f4",
+    "probabilities": "f4",
+    "stage": "i1",
+    "cost": "f4",
+}
 OUTPUTS["degraded"] = "?"
 
 # What JSON may hold in any place, and what it may not.

@@ -82,7 +82,11 @@ def require_answer(asked, headers, body):
     message, outputs = read_answer(headers, body)
     assert message["parameters"]["degraded"] is False
     assert message.get("id") == asked.document.get("id")
-    named = [one["name"] for one in asked.document.get("outputs", ())] or ["prediction", "label", "confidence"]
+    named = [one["name"] for one in asked.document.get("outputs", ())] or [
+        "prediction",
+        "prediction_label",
+        "confidence",
+    ]
     assert list(outputs) == named
     expected = [int(x < 0) for x in asked.xs]
     if "prediction" in outputs:

@@ -59,7 +59,7 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     assert np.array_equal(result.as_numpy("confidence"), expected.confidences.astype(np.float32))
     assert np.array_equal(result.as_numpy("cost"), expected.costs.astype(np.float32))
     assert not result.as_numpy("degraded").any()
-    assert [int(label) for label in result.as_numpy("label")] == expected.predictions.tolist()
+    assert [int(label) for label in result.as_numpy("prediction_label")] == expected.predictions.tolist()
     probabilities = result.as_numpy("probabilities")
     assert np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
     assert np.array_equal(probabilities.max(axis=1), expected.confidences.astype(np.float32))
@@ -147,7 +147,10 @@ def test_what_is_malformed_gets_a_sentence_and_a_4xx(chain, service):
 
 def test_what_is_read_and_written_in_another_process_is_the_same(chain, service, monkeypatch):
     inputs = [{"name": "example_id", "shape": [len(chain.ids)], "datatype": "BYTES", "data": chain.ids.tolist()}]
-    wanted = {"inputs": inputs, "outputs": [{"name": name} for name in ("prediction", "label", "probabilities")]}
+    wanted = {
+        "inputs": inputs,
+        "outputs": [{"name": name} for name in ("prediction", "prediction_label", "probabilities")],
+    }
     _, here, _ = http("POST", f"{service.url}/v2/models/six/infer", wanted)
     monkeypatch.setattr(inference, "LONG_JSON", 100)
     monkeypatch.setattr(inference, "LONG_OUTPUT", 100)

@@ -157,11 +157,11 @@ def test_nulls_and_unknown_keys_are_as_good_as_nothing():
 
 
 def test_outputs_are_binary_as_they_say_or_else_as_the_request_says():
-    outputs = [{"name": "cost"}, {"name": "label", "parameters": {}}]
+    outputs = [{"name": "cost"}, {"name": "prediction_label", "parameters": {}}]
     for by in (False, True):
         outputs[1]["parameters"]["binary_data"] = not by
         request = read(body_of(outputs=outputs, parameters={"binary_data_output": by}))
-        assert request.outputs == {"cost": by, "label": not by}
+        assert request.outputs == {"cost": by, "prediction_label": not by}
         assert read(body_of(parameters={"binary_data_output": by})).outputs == dict.fromkeys(DEFAULT_OUTPUTS, by)
 
 
@@ -229,7 +229,7 @@ REQUESTS_REFUSED = [
     ({"outputs": "prediction"}, "outputs: "),
     ({"outputs": ["prediction"]}, "outputs.0: "),
     ({"outputs": [{}]}, "missing key 'outputs.0.name'"),
-    ({"outputs": [{"name": "y"}]}, "outputs.0.name: input should be 'prediction', 'label',"),
+    ({"outputs": [{"name": "y"}]}, "outputs.0.name: input should be 'prediction', 'prediction_label',"),
     ({"outputs": [{"name": "cost"}] * 2}, "names the output 'cost' twice"),
     ({"outputs": [{"name": "cost", "parameters": 3}]}, "outputs.0.parameters: "),
     ({"outputs": [{"name": "cost", "parameters": {"classification": 3}}]}, "outputs.0.parameters.classification: "),

@@ -1,0 +1,104 @@
+"""Tables of features: own classifiers collected, fitted, run and served under the columns' own names."""
+
+import json
+import urllib.request
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from runs import read_all
+
+import cauc_ray
+from cauc_ray.errors import ConfigError, DataError
+
+NAMES = ["leaves", "stays"]
+MODELS = """
+import numpy as np
+
+
+def model(strength):
+    def answer(batch):
+        plan = np.where(batch["plan"] == "gold", 1.0, -1.0)
+        x = strength * (batch["age"] / 10 - 4 + plan)
+        return np.stack([np.zeros(len(x)), x], axis=1).astype(np.float32)
+
+    return answer
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tabular")
+    rng = np.random.default_rng(0)
+    n = 400
+    age, plan = rng.integers(18, 80, n), rng.choice(["gold", "basic"], n)
+    churn = (age / 10 - 4 + np.where(plan == "gold", 1.0, -1.0) + rng.logistic(0, 0.5, n) > 0).astype(int)
+    names = pa.array([NAMES[label] for label in churn])
+    table = pa.table({"age": age, "plan": plan, "outcome": names})
+    pyarrow.csv.write_csv(table, folder / "labelled.csv")
+    pq.write_table(table.append_column("id", pa.array(range(n))), folder / "labelled.parquet")
+    pyarrow.csv.write_csv(table.select(["plan", "age"]), folder / "new.csv")
+    (folder / "churn_models.py").write_text(MODELS)
+    stages = [
+        {
+            "name": name,
+            "model": {"kind": "python", "factory": "churn_models:model", "kwargs": {"strength": strength}},
+            "cost": {"seconds": cost},
+            "resources": {"num_cpus": 0.5},
+        }
+        for name, strength, cost in (("small", 0.5, 1.0), ("large", 2.0, 10.0))
+    ]
+    inputs = {"age": {"datatype": "INT64", "shape": [1]}, "plan": {"datatype": "BYTES", "shape": [1]}}
+    pool = {"name": "churn", "task": "classification", "labels": NAMES, "inputs": inputs, "stages": stages}
+    (folder / "pool.yaml").write_text(yaml.safe_dump(pool))
+    return folder
+
+
+@pytest.mark.parametrize("file", ["labelled.csv", "labelled.parquet"])
+def test_features_are_collected_and_run_under_their_own_names(home, ray_session, tmp_path, file):
+    columns = {"label": "outcome"}
+    found = cauc_ray.collect(home / "pool.yaml", home / file, tmp_path / "logits", columns=columns)
+    accuracies = [model["accuracy"] for model in found["models"]]
+    assert min(accuracies) > 0.7
+    policy = cauc_ray.fit(tmp_path / "logits", method="rf")
+    summary = cauc_ray.run(home / "pool.yaml", policy, home / "new.csv", tmp_path / "out")
+    rows = read_all(tmp_path / "out" / "predictions")
+    assert (summary["n"], summary["n_failed"]) == (400, 0)
+    assert sorted(map(int, rows["example_id"].to_pylist())) == list(range(400))
+    named = zip(rows["prediction"].to_pylist(), rows["prediction_label"].to_pylist(), strict=True)
+    assert all(NAMES[prediction] == name for prediction, name in named)
+    replayed = cauc_ray.evaluate(tmp_path / "logits", policy).to_arrow()
+    assert set(replayed["prediction_label"].to_pylist()) <= set(NAMES)
+
+
+def test_what_cannot_be_collected_is_refused_in_one_line(home, ray_session, tmp_path):
+    def collect(file="labelled.csv", **columns):
+        cauc_ray.collect(home / "pool.yaml", home / file, tmp_path / "logits", columns=columns)
+
+    with pytest.raises(ConfigError, match=r"unknown column to read 'years'.*by their own names"):
+        collect(years="age")
+    with pytest.raises(DataError, match="no column 'churn' for label; it has age, plan, outcome"):
+        collect(label="churn")
+    (home / "odd.csv").write_text("age,plan,label\n1,gold,perhaps\n2,gold,stays\n3,gold,leaves\n4,gold,stays\n")
+    with pytest.raises(DataError, match=r"'perhaps' is neither .* nor one of the pool's labels: leaves, stays"):
+        collect("odd.csv")
+
+
+def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
+    logits = {"small": np.array([[0, 3.0], [3.0, 0]] * 50), "large": np.array([[0, 5.0], [5.0, 0]] * 50)}
+    costs = {"small": 1.0, "large": 10.0}
+    policy = cauc_ray.fit(logits, [1, 0] * 50, costs=costs, cost_unit="s", threshold=0.5)
+    with cauc_ray.serve(home / "pool.yaml", policy, port=0, local=True) as service:
+        tensors = [
+            {"name": "age", "shape": [2, 1], "datatype": "INT64", "data": [75, 20]},
+            {"name": "plan", "shape": [2, 1], "datatype": "BYTES", "data": ["gold", "basic"]},
+        ]
+        request = urllib.request.Request(
+            f"{service.url}/v2/models/churn/infer", json.dumps({"inputs": tensors}).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            outputs = {each["name"]: each["data"] for each in json.load(answer)["outputs"]}
+    assert (outputs["prediction"], outputs["prediction_label"]) == ([1, 0], ["stays", "leaves"])
