@@ -88,9 +88,9 @@ def test_what_cannot_be_collected_is_refused_in_one_line(home, ray_session, tmp_
 
 
 def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
-    logits = {"small": np.array([[0, 3.0], [3.0, 0]] * 50), "large": np.array([[0, 5.0], [5.0, 0]] * 50)}
-    costs = {"small": 1.0, "large": 10.0}
-    policy = cauc_ray.fit(logits, [1, 0] * 50, costs=costs, cost_unit="s", threshold=0.5)
+    x, costs = np.random.default_rng(0).normal(size=(2, 500)), {"small": 1.0, "large": 10.0}
+    logits = {name: np.stack([np.zeros(500), x[0]], axis=1) for name in costs}
+    policy = cauc_ray.fit(logits, (x.sum(0) > 0).astype(int), costs=costs, cost_unit="s", threshold=0.5)
     with cauc_ray.serve(home / "pool.yaml", policy, port=0, local=True) as service:
         tensors = [
             {"name": "age", "shape": [2, 1], "datatype": "INT64", "data": [75, 20]},
