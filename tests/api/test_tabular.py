@@ -51,7 +51,7 @@ def home(tmp_path_factory):
         }
         for name, strength, cost in (("small", 0.5, 1.0), ("large", 2.0, 10.0))
     ]
-    inputs = {"age": {"datatype": "INT64", "shape": [1]}, "plan": {"datatype": "BYTES", "shape": [1]}}
+    inputs = {"age": {"datatype": "INT64", "shape": []}, "plan": {"datatype": "BYTES", "shape": []}}
     pool = {"name": "churn", "task": "classification", "labels": NAMES, "inputs": inputs, "stages": stages}
     (folder / "pool.yaml").write_text(yaml.safe_dump(pool))
     return folder
@@ -93,8 +93,8 @@ def test_a_service_answers_with_the_names_of_classes(home, tmp_path):
     policy = cauc_ray.fit(logits, (x.sum(0) > 0).astype(int), costs=costs, cost_unit="s", threshold=0.5)
     with cauc_ray.serve(home / "pool.yaml", policy, port=0, local=True) as service:
         tensors = [
-            {"name": "age", "shape": [2, 1], "datatype": "INT64", "data": [75, 20]},
-            {"name": "plan", "shape": [2, 1], "datatype": "BYTES", "data": ["gold", "basic"]},
+            {"name": "age", "shape": [2], "datatype": "INT64", "data": [75, 20]},
+            {"name": "plan", "shape": [2], "datatype": "BYTES", "data": ["gold", "basic"]},
         ]
         request = urllib.request.Request(
             f"{service.url}/v2/models/churn/infer", json.dumps({"inputs": tensors}).encode(), method="POST"
