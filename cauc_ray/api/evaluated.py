@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from cauc_ray.api.plots import BLUE, GREY, VERMILION, accuracy_over_cost, plot_model, plot_point
 from cauc_ray.api.tables import number
-from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import StageGuarantees
 from cauc_ray.numbers.intervals import Mean, Share, share
@@ -74,18 +74,16 @@ class Evaluation(Shown):
         chain, measures = self.chain, self.measures
         chain.require_labels("a curve")
         curve = trace_policy(self.policy, chain).frontier(chain)
-        axes.step(curve.cost, 100 * curve.quality, where="post", color="#0072B2", label="every threshold")
+        axes.step(curve.cost, 100 * curve.quality, where="post", color=BLUE, label="every threshold")
+        assert measures.accuracy is not None
+        share = measures.accuracy
+        look = {"fmt": "D", "color": VERMILION, "label": "this policy, 95 %", "zorder": 3}
+        plot_point(axes, measures.cost, share.value, (share.low, share.high), **look)
+        if self.policy.budget is not None:
+            axes.axvline(self.policy.budget, color=GREY, linestyle=":", label="budget")
         alone = answers_alone(self.policy, chain) == chain.labels[:, None]
         for model, cost, accuracy in zip(chain.models, chain.costs.means, alone.mean(axis=0), strict=True):
             plot_model(axes, model, cost, accuracy)
-        assert measures.accuracy is not None
-        point = 100 * measures.accuracy.value
-        spread = [[point - 100 * measures.accuracy.low], [100 * measures.accuracy.high - point]]
-        axes.errorbar(
-            measures.cost, point, yerr=spread, fmt="D", color="#D55E00", capsize=3, label="this policy, 95 %", zorder=3
-        )
-        if self.policy.budget is not None:
-            axes.axvline(self.policy.budget, color="#888888", linestyle=":", label="budget")
         axes.legend(loc="lower right", frameon=False)
         return axes
 
@@ -108,31 +106,6 @@ class Evaluation(Shown):
             f"{number(measures.cost)} {unit} each{relative}"
         )
         return SmallTable(caption, ["stage", "reached", "answered", "accuracy"], rows)
-
-
-def accuracy_over_cost(unit: str, axes: Any = None) -> Any:
-    """Return axes of accuracy in percent over cost: those given, or a new figure's.
-
-    Raises ConfigError where matplotlib is missing.
-    """
-    if axes is None:
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
-        _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    axes.margins(x=0.1, y=0.12)
-    axes.set_xlabel(f"mean cost per example ({unit})", parse_math=False)
-    axes.set_ylabel("accuracy (%)")
-    axes.grid(alpha=0.25)
-    return axes
-
-
-def plot_model(axes: Any, model: str, cost: float, accuracy: float) -> None:
-    """Draw a model by itself as a point with its name."""
-    point = (cost, 100 * accuracy)
-    axes.plot(*point, "o", color="black", markersize=5)
-    axes.annotate(model, point, xytext=(0, -14), textcoords="offset points", ha="center", parse_math=False)
 
 
 def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:

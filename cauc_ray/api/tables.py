@@ -1,8 +1,12 @@
-"""How tables for people are drawn, on standard output."""
+"""Tables as people read them: how numbers are written, and how rows look on a terminal and in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -10,12 +14,40 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from cauc_ray.policies.notebook import share_text
+
+Mark: TypeAlias = Literal["", "bold", "underline"]
+
 _PIPE_WIDTH = 200
+_AROUND: Mapping[Mark, tuple[str, str]] = {"": ("", ""), "bold": ("**", "**"), "underline": ("<ins>", "</ins>")}
 
 
-def line(text: str) -> None:
-    """Print a line as it is."""
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+def number(value: float | None) -> str:
+    """Return a number in four digits, a dash for None."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def decimals(value: float | None, digits: int = 2, *, sign: bool = False) -> str:
+    """Return a number with so many decimals, a dash for None.
+
+    >>> decimals(0.3333, 3), decimals(2.0, sign=True), decimals(None)
+    ('0.333', '+2.00', '–')
+    """
+    return "–" if value is None else f"{value:{'+' if sign else ''}.{digits}f}"
+
+
+def points(share: float | None, *, sign: bool = False) -> str:
+    """Return a share in percent, without a unit, for a column that names it; a dash for None.
+
+    >>> points(0.91237), points(-0.01, sign=True)
+    ('91.24', '-1.00')
+    """
+    return decimals(None if share is None else 100 * share, sign=sign)
+
+
+def percent(value: float | None, *, sign: bool = False) -> str:
+    """Return a share in percent, a dash for None."""
+    return f"{points(value, sign=True)} %" if sign and value is not None else share_text(value)
 
 
 def amount(value: float) -> str:
@@ -25,17 +57,113 @@ def amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def add_row(table: Table, *cells: str) -> None:
-    """Add cells as they are: a name may hold what rich takes for markup."""
-    table.add_row(*(Text(cell) for cell in cells))
+def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+    """Return a share with its interval in percent, a dash for None."""
+    if value is None or interval is None:
+        return "–"
+    return f"{percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
 
 
-def new_table(title: str, headings: Sequence[str]) -> Table:
+def relative(cost: float | None) -> str:
+    """Return how a relative cost ends a sentence, nothing for None."""
+    return "" if cost is None else f", {cost:.2f} of the last model alone"
+
+
+# How a column shows the values of a row.
+FORMATS: Mapping[str, Callable[..., str]] = {
+    "text": str,
+    "yes": lambda value: "yes" if value else "no",
+    "number": number,
+    "times": lambda ratio: "–" if ratio is None else f"{number(ratio)} ×",
+    "decimals": decimals,
+    "ratio": partial(decimals, digits=3),
+    "percent": percent,
+    "points": points,
+    "signed": partial(points, sign=True),
+    "interval": lambda low, high: f"{points(low)} – {points(high)}",
+    "gain": lambda gain, low, high: "{} ({} – {})".format(*(points(each, sign=True) for each in (gain, low, high))),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell's text, and how it stands out."""
+
+    text: str
+    mark: Mark = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table of text.   headings: of its columns.   n_left: how many columns, from the first, align to the left."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+    n_left: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Sequence[Mapping[str, Any]],
+        columns: Sequence[Sequence[str]],
+        marks: Mapping[tuple[int, str], Mark] = MappingProxyType({}),
+        notes: Sequence[str] = (),
+        n_left: int = 1,
+    ) -> Grid:
+        """Return a table of rows.
+
+        columns: of each its heading, one of FORMATS, and the keys of a row whose values that takes.   marks: of cells,
+        by the index of the row and the first of those keys.
+
+        >>> columns = [("model", "text", "model"), ("cost", "number", "usd")]
+        >>> Grid.of("costs", [{"model": "small", "usd": 1.50}], columns).rows
+        ((Cell(text='small', mark=''), Cell(text='1.5', mark='')),)
+        """
+        lines = tuple(
+            tuple(
+                Cell(FORMATS[form](*(row[key] for key in keys)), marks.get((index, keys[0]), ""))
+                for _, form, *keys in columns
+            )
+            for index, row in enumerate(rows)
+        )
+        return cls(title, tuple(heading for heading, *_ in columns), lines, tuple(notes), n_left)
+
+    def markdown(self) -> str:
+        """Return it as Markdown."""
+        lines = [f"**{_escaped(self.title)}**", "", _line(_escaped(heading) for heading in self.headings)]
+        lines.append(_line(":--" if index < self.n_left else "--:" for index in range(len(self.headings))))
+        for row in self.rows:
+            lines.append(_line(f"{_AROUND[c.mark][0]}{_escaped(c.text)}{_AROUND[c.mark][1]}" for c in row))
+        return "\n".join([*lines, *(f"\n{_escaped(note)}" for note in self.notes)]) + "\n"
+
+    def rich(self) -> Table:
+        """Return it for a terminal."""
+        table = new_table(self.title, self.headings, self.n_left)
+        for row in self.rows:
+            table.add_row(*(Text(cell.text, style=cell.mark) for cell in row))
+        return table
+
+
+def cells(*texts: str | Cell) -> tuple[Cell, ...]:
+    """Return cells, of plain text where nothing else is given."""
+    return tuple(text if isinstance(text, Cell) else Cell(text) for text in texts)
+
+
+def new_table(title: str, headings: Sequence[str], n_left: int = 1) -> Table:
     """Return a table without rows: names on the left, numbers on the right."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    for place, heading in enumerate(headings):
-        table.add_column(Text(heading), justify="left" if place == 0 else "right", no_wrap=place == 0)
+    for index, heading in enumerate(headings):
+        is_left = index < n_left
+        table.add_column(Text(heading), justify="left" if is_left else "right", no_wrap=is_left)
     return table
+
+
+def add_row(table: Table, *texts: str) -> None:
+    """Add cells as they are: a name may hold what rich takes for markup."""
+    table.add_row(*(Text(text) for text in texts))
 
 
 def print_table(table: Table) -> None:
@@ -50,25 +178,17 @@ def print_table(table: Table) -> None:
     Console(width=width).print(table)
 
 
-def number(value: float | None) -> str:
-    """Return a number in four digits, a dash for none."""
-    return "–" if value is None else f"{value:.4g}"
+def line(text: str) -> None:
+    """Print a line as it is."""
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
 
 
-def percent(value: float | None, *, sign: bool = False) -> str:
-    """Return a share in percent, a dash for none."""
-    if value is None:
-        return "–"
-    return f"{100 * value:+.2f} %" if sign else f"{100 * value:.1f} %"
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
 
 
-def with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    """Return a share with its interval in percent, a dash for none."""
-    if value is None or interval is None:
-        return "–"
-    return f"{percent(value)} ({100 * interval[0]:.1f} – {100 * interval[1]:.1f})"
-
-
-def relative(cost: float | None) -> str:
-    """Return how a relative cost ends a sentence, nothing for none."""
-    return "" if cost is None else f", {cost:.2f} of the last model alone"
+def _escaped(text: str) -> str:
+    """Return text that Markdown shows as it is: names of models hold its signs."""
+    for sign in "\\|*_<>[]`":
+        text = text.replace(sign, f"\\{sign}")
+    return text

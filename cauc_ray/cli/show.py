@@ -24,8 +24,8 @@ from cauc_ray.cli.show_policy import show_policy
 from cauc_ray.policies.policy import Policy
 
 if TYPE_CHECKING:
-    from cauc_ray.api.grids import Grid
     from cauc_ray.api.serving import Service
+    from cauc_ray.api.tables import Grid
     from cauc_ray.paper.run import Paper
 
 

@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.evaluated import accuracy_over_cost, plot_model
 from cauc_ray.api.examples import ExampleReader
 from cauc_ray.api.fingerprints import fingerprints_of
 from cauc_ray.api.options import CompareOptions, Cut
+from cauc_ray.api.plots import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    accuracy_over_cost,
+    plot_model,
+    plot_point,
+)
 from cauc_ray.api.sources import Logits, Source
 from cauc_ray.api.tables import number
 from cauc_ray.comparison.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
 from cauc_ray.comparison.calibrating import calibration_of
-from cauc_ray.comparison.measuring import CONVENTIONS, Bench
+from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, method_of, require_methods
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.data.queries import Texts
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import ConfigError
 from cauc_ray.files.atomic import new_folder
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
-from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
+from cauc_ray.numbers.sweep import Objective, OperatingPoints
+from cauc_ray.policies.methods import METHODS, Curve, Fitting
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.predictions import pandas_frame
 
-# Every model of the chain, alone: rows that are named single:<model>.
-SINGLE = "single"
-
-# Of curves; each is told from the others also by who does not see all colours, as far as so many can be.
-_COLORS = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195", "#8C564B", "#999999",
-    "#F0E442", "#1B7837", "#C51B7D", "#4D4D4D", "#B2DF8A", "#FB9A99", "#6A3D9A", "#B15928", "#A6CEE3",
-)  # fmt: skip
+# How curves of each paradigm look: colours, widths, dashes, and what is over what. Ours stand out.
+_LOOKS: Mapping[str, Sequence[Any]] = {
+    "ours": ((BLUE, VERMILION), (3.6, 1.7), ("-",), 4),
+    "ensemble": ((ORANGE,), (1.5,), ("-",), 3),
+    "cascade": ((GREEN, PURPLE, ORANGE, BLACK), (1.5,), ("-",), 3),
+    "router": (
+        (SKY, "#9467bd", "#8c564b", "#7f7f7f", "#8a8a00", "#2f4f4f"),
+        (1.0,),
+        ("--", "-.", (0, (1, 1)), (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (7, 3))),
+        2,
+    ),
+    "control": ((GREY, "#7A5195", "#F0A000", "#1B7837"), (1.1,), ((0, (1, 1.5)),), 1),
+}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -73,33 +90,45 @@ class Comparison(Shown):
         """Return to_arrow() as a pandas DataFrame. Raises ConfigError where pandas is missing."""
         return pandas_frame(self.to_arrow())
 
-    def plot(self, axes: Any = None) -> Any:
+    def plot(self, axes: Any = None, *, objective: Objective = "accuracy") -> Any:
         """Draw accuracy over cost: each method's curve with its point at the budget, and each model by itself.
 
-        axes: of matplotlib, to draw on; without them a new figure's.   Returns the axes.
-        Raises ConfigError where matplotlib is missing.
+        axes: of matplotlib, to draw on; without them a new figure's.   objective: what is drawn over cost; intervals
+        are of accuracy.   Returns the axes. Raises ConfigError where matplotlib is missing.
         """
-        axes = accuracy_over_cost(self.about["cost_unit"], axes)
-        axes.set_prop_cycle(color=_COLORS)
+        axes = accuracy_over_cost(self.about["cost_unit"], axes, objective)
+        quality = "accuracy" if objective == "accuracy" else "macro_f1"
+        n_drawn: Counter[str] = Counter()
         for row in self.rows:
-            method, accuracy = row["method"], 100 * row["accuracy"]
-            if method.startswith(f"{SINGLE}:"):
-                plot_model(axes, method.removeprefix(f"{SINGLE}:"), row["cost"], row["accuracy"])
-                continue
-            (point,) = axes.plot(row["cost"], accuracy, "o", label=method)
-            curve = self.curves.filter(pc.equal(self.curves["method"], method)).sort_by("cost")
-            (line,) = axes.plot(
-                curve["cost"], 100 * curve["accuracy"].to_numpy(), linewidth=0.8, color=point.get_color()
-            )
-            if METHODS[method].paradigm == "ours":
-                low, high = row["accuracy_interval"]
-                spread = [[accuracy - 100 * low], [100 * high - accuracy]]
-                axes.errorbar(row["cost"], accuracy, yerr=spread, capsize=3, color=point.get_color(), zorder=3)
-                point.set(marker="D", markersize=8, zorder=4)
-                line.set(linewidth=2.5, zorder=3)
-        axes.axvline(self.about["budget"], color="#888888", linestyle=":", label="budget")
+            method, paradigm = row["method"], row["paradigm"]
+            if paradigm in _LOOKS:
+                look = _look(paradigm, n_drawn[paradigm])
+                n_drawn[paradigm] += 1
+                curve = self._curve(method)
+                names = [method, None] if len(curve) > 1 else [None, method]
+                axes.plot(curve["cost"], 100 * curve[quality].to_numpy(), label=names[0], **look)
+                is_ours = paradigm == "ours"
+                interval = row["accuracy_interval"] if is_ours and objective == "accuracy" else None
+                point = {"fmt": "D" if is_ours else "o", "markersize": 7 if is_ours else 4.5, "color": look["color"]}
+                plot_point(axes, row["cost"], row[quality], interval, label=names[1], zorder=6, **point)
+        axes.axvline(self.about["budget"], color=GREY, linestyle=":", label="budget")
+        self._plot_models(axes, quality)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
         return axes
+
+    def _plot_models(self, axes: Any, quality: str) -> None:
+        """Draw single models, the name of each where the curve of Base, or of the first method, is not."""
+        methods = [row["method"] for row in self.rows if row["paradigm"] in _LOOKS]
+        curve = self._curve("base" if "base" in methods else methods[0]) if methods else None
+        for row in self.rows:
+            if row["paradigm"] == "single-model":
+                interval = row["accuracy_interval"] if quality == "accuracy" else None
+                reached = 1.0 if curve is None else float(np.interp(row["cost"], curve["cost"], curve[quality]))
+                model = row["method"].removeprefix(f"{SINGLE}:")
+                plot_model(axes, model, row["cost"], row[quality], interval, is_above=row[quality] > reached)
+
+    def _curve(self, method: str) -> pa.Table:
+        return self.curves.filter(pc.equal(self.curves["method"], method)).sort_by("cost")
 
     def small_table(self) -> SmallTable:
         """Return each method's accuracy and cost, as people see them."""
@@ -176,9 +205,9 @@ def compare(
     fitting = Fitting(calibrating, choosing, seed)
     bench = Bench(fitting, final, budget, checkpoints)
     measured = []
-    for place, entry in enumerate(chosen):
-        on_method(entry.method.name, place, len(chosen))
-        measured.append(bench.measure(entry.method, entry.load()))
+    for place, name in enumerate(chosen):
+        on_method(name, place, len(chosen))
+        measured.append(bench.measure(*method_of(name, source.models)))
     largest = max(float(curve.cost.max()) for _, curve, _ in measured)
     rows = [row | bench.areas(curve, largest) for row, curve, _ in measured]
     about = {
@@ -211,28 +240,21 @@ def save_comparison(comparison: Comparison, folder: str | AnyPath) -> None:
         write_parquet(path / "curves.parquet", comparison.curves)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A row to be: a method, and what returns the function that fits it."""
+def _look(paradigm: str, index: int) -> dict[str, Any]:
+    """Return how the curve of a paradigm's method is drawn, by its index among them."""
+    *cycles, zorder = _LOOKS[paradigm]
+    color, width, dashes = (cycle[index % len(cycle)] for cycle in cycles)
+    return {"color": color, "linewidth": width, "linestyle": dashes, "zorder": zorder}
 
-    method: Method
-    load: Callable[[], Callable[[Fitting], Fitted]]
 
-
-def _chosen(
-    names: Sequence[str], models: Sequence[str], trainable: set[str]
-) -> tuple[list[_Entry], list[dict[str, str]]]:
+def _chosen(names: Sequence[str], models: Sequence[str], trainable: set[str]) -> tuple[list[str], list[dict[str, str]]]:
     """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
 
     trainable: those for which there are texts and a checkpoint.
     """
-    known = ("all", SINGLE, *METHODS)
-    for name in names:
-        if name not in known:
-            raise ConfigError(unknown_name("method", name, known))
-    entries, cannot = [], []
-    if "all" in names or SINGLE in names:
-        entries = [_single(model, place) for place, model in enumerate(models)]
+    require_methods(names)
+    cannot = []
+    chosen = [f"{SINGLE}:{model}" for model in models if "all" in names or SINGLE in names]
     for name in METHODS if "all" in names else [name for name in METHODS if name in names]:
         method = METHODS[name]
         why = None
@@ -241,16 +263,12 @@ def _chosen(
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
         if why is None:
-            entries.append(_Entry(method, method.load))
+            chosen.append(name)
         elif name in names:
             raise ConfigError(f"method {name!r} {why}")
         else:
             cannot.append({"method": name, "why": why})
-    return entries, cannot
-
-
-def _single(model: str, place: int) -> _Entry:
-    return _Entry(Method(f"{SINGLE}:{model}", "single-model", ""), lambda: partial(fit_single, model=place))
+    return chosen, cannot
 
 
 def _curve_table(method: str, curve: Curve, points: OperatingPoints) -> pa.Table:

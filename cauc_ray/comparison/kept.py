@@ -1,4 +1,4 @@
-"""Values of tasks that are kept in a folder as they come, so that a run that was ended early goes on from there."""
+"""Tasks on Ray whose values are kept in a folder as they end, so that a run that was ended early goes on from there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pyarrow as pa
 
 import cauc_ray
 from cauc_ray.errors import CaucWarning, DataError
-from cauc_ray.execution.tasks import Outcome, Task, run_tasks
+from cauc_ray.execution.session import ray_session
+from cauc_ray.execution.tasks import N_CPUS, Outcome, Task, run_tasks
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
@@ -22,7 +23,7 @@ from cauc_ray.files.paths import AnyPath
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A value as files hold it.   content: what JSON can say.   table: what it had better not, if anything."""
+    """A task's value, as files hold it.   content: for JSON.   table: what is kept as Parquet, if anything."""
 
     content: Any
     table: pa.Table | None = None
@@ -30,16 +31,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A folder of tasks' values: KEY.json for each, and KEY.parquet where one has a table.
+    """A folder of tasks' values, which are Written: KEY.json for each, and KEY.parquet where one has a table.
 
-    write, read: turn a task's value into what files hold, and back.
-    A value is there by the renaming of its JSON; its key says which task it is of, what that depends on, and which
-    version of the package measured it.
+    The JSON is written last and whole; its key is made from the task, what its value depends on, and the version of the
+    package that measured it.
     """
 
     folder: AnyPath
-    write: Callable[[Any], Written]
-    read: Callable[[Task, Written], Any]
 
     def get(self, task: Task) -> Outcome | None:
         """Return what came of a task, None where nothing is kept, or nothing that can be read."""
@@ -47,7 +45,7 @@ class Kept:
         try:
             said = read_json(path)
             table = read_parquet(self._path(task, "parquet")) if said["has_table"] else None
-            value = self.read(task, Written(said["content"], table))
+            value = Written(said["content"], table)
         except (DataError, LookupError, TypeError):
             return None
         return Outcome(task, value, None, tuple(said["warnings"]), said["seconds"], said["attempts"])
@@ -58,7 +56,7 @@ class Kept:
             return outcome
         path = self._path(outcome.task)
         make_folder(self.folder)
-        written = self.write(outcome.value)
+        written: Written = outcome.value
         if written.table is not None:
             write_parquet(self._path(outcome.task, "parquet"), written.table)
         content = {
@@ -72,8 +70,7 @@ class Kept:
         }
         write_json(path, content)
         # What a run that goes on will read, in place of what it was made from: both runs have the same.
-        again = Written(json.loads(json.dumps(written.content)), written.table)
-        return replace(outcome, value=self.read(outcome.task, again))
+        return replace(outcome, value=Written(json.loads(json.dumps(written.content)), written.table))
 
     def _path(self, task: Task, form: str = "json") -> AnyPath:
         key = json.dumps([task.part, task.name, task.identity, cauc_ray.__version__])
@@ -95,3 +92,27 @@ class Kept:
         left = [task for task in tasks if found[task] is None]
         for outcome in run_tasks(left, deadline_s) if left else ():
             yield self.put(outcome)
+
+
+def run_kept(
+    folder: AnyPath,
+    rounds: Sequence[Sequence[Task]],
+    *,
+    deadline_s: float,
+    address: str | None,
+    on_outcome: Callable[[Outcome, int, int], None],
+) -> list[Outcome]:
+    """Run tasks on Ray, and keep their values, which are Written; those that the folder has are not measured again.
+
+    rounds: tasks that may run at the same time, one round after the other.   deadline_s: of each task.   address: of a
+    Ray cluster, as ray_session() takes it.   on_outcome: called with what came of each task, its number and how many
+    there are. Returns outcomes in the order of the tasks. Raises ExecutionError where Ray cannot be reached.
+    """
+    kept, outcomes = Kept(folder), dict[Task, Outcome]()
+    tasks = [task for of_round in rounds for task in of_round]
+    with ray_session(address, N_CPUS):
+        for of_round in rounds:
+            for outcome in kept.run(of_round, deadline_s):
+                outcomes[outcome.task] = outcome
+                on_outcome(outcome, len(outcomes), len(tasks))
+    return [outcomes[task] for task in tasks]

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from json import loads
 from typing import Any
 
 import numpy as np
 
-from cauc_ray.errors import BudgetError
+from cauc_ray.errors import BudgetError, ConfigError, unknown_name
 from cauc_ray.numbers.areas import CONVENTIONS as AREA_CONVENTIONS
 from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferral_area, upper_hull
 from cauc_ray.numbers.intervals import paired_difference, share
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
+from cauc_ray.policies.baselines.simple import fit_single
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, method_named
 from cauc_ray.policies.trace import Answers, Examples
 
-# CPT is told for these shares of the gap between the two models.
+# Every model of a chain by itself: methods that are named single:<model>.
+SINGLE = "single"
+# CPT is given for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
 # Base is fitted so often; the best counts.
 BASE_FITS = 3
@@ -47,6 +51,31 @@ CONVENTIONS: Mapping[str, str] = {
 } | dict(AREA_CONVENTIONS)
 
 
+def require_methods(names: Sequence[str]) -> None:
+    """Raise ConfigError for a name that is not of a method, "single" or "all"."""
+    known = ("all", SINGLE, *METHODS)
+    for name in names:
+        if name not in known:
+            raise ConfigError(unknown_name("method", name, known))
+
+
+def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
+    """Return a method by its name, single:<model> among them, and the function that fits it."""
+    kind, is_single, model = name.partition(":")
+    if is_single and kind == SINGLE:
+        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
+    method = method_named(name)
+    return method, method.load()
+
+
+def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:
+    """Fit a method and find its operating points on validation. Returns it and the seconds that took."""
+    started = time.perf_counter()
+    fitted = fit(fitting)
+    _ = fitted.points
+    return fitted, time.perf_counter() - started
+
+
 def published() -> dict[str, Any]:
     """Return the paper's own numbers, by the name of their table."""
     content: dict[str, Any] = loads(files("cauc_ray.comparison").joinpath("published.json").read_text(encoding="utf-8"))
@@ -63,7 +92,7 @@ class Bench:
         self._correct = test.correct()
         fit_base = METHODS["base"].load()
         # In the best of a few: it is short, and the first of a process also pays for what numpy loads.
-        base, self._base_s = min((self._set_up(fit_base) for _ in range(BASE_FITS)), key=lambda timed: timed[1])
+        base, self._base_s = min((set_up(fit_base, fitting) for _ in range(BASE_FITS)), key=lambda timed: timed[1])
         self._base = base
         own = base.curve(fitting.validation, np.array([base.default]))
         self._given = budget is not None
@@ -78,7 +107,7 @@ class Bench:
         if method.name == "base":
             fitted, setup_s = self._base, self._base_s
         else:
-            fitted, setup_s = self._set_up(fit, self._checkpoints.get(method.name))
+            fitted, setup_s = set_up(fit, replace(self._fitting, checkpoint=self._checkpoints.get(method.name)))
         # Base's own threshold is what gives the budget its size, where nobody gave one.
         own_budget = method.name == "base" and not self._given
         setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted)
@@ -118,13 +147,6 @@ class Bench:
             values = [deferral_area(*pair, whole), apgr(*pair), *(cpt(*pair, q) for q in GAP_SHARES)]
             of_two = dict(zip(names, values, strict=True))
         return {**of_two, "aiq": aiq(curve.cost, curve.accuracy, largest_cost)}
-
-    def _set_up(self, fit: Callable[[Fitting], Fitted], checkpoint: str | None = None) -> tuple[Fitted, float]:
-        """Fit a method and find its operating points. Returns it and the seconds that took."""
-        started = time.perf_counter()
-        fitted = fit(replace(self._fitting, checkpoint=checkpoint))
-        _ = fitted.points
-        return fitted, time.perf_counter() - started
 
     def _seen(self, method: Method) -> Examples:
         return self._test if method.sees_labels else self._test.without_labels()

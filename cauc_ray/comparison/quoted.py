@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cauc_ray.comparison.comparing import SINGLE
-from cauc_ray.comparison.measuring import published
+from cauc_ray.comparison.measuring import SINGLE, published
 
 
 def quoted_table(name: str) -> Mapping[str, Any]:
@@ -22,30 +21,30 @@ def columns_of(name: str) -> Mapping[str, Any]:
 
 
 def paper_name(method: str) -> str:
-    """Return a method's name as the paper writes it, its own where the paper has none.
+    """Return a method's name as the paper writes it, its own where the paper has none, a single model's as it is.
 
-    >>> paper_name("rf"), paper_name("routellm-mf"), paper_name("oracle")
-    ('CAUC-RF', 'RouteLLM (mf)', 'oracle')
+    >>> paper_name("rf"), paper_name("routellm-mf"), paper_name("oracle"), paper_name("single:small")
+    ('CAUC-RF', 'RouteLLM (mf)', 'oracle', 'small')
     """
+    kind, is_single, model = method.partition(":")
+    if is_single and kind == SINGLE:
+        return model
     names: Mapping[str, str] = published()["methods"]
-    if method in names:
-        return names[method]
     family, _, variant = method.partition("-")
-    return f"{names[family]} ({variant})" if family in names and variant else method
+    return names.get(method) or (f"{names[family]} ({variant})" if family in names and variant else method)
 
 
-def quoted_figures(table: str, column: str, method: str, place: int | None) -> tuple[float, float, float] | None:
+def quoted_figures(
+    table: str, column: str | None, method: str, models: Sequence[str]
+) -> tuple[float, float, float] | None:
     """Return the paper's quality (a share), cost, and cost over that of its last model, for a method of a comparison.
 
-    place: of the model in the chain where the method is a single model, which then stands for the paper's at that
-    place. A variant of a method that the paper does not tell apart has the method's. None where the paper has none.
+    models: the chain, whose single models are compared with those of the paper, in order. A variant of a method that
+    the paper does not have is compared with the method. None where the paper has none, or column is None.
     """
-    last = f"{SINGLE}:{quoted_table(table)['models'][-1]}"
-    rows = columns_of(table)[column]
-    if place is not None:
-        method = f"{SINGLE}:{quoted_table(table)['models'][place]}"
-    found = rows.get(method, rows.get(method.partition("-")[0]))
-    if found is None:
+    if column is None:
         return None
-    quality, cost = found
-    return quality / 100.0, cost, cost / rows[last][1]
+    rows, of_paper = columns_of(table)[column], [f"{SINGLE}:{model}" for model in quoted_table(table)["models"]]
+    own = dict(zip((f"{SINGLE}:{model}" for model in models), of_paper, strict=True))
+    found = rows.get(own.get(method, method), rows.get(method.partition("-")[0]))
+    return None if found is None else (found[0] / 100.0, found[1], found[1] / rows[of_paper[-1]][1])

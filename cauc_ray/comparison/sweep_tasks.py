@@ -14,7 +14,7 @@ from cauc_ray.api.examples import ExampleReader
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.options import SweepJobOptions, SweptSet
 from cauc_ray.api.sources import Source
-from cauc_ray.comparison.kept import Kept, Written
+from cauc_ray.comparison.kept import Written, run_kept
 from cauc_ray.comparison.redrawing import redraw
 from cauc_ray.comparison.sweeping import (
     PURPOSE,
@@ -30,8 +30,7 @@ from cauc_ray.comparison.sweeping import (
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import encoders
 from cauc_ray.errors import ConfigError, DataError, unknown_name
-from cauc_ray.execution.session import ray_session
-from cauc_ray.execution.tasks import N_CPUS, Outcome, Task
+from cauc_ray.execution.tasks import Outcome, Task
 from cauc_ray.files.atomic import require_new
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.listing import content_digest
@@ -82,11 +81,11 @@ class _Point:
     def keys(self) -> dict[str, Any]:
         return {"set": self.swept.name, "chain": ",".join(self.models), "method": self.method, "seed": self.seed}
 
-    def measure(self) -> list[dict[str, Any]]:
+    def measure(self) -> Written:
         source = Source(str(self.swept.logits), of_chain(self.options, self.models))
         read = ExampleReader(source, self.swept.embedding or self.options.embedding).read(PURPOSE)
         splits = redraw(dict(zip(self.options.cuts, read, strict=True)), self.options.pooled, self.seed)
-        return measure(self.keys, self.models, self.options, splits)
+        return Written(measure(self.keys, self.models, self.options, splits))
 
     def missing(self, reason: str) -> list[dict[str, Any]]:
         """Return its rows where it has no value."""
@@ -125,18 +124,14 @@ def run_sweep(
     folder = path_of(output)
     if not (folder / TASKS).is_dir():
         require_new(folder)
-    kept = Kept(folder / TASKS, Written, lambda task, written: written.content)
-    outcomes: dict[Task, Outcome] = {}
-    with ray_session(options.address, N_CPUS):
-        for outcome in kept.run(list(points), options.deadline_s):
-            outcomes[outcome.task] = outcome
-            on_outcome(outcome, len(outcomes), len(points))
-    in_order = [outcomes[task] for task in points]
+    in_order = run_kept(
+        folder / TASKS, [list(points)], deadline_s=options.deadline_s, address=options.address, on_outcome=on_outcome
+    )
     failed = [each for each in in_order if each.error is not None]
     rows = [
         row
         for each in in_order
-        for row in (each.value if each.error is None else points[each.task].missing(each.error))
+        for row in (each.value.content if each.error is None else points[each.task].missing(each.error))
     ]
     found = Sweep(
         rows=tuple(rows),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +12,15 @@ import pyarrow.compute as pc
 
 from cauc_ray.api.examples import ExampleReader
 from cauc_ray.api.fingerprints import fingerprints_of
-from cauc_ray.api.grids import Grid, cells
 from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
 from cauc_ray.api.sources import Logits, Source
-from cauc_ray.comparison.comparing import SINGLE
+from cauc_ray.api.tables import Grid, cells
+from cauc_ray.comparison import measuring
+from cauc_ray.comparison.measuring import SINGLE, method_of, set_up
 from cauc_ray.comparison.redrawing import redraw
 from cauc_ray.data.logits import LogitKinds
-from cauc_ray.errors import BudgetError, ConfigError, unknown_name
-from cauc_ray.policies.baselines.simple import fit_single
-from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Method, method_named
+from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.policies.methods import METHODS, Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
 KEYS = ("set", "chain", "method", "budget_kind", "budget")
@@ -136,10 +134,9 @@ def measure(
     calibration, validation, final = splits.values()
     fitting = Fitting(calibration, validation, keys["seed"])
     method, fit = method_of(keys["method"], models)
-    started = time.perf_counter()
-    fitted = fit(fitting)
+    fitted, setup_s = set_up(fit, fitting)
     of_fit = fitted.points
-    common = {"setup_s": time.perf_counter() - started, "n": len(final), "cost_unit": final.chain.costs.unit, **keys}
+    common = {"setup_s": setup_s, "n": len(final), "cost_unit": final.chain.costs.unit, **keys}
     wanted = list(_budgets(options, float(validation.chain.costs.means.max()), of_fit.cost))
     if not wanted:
         return [common | row for row in _curve(fitted, final, np.arange(len(of_fit.cost)))]
@@ -158,15 +155,6 @@ def measure(
             rows.append(row | {"threshold": setting})
         rows[-1] |= {"budget_kind": kind, "budget": budget, "budget_cost": cost}
     return [common | row for row in rows]
-
-
-def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
-    """Return a method by its name, single:MODEL among them, and the function that fits it."""
-    kind, is_single, model = name.partition(":")
-    if is_single and kind == SINGLE:
-        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
-    method = method_named(name)
-    return method, method.load()
 
 
 def _curve(
@@ -204,9 +192,8 @@ def _budgets(options: SweepOptions, most_expensive: float, costs: np.ndarray) ->
 
 def require_methods(names: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not a method, or one that trains on texts."""
+    measuring.require_methods(names)
     for name in names:
-        if name not in ("all", SINGLE, *METHODS):
-            raise ConfigError(unknown_name("method", name, ("all", SINGLE, *METHODS)))
         if name in METHODS and METHODS[name].needs_texts:
             raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
 

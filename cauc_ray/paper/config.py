@@ -1,63 +1,68 @@
-"""What a run of the paper's tables is told: which chain of which logit table fills which of them."""
+"""The config of the paper's tables and figures: which chain of which logit table fills which of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from cauc_ray.api.options import Location, Seed
-from cauc_ray.comparison.comparing import SINGLE
 from cauc_ray.comparison.quoted import columns_of
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.service import Section
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.methods import METHODS
+
+# Tables in which all methods are compared on chains.
+COMPARED = ("two-model-language", "two-model-image", "three-model-language")
 
 
-class _NamedParts(Section):
-    """A section whose keys are names of tables or figures."""
-
-    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
-
-
-def _require_own_names(where: str, names: tuple[str, ...] | list[str]) -> None:
-    twice = [name for name, n in Counter(names).items() if n > 1]
-    if twice:
-        raise ValueError(f"{where}: two entries are named {twice[0]!r}")
-
-
-class Chain(Section):
-    """A chain of models of one logit table.
-
-    name: as tables and figures call it.   set: the table, a folder below the root.   models: cheapest first.
-    objective: the quality that the table shows.   published: the column of the paper's table to stand beside it.
-    """
+class Entry(Section):
+    """What one task measures.   name: in tables and figures.   set: a logit table, a folder below `logits`."""
 
     name: str = Field(pattern=r"^[^\x00-\x1f]+$")
     set: str = Field(min_length=1)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the models that the table must hold."""
+        return ()
+
+    def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
+        """Return the files and folders that its figures depend on.   root: of all sets."""
+        return (root / self.set,)
+
+
+class Chain(Entry):
+    """A chain of models of one logit table.
+
+    models: cheapest first.   objective: the quality that the table shows.   published: the column of the paper's table
+    that is shown next to it.
+    """
+
     models: tuple[str, ...] = Field(min_length=1)
     objective: Objective = "accuracy"
     published: str | None = None
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the columns of each of its rows that name it."""
+        own = {"set": self.set, "models": list(self.models), "objective": self.objective}
+        return {"chain": self.name, **own, "published_column": self.published}
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Return the models that the table must hold."""
         return self.models
 
-    def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
-        """Return the files and folders that its figures come from.   root: of all sets."""
-        return (root / self.set,)
-
 
 class ComparedChain(Chain):
-    """A chain that all methods are compared on; the last four are as compare() has them.
+    """A chain that all methods are compared on; the last four are as compare() takes them.
 
-    texts: a file below the root.
+    texts: a file below `logits`.
     """
 
     embedding: str | None = None
@@ -66,7 +71,7 @@ class ComparedChain(Chain):
     checkpoints: dict[str, str] = Field(default_factory=dict)
 
     def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
-        """Return the table, the texts, and those checkpoints that are folders here and not hub ids."""
+        """Return the table, the texts, and those checkpoints that are local folders and not hub ids."""
         texts = () if self.texts is None else (root / self.texts,)
         local = (path for path in map(Path, self.checkpoints.values()) if path.exists())
         return (root / self.set, *texts, *local)
@@ -82,55 +87,8 @@ class GrowingChain(Chain):
         """Return the models that the table must hold."""
         return (*self.models, self.last)
 
-    @property
-    def chains(self) -> list[tuple[str, ...]]:
-        """Return the chains from one model to all."""
-        return [(*self.models[:n], self.last) for n in range(len(self.models) + 1)]
 
-
-class Tables(_NamedParts):
-    """What fills each table; a table without entries is not made.
-
-    setup_time: a chain that setup is timed on while nothing else runs.
-    """
-
-    LENGTHS: ClassVar[Mapping[str, int]] = {
-        "two_model_language": 2,
-        "two_model_image": 2,
-        "complementarity": 2,
-        "three_model_language": 3,
-    }
-
-    two_model_language: tuple[ComparedChain, ...] = ()
-    two_model_image: tuple[ComparedChain, ...] = ()
-    complementarity: tuple[Chain, ...] = ()
-    growing_chain: tuple[GrowingChain, ...] = ()
-    three_model_language: tuple[ComparedChain, ...] = ()
-    setup_time: tuple[ComparedChain, ...] = Field(default=(), max_length=1)
-
-    @property
-    def by_name(self) -> dict[str, tuple[Chain, ...]]:
-        """Return the entries by the name of their table."""
-        return {name.replace("_", "-"): getattr(self, name) for name in type(self).model_fields}
-
-    @model_validator(mode="after")
-    def _entries_fit(self) -> Tables:
-        for name, chains in self.by_name.items():
-            length = self.LENGTHS.get(name.replace("-", "_"))
-            for chain in chains:
-                if length is not None and len(chain.models) != length:
-                    raise ValueError(f"{name}: {chain.name!r} needs {length} models, got {len(chain.models)}")
-                twice = [model for model, n in Counter(chain.wanted).items() if n > 1]
-                if twice:
-                    raise ValueError(f"{name}: {chain.name!r} has model {twice[0]!r} twice")
-                if chain.published is not None and chain.published not in columns_of(name):
-                    known = unknown_name("published column", chain.published, columns_of(name))
-                    raise ValueError(f"{name}: {chain.name!r}: {known}")
-            _require_own_names(name, [chain.name for chain in chains])
-        return self
-
-
-class ReliabilityFigure(Section):
+class ReliabilityFigure(Entry):
     """What a figure of calibration shows, each on the test split.
 
     model: whose confidence is shown before and after.   models: whose accuracy is shown at matched confidence.
@@ -138,7 +96,6 @@ class ReliabilityFigure(Section):
     """
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
-    set: str = Field(min_length=1)
     model: str
     models: tuple[str, ...] = Field(min_length=2, max_length=6)
     counted: tuple[str, ...] = Field(min_length=2)
@@ -149,27 +106,77 @@ class ReliabilityFigure(Section):
         return tuple(dict.fromkeys((*self.counted, *self.models, self.model)))
 
 
-class Figures(_NamedParts):
+class _Parts(Section):
+    """A section whose keys are the names of tables or figures."""
+
+    model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
+
+    @property
+    def by_name(self) -> dict[str, tuple[Entry, ...]]:
+        """Return the entries by the name of their table or figure."""
+        return {name.replace("_", "-"): tuple(map(_entry, each)) for name, each in self}
+
+    @model_validator(mode="after")
+    def _names_once(self) -> _Parts:
+        for part, entries in self.by_name.items():
+            _require_once(f"{part}: two entries are named", [entry.name for entry in entries])
+        return self
+
+
+def _entry(named: Entry | str) -> Entry:
+    return Entry(name=named, set=named) if isinstance(named, str) else named
+
+
+def _require_once(what: str, names: Sequence[str]) -> None:
+    twice = next((name for name, n in Counter(names).items() if n > 1), None)
+    if twice is not None:
+        raise ValueError(f"{what} {twice!r}")
+
+
+class Tables(_Parts):
+    """What fills each table; a table without entries is not made.
+
+    setup_time: a chain that setup is timed on while nothing else runs.
+    """
+
+    LENGTHS: ClassVar = {"two-model-language": 2, "two-model-image": 2, "complementarity": 2, "three-model-language": 3}
+
+    two_model_language: tuple[ComparedChain, ...] = ()
+    two_model_image: tuple[ComparedChain, ...] = ()
+    complementarity: tuple[Chain, ...] = ()
+    growing_chain: tuple[GrowingChain, ...] = ()
+    three_model_language: tuple[ComparedChain, ...] = ()
+    setup_time: tuple[ComparedChain, ...] = Field(default=(), max_length=1)
+
+    @model_validator(mode="after")
+    def _chains_fit(self) -> Tables:
+        for part, chains in self.by_name.items():
+            for chain in chains:
+                assert isinstance(chain, Chain)
+                where, length = f"{part}: {chain.name!r}", self.LENGTHS.get(part, len(chain.models))
+                if len(chain.models) != length:
+                    raise ValueError(f"{where} needs {length} models, got {len(chain.models)}")
+                _require_once(f"{where} has twice the model", chain.wanted)
+                if chain.published is not None and chain.published not in columns_of(part):
+                    raise ValueError(f"{where}: {unknown_name('published column', chain.published, columns_of(part))}")
+        return self
+
+
+class Figures(_Parts):
     """What the figures show that are not drawn from the tables.
 
-    complementarity_gain: sets, each with all pairs of its models of which the dearer is the more accurate.
+    complementarity_gain: sets, each with all pairs of its models of which the more expensive is the more accurate.
     """
 
     calibration_reliability: tuple[ReliabilityFigure, ...] = ()
     complementarity_gain: tuple[str, ...] = ()
 
-    @model_validator(mode="after")
-    def _entries_fit(self) -> Figures:
-        _require_own_names("calibration-reliability", [figure.name for figure in self.calibration_reliability])
-        _require_own_names("complementarity-gain", self.complementarity_gain)
-        return self
-
 
 class PaperConfig(Section):
     """A run of the paper's tables and figures.
 
-    logits: the folder of all sets.   methods: of the comparisons, as compare() takes them.   seed: of all lots.
-    deadline_s: how long a chain may take, in seconds from where its task has begun.
+    logits: the folder of all sets.   methods: of the comparisons, as compare() takes them.   seed: of all random draws.
+    deadline_s: how long a chain may take, in seconds from the start of its task.
     """
 
     logits: Location
@@ -179,19 +186,11 @@ class PaperConfig(Section):
     tables: Tables = Tables()
     figures: Figures = Figures()
 
-    def reads(self) -> set[AnyPath]:
-        """Return all files and folders that the entries' figures come from."""
-        of_tables = {
-            path for chains in self.tables.by_name.values() for each in chains for path in each.reads(self.logits)
-        }
-        of_figures = {self.logits / figure.set for figure in self.figures.calibration_reliability}
-        return of_tables | of_figures | {self.logits / name for name in self.figures.complementarity_gain}
+    @property
+    def parts(self) -> dict[str, tuple[Entry, ...]]:
+        """Return the entries by the name of their table or figure."""
+        return self.tables.by_name | self.figures.by_name
 
-    @field_validator("methods")
-    @classmethod
-    def _methods_are_known(cls, methods: tuple[str, ...]) -> tuple[str, ...]:
-        known = ("all", SINGLE, *METHODS)
-        for name in methods:
-            if name not in known:
-                raise ValueError(unknown_name("method", name, known))
-        return methods
+    def reads(self) -> set[AnyPath]:
+        """Return all files and folders that the entries' figures depend on."""
+        return {path for entries in self.parts.values() for entry in entries for path in entry.reads(self.logits)}

@@ -1,95 +1,153 @@
-"""What each task of a run measures, from the root of all sets and an entry of the config."""
+"""What the task of each entry measures: content for JSON, and for comparisons their curves as a table."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from cauc_ray.api.offline import evaluate, fit
 from cauc_ray.comparison.comparing import Comparison, compare
+from cauc_ray.comparison.kept import Written
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import GuardWarning
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.numbers.metrics import Reliability, reliability_bins
+from cauc_ray.numbers.metrics import reliability_bins
 from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.paper.config import Chain, ComparedChain, GrowingChain, ReliabilityFigure
+from cauc_ray.paper.config import Chain, ComparedChain, Entry, GrowingChain, PaperConfig, ReliabilityFigure
 from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.policy import Policy
 
-# Where a confidence is called high (paper, figure on calibration).
+RELIABILITY = "calibration-reliability"
+GAINS = "complementarity-gain"
+# A confidence from here on is called high (paper, figure on calibration).
 HIGH = 0.85
 
 
-@contextmanager
-def _guards_aside() -> Iterator[None]:
-    """Keep guards quiet: tables show the method on every chain, also where a policy of it would disappoint."""
+def measure(config: PaperConfig, part: str, entry: Entry) -> Written:
+    """Measure an entry of a table or figure. Raises CaucError.
+
+    Guards do not warn: tables show the method on every chain, also where a policy of it would disappoint.
+    """
     with warnings.catch_warnings(action="ignore", category=GuardWarning):
-        yield
+        return _MEASURED.get(part, _compared)(config, entry)
 
 
-def compare_chain(root: AnyPath, chain: ComparedChain, methods: Sequence[str], seed: int) -> Comparison:
-    """Compare methods on a chain."""
-    return compare(
-        str(root / chain.set),
+def comparison_of(value: Written) -> Comparison:
+    """Return the comparison that the task of a compared chain measured."""
+    return Comparison(curves=value.table, **value.content)
+
+
+def _compared(config: PaperConfig, chain: ComparedChain) -> Written:
+    found = compare(
+        str(config.logits / chain.set),
         models=chain.models,
-        methods=methods,
+        methods=config.methods,
         embedding=chain.embedding,
-        texts=None if chain.texts is None else str(root / chain.texts),
+        texts=None if chain.texts is None else str(config.logits / chain.texts),
         text_column=chain.text_column,
         checkpoints=chain.checkpoints,
-        seed=seed,
+        seed=config.seed,
     )
+    return Written({"about": found.about, "rows": found.rows, "not_run": found.not_run}, found.curves)
 
 
-@dataclass(frozen=True, slots=True)
-class PairMeasures:
-    """Base at its own threshold on two models, on the test split, with and without fusing the first; and RF.
-
-    complementarity_rate: on the calibration split.   rf: at the cost that Base has on validation; None where it was
-    not asked for.
-    """
-
-    models: tuple[str, ...]
-    complementarity_rate: float
-    direct: Measures
-    fused: Measures
-    rf: Measures | None
-    cost_unit: str
-
-
-@_guards_aside()
-def measure_pair(root: AnyPath, pair: Chain) -> PairMeasures:
-    """Measure what fusing does for a pair, and CAUC-RF at the same validation cost."""
-    table = root / pair.set
+def _pair(config: PaperConfig, pair: Chain) -> Written:
+    """Measure what fusing does for a pair, and RF at the cost that Base has on validation."""
+    table = config.logits / pair.set
     base = _fit_base(table, pair.models)
-    assert base.expected is not None
-    rf = fit(str(table), models=pair.models, method="rf", budget=base.expected.cost, objective=pair.objective)
-    return _pair(table, base, _measures(table, rf))
+    rf = _figures(table, _fit_rf(table, base, pair.objective), pair.objective)
+    figures = {"rf": rf.pop("quality"), **{f"rf_{name}": value for name, value in rf.items() if name != "n"}}
+    return Written([{**pair.keys, **_fused(table, base, pair.objective), **figures, "cost_unit": base.cost_unit}])
 
 
-@_guards_aside()
-def measure_gains(root: AnyPath, set_name: str) -> list[PairMeasures]:
-    """Measure what fusing does for every pair of a set whose second model is the dearer and the more accurate.
+def _gains(config: PaperConfig, entry: Entry) -> Written:
+    """Measure what fusing does for every pair of a set whose second model is the more expensive and more accurate.
 
     Both by the calibration split: whether a cascade of the two is worth while is known before the test.
     """
-    table = LogitTable(root / set_name)
+    table = LogitTable(config.logits / entry.set)
     alone = {}
     for model in table.models:
         chain = table.read_chain([model], "calibration")
         correct = chain.logits[0].argmax(axis=1) == chain.labels
         alone[model] = (float(chain.costs.means[0]), float(correct.mean()))
-    ordered = sorted(alone, key=lambda model: alone[model])
-    pairs = [(a, b) for a, b in combinations(ordered, 2) if alone[a][0] < alone[b][0] and alone[a][1] < alone[b][1]]
-    return [_pair(root / set_name, _fit_base(root / set_name, pair), None) for pair in pairs]
+    rows = []
+    for first, last in combinations(sorted(alone, key=lambda model: alone[model]), 2):
+        if alone[first][0] < alone[last][0] and alone[first][1] < alone[last][1]:
+            found = _fused(table.path, _fit_base(table.path, (first, last)), "accuracy")
+            row = {"set": entry.name, "first": first, "last": last, "complementarity_rate": found["cr"]}
+            rows.append(row | {key: found[key] for key in ("gain_of_fusing", "cr_chose_the_better")})
+    return Written(rows)
+
+
+def _fused(table: AnyPath, base: BasePolicy, objective: Objective) -> dict[str, Any]:
+    """Measure Base on two models at its own threshold, without and with fusing the first."""
+    first, last = base.stages
+    stages = [(first.model_copy(update={"fused": fused}), last) for fused in (False, True)]
+    direct, fused = (_figures(table, base.model_copy(update={"stages": both}), objective) for both in stages)
+    rate, gain = first.complementarity_rate, fused["quality"] - direct["quality"]
+    assert rate is not None
+    # The sign of the rate chose the better of the two, or as good.
+    chose_the_better = gain >= 0 if rate > 0 else gain <= 0
+    found = {"direct": direct["quality"], "fuse": fused["quality"], "cr": rate, "gain_of_fusing": gain}
+    costs = {"base_cost": direct["cost"], "base_relative_cost": direct["relative_cost"]}
+    return {"n": direct["n"], **found, "cr_chose_the_better": chose_the_better, **costs}
+
+
+def _growth(config: PaperConfig, chain: GrowingChain) -> Written:
+    """Measure a chain from its last model alone to all of its models: Base, and RF at two thresholds."""
+    table = config.logits / chain.set
+    rows = []
+    for n in range(len(chain.models) + 1):
+        models = (*chain.models[:n], chain.last)
+        base = _fit_base(table, models)
+        # The paper's two policies share a routing schedule: one threshold for both.
+        shared = fit(str(table), models=models, method="rf", threshold=base.threshold)
+        row = chain.keys | {"models": list(models), "n_models": n + 1, "added": models[-2:][0]}
+        policies = {"base": base, "rf_shared": shared, "rf_best": _fit_rf(table, base, chain.objective)}
+        for name, policy in policies.items():
+            found = _figures(table, policy, chain.objective)
+            row |= {"n": found.pop("n"), "cost_unit": base.cost_unit}
+            row |= {f"{name}_{figure}": value for figure, value in found.items()}
+        rows.append(row)
+    return Written(rows)
+
+
+def _reliability(config: PaperConfig, figure: ReliabilityFigure) -> Written:
+    """Measure each model's confidence on the test split, raw and at the temperature fitted on calibration."""
+    table = LogitTable(config.logits / figure.set)
+    rows, unit = [], ""
+    for model in figure.wanted:
+        stage = fit_base(table.read_chain([model], "calibration")).stages[0]
+        test = table.read_chain([model], "test")
+        test.require_labels("a figure of calibration")
+        unit, cost = test.costs.unit, float(test.costs.means[0])
+        predictions, raw = top_option(test.logits[0].astype(np.float64))
+        _, calibrated = top_option(stage.scores(test.logits[0]))
+        for temperature, confidences in ((1.0, raw), (stage.temperature, calibrated)):
+            bins = reliability_bins(confidences, predictions == test.labels)
+            of_all = {"model": model, "temperature": temperature, "calibrated": confidences is calibrated, "cost": cost}
+            of_all["n_high"] = int((confidences >= HIGH).sum())
+            names = ("confidence", "accuracy", "accuracy_low", "accuracy_high")
+            columns = zip(bins.confidence, bins.accuracy, bins.low, bins.high, strict=True)
+            for centre, n, found in zip(bins.centres.tolist(), bins.counts.tolist(), columns, strict=True):
+                shares = [float(value) if n else None for value in found]
+                rows.append({**of_all, "bin_centre": centre, "n": n, **dict(zip(names, shares, strict=True))})
+    return Written({"cost_unit": unit, "rows": rows})
+
+
+_MEASURED: Mapping[str, Callable[[PaperConfig, Any], Written]] = {
+    "complementarity": _pair,
+    "growing-chain": _growth,
+    RELIABILITY: _reliability,
+    GAINS: _gains,
+}
 
 
 def _fit_base(table: AnyPath, models: Sequence[str]) -> BasePolicy:
@@ -98,93 +156,15 @@ def _fit_base(table: AnyPath, models: Sequence[str]) -> BasePolicy:
     return policy
 
 
-def _pair(table: AnyPath, base: BasePolicy, rf: Measures | None) -> PairMeasures:
-    first, last = base.stages
-    direct, fused = (
-        _measures(table, base.model_copy(update={"stages": (first.model_copy(update={"fused": fused}), last)}))
-        for fused in (False, True)
-    )
-    assert first.complementarity_rate is not None
-    return PairMeasures(base.models, first.complementarity_rate, direct, fused, rf, base.cost_unit)
-
-
-def _measures(table: AnyPath, policy: Policy) -> Measures:
-    return evaluate(str(table), policy, split="test").measures
-
-
-@dataclass(frozen=True, slots=True)
-class GrownChain:
-    """A chain of a length, on the test split: Base at its own threshold, RF at that and at its best for Base's cost.
-
-    added: the model that the chain before did not have.
-    """
-
-    added: str
-    models: tuple[str, ...]
-    base: Measures
-    rf_shared: Measures
-    rf_best: Measures
-    cost_unit: str
-
-
-@_guards_aside()
-def grow(root: AnyPath, chain: GrowingChain) -> list[GrownChain]:
-    """Measure a chain from its last model alone to all of its models."""
-    return [_grown(root / chain.set, models, chain.objective) for models in chain.chains]
-
-
-def _grown(table: AnyPath, models: tuple[str, ...], objective: Objective) -> GrownChain:
-    base = _fit_base(table, models)
-    # The paper's two policies share a routing schedule: one threshold for both.
-    shared = fit(str(table), models=models, method="rf", threshold=base.threshold)
+def _fit_rf(table: AnyPath, base: BasePolicy, objective: Objective) -> Policy:
+    """Fit RF at its best on validation within the cost that Base has there."""
     assert base.expected is not None
-    best = fit(str(table), models=models, method="rf", budget=base.expected.cost, objective=objective)
-    of_base, of_shared, of_best = (_measures(table, policy) for policy in (base, shared, best))
-    added = models[-2] if len(models) > 1 else models[-1]
-    return GrownChain(added, models, of_base, of_shared, of_best, base.cost_unit)
+    return fit(str(table), models=base.models, method="rf", budget=base.expected.cost, objective=objective)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReliability:
-    """A model's confidence on the test split, raw and at the temperature fitted on calibration.
-
-    n_high_before, n_high_after: examples of a confidence in [0.85, 1].   cost: of a call, in cost_unit.
-    """
-
-    model: str
-    temperature: float
-    accuracy: float
-    before: Reliability
-    after: Reliability
-    n_high_before: int
-    n_high_after: int
-    n: int
-    cost: float
-    cost_unit: str
-
-
-def measure_reliability(root: AnyPath, figure: ReliabilityFigure) -> dict[str, ModelReliability]:
-    """Measure every model of a figure, by its name."""
-    table = LogitTable(root / figure.set)
-    return {model: _reliability(table, model) for model in figure.wanted}
-
-
-def _reliability(table: LogitTable, model: str) -> ModelReliability:
-    stage = fit_base(table.read_chain([model], "calibration")).stages[0]
-    test = table.read_chain([model], "test")
-    test.require_labels("a figure of calibration")
-    predictions, raw = top_option(test.logits[0].astype(np.float64))
-    _, calibrated = top_option(stage.scores(test.logits[0]))
-    correct = predictions == test.labels
-    return ModelReliability(
-        model=model,
-        temperature=stage.temperature,
-        accuracy=float(correct.mean()),
-        before=reliability_bins(raw, correct),
-        after=reliability_bins(calibrated, correct),
-        n_high_before=int((raw >= HIGH).sum()),
-        n_high_after=int((calibrated >= HIGH).sum()),
-        n=len(test),
-        cost=float(test.costs.means[0]),
-        cost_unit=test.costs.unit,
-    )
+def _figures(table: AnyPath, policy: Policy, objective: Objective) -> dict[str, Any]:
+    """Measure a policy on the test split."""
+    measures = evaluate(str(table), policy, split="test").measures
+    assert measures.accuracy is not None
+    quality = measures.accuracy.value if objective == "accuracy" else measures.macro_f1
+    return {"n": measures.n, "quality": quality, "cost": measures.cost, "relative_cost": measures.relative_cost}

@@ -1,35 +1,82 @@
-"""A run: tasks on Ray, tables and figures from what came of them, a folder that holds all."""
+"""A run: what can be measured of a config, as tasks on Ray; tables and figures of their values in one folder."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from cauc_ray.api.grids import PaperTable
 from cauc_ray.api.offline import require_apart
-from cauc_ray.comparison.comparing import SINGLE
-from cauc_ray.comparison.measuring import published
+from cauc_ray.api.plots import require_matplotlib
+from cauc_ray.comparison.kept import run_kept
+from cauc_ray.comparison.measuring import SINGLE, published, require_methods
 from cauc_ray.comparison.quoted import columns_of, paper_name
-from cauc_ray.execution.session import ray_session
-from cauc_ray.execution.tasks import N_CPUS, Outcome
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.execution.tasks import Outcome, Task
 from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import write_json, write_text
-from cauc_ray.files.listing import hive_values
+from cauc_ray.files.listing import content_digest
 from cauc_ray.files.parquet import write_parquet
-from cauc_ray.paper.compared import TITLES, compared_table, setup_table
-from cauc_ray.paper.config import PaperConfig
-from cauc_ray.paper.drawing import require_matplotlib
-from cauc_ray.paper.figures import Drawn, draw_figures
-from cauc_ray.paper.fused import growth_table, pairs_table
-from cauc_ray.paper.keeping import kept_in
-from cauc_ray.paper.plan import NotRun, plan_of
-from cauc_ray.paper.report import report
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.paper.config import COMPARED, Chain, ComparedChain, Entry, PaperConfig
+from cauc_ray.paper.figures import Drawn, Found, draw_figures
+from cauc_ray.paper.measured import comparison_of, measure
+from cauc_ray.paper.tables import CONTENTS, PaperTable, table_of
+
+
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """A table's column, a method or an entry of the config that is not measured, and why."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+def plan_of(config: PaperConfig) -> tuple[list[Task], list[NotRun]]:
+    """Return what to run, in the order of the config, and what not: entries whose logits are missing, other columns.
+
+    Raises ConfigError where the folder of sets is missing.
+    """
+    if not config.logits.is_dir():
+        raise ConfigError(f"there is no folder {config.logits} with sets of logits; name it with logits:")
+    digest = cache(content_digest)  # many entries are of the same set
+    tasks: list[Task] = []
+    not_run: list[NotRun] = []
+    for part, entries in config.parts.items():
+        for entry in entries:
+            why = _missing(config.logits, entry)
+            if why is not None:
+                not_run.append(NotRun(f"{part} / {entry.name}", why))
+                continue
+            # All that its value depends on: the entry, and what the files hold.
+            identity: list[Any] = [[digest(path) for path in entry.reads(config.logits)], entry.model_dump(mode="json")]
+            if isinstance(entry, ComparedChain):
+                identity += [list(config.methods), config.seed]
+            tasks.append(Task(part, entry.name, partial(measure, config, part, entry), json.dumps(identity)))
+        shown = {entry.published for entry in entries if isinstance(entry, Chain)}
+        columns = [column for column in columns_of(part) if column not in shown]
+        not_run += [NotRun(f"{part} / {column}", "no logit table of it is configured") for column in columns]
+    return tasks, not_run
+
+
+def _missing(root: AnyPath, entry: Entry) -> str | None:
+    """Return what of an entry is missing, None where nothing is."""
+    try:
+        table = LogitTable(root / entry.set)
+    except DataError as error:
+        return str(error)
+    absent = next((model for model in entry.wanted if model not in table.models), None)
+    return None if absent is None else f"{table.path}: {unknown_name('model', absent, table.models)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +95,7 @@ class Paper:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers of the tables, what the figures say, and what is missing."""
+        """Return all numbers of the tables, what the figures show, and what is missing."""
         return {
             "source": published()["source"],
             "config": self.config.model_dump(mode="json", by_alias=True),
@@ -60,91 +107,88 @@ class Paper:
             "warned": list(self.warned),
         }
 
+    def markdown(self) -> str:
+        """Return the report, for a file next to the folder of the figures."""
+        parts = [CONTENTS["head"].strip().format(source=published()["source"]), *_section("Failed", self.failed)]
+        parts += [table.markdown() for table in self.tables]
+        for each in self.figures:
+            parts += [f"## {each.title}", f"![{each.title}](figures/{each.name}.png)", each.caption]
+        parts += [*_section("Not run here", self.not_run), *_section("Warnings", self.warned)]
+        return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+    def save(self, folder: AnyPath) -> None:
+        """Write the tables as Parquet and Markdown, report.md and paper.json into a folder, local or remote."""
+        make_folder(folder / "tables")
+        for table in self.tables:
+            write_parquet(folder / "tables" / f"{table.name}.parquet", pa.Table.from_pylist(list(table.rows)))
+            write_text(folder / "tables" / f"{table.name}.md", table.markdown())
+        write_text(folder / "report.md", self.markdown())
+        write_json(folder / "paper.json", self.as_json())
+
 
 def run_paper(
     config: PaperConfig,
-    output: str | Path,
+    output: str | Path | AnyPath,
     *,
     address: str | None = None,
     on_outcome: Callable[[Outcome, int, int], None] = lambda outcome, place, of: None,
 ) -> Paper:
     """Measure all that a config names, and write tables, figures and a report into a folder.
 
-    output: new, or that of a run of the same config that was ended early: what it measured is kept in tasks/ there,
-    and not measured again unless the logits have changed.   address: of a Ray cluster; without one as ray_session()
-    has it. Each chain is a task there, which reads the logits by their path.   on_outcome: told what came of each
-    task, its place and their number.
-    A task that fails is told in the result, and does not keep the others from their tables. Raises ConfigError where
-    a folder is missing or cannot be made or matplotlib is missing, ExecutionError where Ray cannot be reached.
+    Args:
+        config: what to measure. Each entry is a task on Ray, which reads the logits by their path.
+        output: a folder, local or a URI: new, or that of an earlier run, whose values are kept in tasks/ by what they
+            depend on, and not measured again.
+        address: of a Ray cluster; without one as ray_session() takes it.
+        on_outcome: called with what came of each task, its number and how many there are.
+
+    Returns:
+        The tables and figures, and what is missing: a task that fails does not keep the others from their tables.
+
+    Raises:
+        CaucError: ConfigError where a folder is missing or cannot be made or matplotlib is missing, ExecutionError
+            where Ray cannot be reached.
     """
     started = time.perf_counter()
     require_matplotlib()
-    plan = plan_of(config)
-    folder = Path(output)
-    sets = [path for path in config.logits.iterdir() if path.is_dir() and hive_values(path, "model")]
-    require_apart(folder, *sets)
-    outcomes: list[Outcome] = []
-    n_tasks = len(plan.tasks) + len(plan.alone)
-    kept = kept_in(folder / "tasks")
-    with ray_session(address, N_CPUS):
-        for tasks in (plan.tasks, plan.alone):  # the timed one has the machine to itself
-            for outcome in kept.run(tasks, config.deadline_s):
-                outcomes.append(outcome)
-                on_outcome(outcome, len(outcomes), n_tasks)
-    make_folder(folder / "figures")
-    by_task = {outcome.task: outcome for outcome in outcomes}
-    in_order = [by_task[task] for task in (*plan.tasks, *plan.alone)]
+    require_methods(config.methods)
+    tasks, not_run = plan_of(config)
+    require_apart(output, *config.reads())
+    folder = path_of(output)
+    # What is timed has the machine to itself.
+    rounds = [[task for task in tasks if (task.part == "setup-time") is is_timed] for is_timed in (False, True)]
+    in_order = run_kept(folder / "tasks", rounds, deadline_s=config.deadline_s, address=address, on_outcome=on_outcome)
     values = {(each.task.part, each.task.name): each.value for each in in_order if each.error is None}
+    found = {
+        part: [(entry, values[part, entry.name]) for entry in entries if (part, entry.name) in values]
+        for part, entries in config.parts.items()
+    }
     paper = Paper(
         config=config,
-        tables=_tables(config, values),
-        figures=draw_figures(config, values, folder / "figures"),
-        not_run=(*plan.not_run, *_methods_not_run(config, values)),
+        tables=tuple(table_of(name, found[name]) for name in config.tables.by_name if found[name]),
+        figures=tuple(draw_figures(found, folder / "figures")),
+        not_run=(*not_run, *_methods_not_run(found)),
         failed=tuple(f"{each.task}: {each.error}" for each in in_order if each.error is not None),
         warned=tuple(f"{each.task}: {warning}" for each in in_order for warning in each.warnings),
         seconds=time.perf_counter() - started,
     )
-    _write(folder, paper)
+    paper.save(folder)
     return paper
 
 
-def _tables(config: PaperConfig, values: dict[tuple[str, str], Any]) -> tuple[PaperTable, ...]:
-    """Return the tables of which there is a value."""
-    makers: dict[str, Callable[[Any], PaperTable]] = {
-        **{name: partial(compared_table, name) for name in TITLES},
-        "complementarity": pairs_table,
-        "growing-chain": growth_table,
-        "setup-time": lambda found: setup_table(*found[0]),
-    }
-    tables = []
-    for name, chains in config.tables.by_name.items():
-        found = [(chain, values[name, chain.name]) for chain in chains if (name, chain.name) in values]
-        if found:
-            tables.append(makers[name](found))
-    return tuple(tables)
-
-
-def _methods_not_run(config: PaperConfig, values: dict[tuple[str, str], Any]) -> list[NotRun]:
-    """Return the methods that a comparison left out, and those that the paper's tables have besides."""
-    left_out: dict[str, NotRun] = {}
-    for name in TITLES:
-        chains = config.tables.by_name[name]
-        comparisons = [values[name, chain.name] for chain in chains if (name, chain.name) in values]
-        absent = {each["method"]: each["why"] for of in comparisons for each in of.not_run}
-        left_out |= {method: NotRun(f"method {paper_name(method)}", why) for method, why in absent.items()}
-        if not comparisons:
-            continue
-        seen = {row["method"] for of in comparisons for row in of.rows} | set(absent)
-        for method in dict.fromkeys(method for rows in columns_of(name).values() for method in rows):
+def _methods_not_run(found: Found) -> Sequence[NotRun]:
+    """Return the methods that a comparison left out, and the others of the paper's tables."""
+    not_run: dict[str, NotRun] = {}
+    for part in COMPARED:
+        comparisons = [comparison_of(value) for _, value in found[part]]
+        absent = {each["method"]: each["why"] for comparison in comparisons for each in comparison.not_run}
+        not_run |= {method: NotRun(f"method {paper_name(method)}", why) for method, why in absent.items()}
+        seen = {row["method"] for comparison in comparisons for row in comparison.rows} | set(absent)
+        for method in dict.fromkeys(method for rows in columns_of(part).values() for method in rows if comparisons):
             if not method.startswith(SINGLE) and not any(m == method or m.startswith(f"{method}-") for m in seen):
-                left_out[f"{name}/{method}"] = NotRun(f"{name} / {paper_name(method)}", "the method was not run")
-    return list(left_out.values())
+                not_run[f"{part}/{method}"] = NotRun(f"{part} / {paper_name(method)}", "the method was not run")
+    return list(not_run.values())
 
 
-def _write(folder: Path, paper: Paper) -> None:
-    make_folder(folder / "tables")
-    for table in paper.tables:
-        write_parquet(folder / "tables" / f"{table.name}.parquet", pa.Table.from_pylist(list(table.rows)))
-        write_text(folder / "tables" / f"{table.name}.md", table.markdown())
-    write_text(folder / "report.md", report(paper.tables, paper.figures, paper.not_run, paper.failed, paper.warned))
-    write_json(folder / "paper.json", paper.as_json())
+def _section(title: str, lines: Sequence[object]) -> list[str]:
+    return [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []

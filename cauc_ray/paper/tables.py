@@ -1,0 +1,220 @@
+"""The paper's tables: measured rows for machines, the same for people, and the paper's own numbers."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import chain as joined
+from itertools import product, zip_longest
+from typing import Any, TypeAlias
+
+from cauc_ray.api.tables import FORMATS, Grid, Mark, cells, decimals
+from cauc_ray.comparison.kept import Written
+from cauc_ray.comparison.measuring import published
+from cauc_ray.comparison.quoted import columns_of, paper_name, quoted_figures, quoted_table
+from cauc_ray.paper.config import Chain, ComparedChain
+from cauc_ray.paper.measured import comparison_of
+
+Row: TypeAlias = Mapping[str, Any]
+Marks: TypeAlias = dict[tuple[int, str], Mark]
+# Rows for machines, tables for people, and the paper's own.
+Made: TypeAlias = tuple[list[dict[str, Any]], list[Grid], Grid]
+
+CONTENTS: Mapping[str, Any] = tomllib.loads(files("cauc_ray.paper").joinpath("contents.toml").read_text("utf-8"))
+# From top to bottom; METHODS has ours first.
+_ORDER = ("single-model", "router", "cascade", "ensemble", "ours", "control")
+
+
+@dataclass(frozen=True, slots=True)
+class PaperTable:
+    """One of the paper's tables.
+
+    name: of its files.   title, about: what it shows, and how its numbers are to be read.   rows: its numbers, flat,
+    for machines.   grids: the same for people.   quoted: the paper's own.
+    """
+
+    name: str
+    title: str
+    about: str
+    rows: tuple[dict[str, Any], ...]
+    grids: tuple[Grid, ...]
+    quoted: Grid
+
+    def markdown(self) -> str:
+        """Return the table as a section of a report."""
+        parts = [f"## {self.title}", self.about, *(grid.markdown() for grid in self.grids), self.quoted.markdown()]
+        return "\n\n".join(parts)
+
+
+def table_of(name: str, found: Sequence[tuple[Any, Written]]) -> PaperTable:
+    """Return a table by its name.   found: its entries that have a value, with that."""
+    makers = {"complementarity": _pairs, "growing-chain": _growth, "setup-time": _setup}
+    rows, grids, quoted = makers.get(name, _compared)(name, found)
+    about = CONTENTS[name if name in makers else "compared"]["about"].strip()
+    return PaperTable(name, CONTENTS["titles"][name], about, tuple(rows), tuple(grids), quoted)
+
+
+def _compared(name: str, found: Sequence[tuple[ComparedChain, Written]]) -> Made:
+    """Make a table of comparisons, one after the other, with an overview of all of them first."""
+    by_chain = [(chain, _compared_rows(name, chain, value)) for chain, value in found]
+    grids = [_overview(by_chain)] if len(by_chain) > 1 else []
+    table, columns = quoted_table(name), columns_of(name)
+    for index, (chain, rows) in enumerate(by_chain, start=1):
+        notes = []
+        if chain.published:
+            about = {"models": " → ".join(table["models"]), "cost": table["figures"][1]}
+            notes.append(CONTENTS["compared"]["published_note"].format(**chain.keys | about))
+        differing = [f"{paper_name(row['method'])}: {row['note']}" for row in rows if row["note"]]
+        notes += [f"As run here: {'; '.join(differing)}."] if differing else []
+        quality = "accuracy" if chain.objective == "accuracy" else "macro-F1"
+        grids.append(_grid("compared", f"[{index}] {chain.name}", rows, _marks(rows), notes, quality_name=quality))
+    lines = []
+    for method in dict.fromkeys(joined(*columns.values())):
+        figures = joined(*(of_set.get(method, (None, None)) for of_set in columns.values()))
+        lines.append((paper_name(method), *map(decimals, figures)))
+    note = f"{', '.join(table['figures'])}. {table['caption']} {table.get('remark', '')}".strip()
+    quoted = _quoted(table, ("method", *joined(*((column, "cost") for column in columns))), lines, note)
+    return [row for _, rows in by_chain for row in rows], grids, quoted
+
+
+def _compared_rows(table: str, chain: ComparedChain, value: Written) -> list[dict[str, Any]]:
+    """Return the rows of one comparison, flat, in the order of the paper's tables."""
+    comparison = comparison_of(value)
+    quality = "accuracy" if chain.objective == "accuracy" else "macro_f1"
+    rows = []
+    for row in _in_order(comparison.rows):
+        # As the paper does: cost-matched, but routers at quality first and Base as it is.
+        shown = row["default"] if row["paradigm"] == "router" or row["method"] == "base" else row
+        quoted = quoted_figures(table, chain.published, row["method"], chain.models)
+        rows.append(
+            chain.keys
+            | {key: comparison.about[key] for key in ("n", "cost_unit", "budget")}
+            | {key: row[key] for key in ("method", "paradigm", "note")}
+            | {key: shown[key] for key in ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")}
+            | {"quality": shown[quality], "quality_at_budget": row[quality]}
+            | {f"{key}_at_budget": row[key] for key in ("cost", "relative_cost", "gain", "by_lot")}
+            | _named(("accuracy_low", "accuracy_high"), shown["accuracy_interval"])
+            | _named(("gain_low", "gain_high"), row["gain_interval"])
+            | _named(("published_quality", "published_cost", "published_relative_cost"), quoted)
+        )
+    return rows
+
+
+def _overview(by_chain: Sequence[tuple[ComparedChain, Sequence[Row]]]) -> Grid:
+    """Return all chains side by side, as the paper's table has them: quality and relative cost."""
+    found: dict[str, dict[str, Any]] = {}
+    columns, legend = [("method", "text", "shown")], []
+    for index, (chain, rows) in enumerate(by_chain, start=1):
+        quality, cost = (f"[{index}] {'acc.' if chain.objective == 'accuracy' else 'F1'}", f"cost {index}")
+        columns += [(quality, "points", quality), ("rel. cost", "ratio", cost)]
+        legend.append(f"[{index}] {chain.name}")
+        for row in rows:
+            is_single, model = row["paradigm"] == "single-model", paper_name(row["method"])
+            name = f"model {chain.models.index(model) + 1} alone" if is_single else row["method"]
+            line = found.setdefault(name, {"shown": paper_name(name), "paradigm": row["paradigm"]})
+            line |= {quality: row["quality"], cost: row["relative_cost"]}
+    lines = [dict.fromkeys(key for _, _, key in columns) | line for line in _in_order(found.values())]
+    marks = {
+        cell: mark for quality, form, _ in columns if form == "points" for cell, mark in _marks(lines, quality).items()
+    }
+    note = f"Quality in percent, cost over the last model's. {'; '.join(legend)}."
+    return Grid.of("All chains", lines, columns, marks, [note])
+
+
+def _setup(name: str, found: Sequence[tuple[ComparedChain, Written]]) -> Made:
+    """Make the table of setup times, with the paper's ratios next to them."""
+    ((chain, value),) = found
+    seconds = dict(published()["setup_s"])
+    title = {"table": seconds.pop("table")}
+    rows = []
+    for row in _in_order(comparison_of(value).rows):
+        if row["paradigm"] != "single-model":
+            ratio = row["paper_setup_ratio"]
+            quoted = None if ratio is None else (ratio * seconds["base"], ratio)
+            own = {key: row[key] for key in ("method", "paradigm", "setup_s", "setup_ratio", "note")}
+            rows.append({"chain": chain.name, **own, **_named(("published_setup_s", "published_setup_ratio"), quoted)})
+    lines = [(paper_name(method), f"{s:,}", FORMATS["times"](s / seconds["base"])) for method, s in seconds.items()]
+    grid = _grid(name, f"{chain.name}: {' → '.join(chain.models)}", rows)
+    return rows, [grid], _quoted(title, ("method", "seconds", "over Base's"), lines)
+
+
+def _pairs(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
+    """Make the table of complementarity and fusion."""
+    table, columns = quoted_table(name), columns_of(name)
+    keys = ("published_direct", "published_fuse", "published_rf", "published_cr")
+    rows, marks = [], Marks()
+    for index, (chain, value) in enumerate(found):
+        (row,) = value.content
+        rows.append(row | _named(keys, columns.get(chain.published or "")))
+        best = max(row["direct"], row["fuse"])
+        marks |= {(index, key): "bold" for key in ("direct", "fuse") if row[key] == best}
+    n_right = sum(row["cr_chose_the_better"] for row in rows)
+    grid = _grid(name, "Pairs of models", rows, marks, n_right=n_right, n_pairs=len(rows))
+    lines = [(pair, *map(decimals, values)) for pair, values in columns.items()]
+    return rows, [grid], _quoted(table, ("pair", *table["figures"]), lines)
+
+
+def _growth(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
+    """Make the table of growing chains."""
+    table, columns = quoted_table(name), columns_of(name)
+    keys = ("published_base_quality", "published_base_cost", "published_rf_quality", "published_rf_cost")
+    every, grids = [], []
+    for chain, value in found:
+        of_paper = list(columns.get(chain.published or "", {}).values())[: len(value.content)]
+        rows = [row | _named(keys, each) for row, each in zip_longest(value.content, of_paper)]
+        marks = Marks()
+        for key, best in product(("base", "rf_shared", "rf_best"), (("quality", max), ("cost", min))):
+            marks |= _best(rows, f"{key}_{best[0]}", range(1, len(rows)), best[1])  # one model is not a cascade
+        grids.append(_grid(name, chain.name, rows, marks))
+        every += rows
+    lines = [
+        (column, str(index), model, *map(decimals, values))
+        for column, models in columns.items()
+        for index, (model, values) in enumerate(models.items(), start=1)
+    ]
+    return every, grids, _quoted(table, ("set", "models", "newly added", *table["figures"]), lines, n_left=3)
+
+
+def _marks(rows: Sequence[Row], key: str = "quality") -> Marks:
+    """Return how qualities stand out: the best of what need not call every model, over it the best of all."""
+    ranked = [index for index, row in enumerate(rows) if row["paradigm"] != "control" and row[key] is not None]
+    early = [index for index in ranked if rows[index]["paradigm"] != "ensemble"]
+    return _best(rows, key, early, mark="underline") | _best(rows, key, ranked)
+
+
+def _best(
+    rows: Sequence[Row], key: str, ranked: Sequence[int], best: Callable[..., float] = max, mark: Mark = "bold"
+) -> Marks:
+    """Mark the best value of some rows, or all that share it."""
+    return {(index, key): mark for index in ranked if rows[index][key] == best(rows[each][key] for each in ranked)}
+
+
+def _grid(
+    kind: str, title: str, rows: Sequence[Row], marks: Marks | None = None, notes: Sequence[str] = (), **more: Any
+) -> Grid:
+    """Return rows as people read them, with columns and notes of a kind: their texts name values of the first row."""
+    spec, named = CONTENTS[kind], {**rows[0], **more}
+    columns = spec["columns"] + (spec.get("published", []) if any(row.get("published_column") for row in rows) else [])
+    columns = [(heading.format(**named), *rest) for heading, *rest in columns]
+    shown = [{**row, "shown": paper_name(row.get("method", ""))} for row in rows]
+    notes = [*(note.format(**named) for note in spec.get("notes", ())), *notes]
+    return Grid.of(title, shown, columns, marks or {}, notes, spec.get("n_left", 1))
+
+
+def _quoted(
+    table: Mapping[str, Any], headings: Sequence[str], lines: Iterable[Sequence[str]], note: str = "", n_left: int = 1
+) -> Grid:
+    """Return a table of the paper.   note: in place of its caption."""
+    title = ", ".join([f"In the paper: {table['table']}", *filter(None, [" → ".join(table.get("models", ()))])])
+    notes = tuple(filter(None, [note or table.get("caption")]))
+    return Grid(title, tuple(headings), tuple(cells(*each) for each in lines), notes, n_left)
+
+
+def _in_order(rows: Iterable[Any]) -> list[Any]:
+    return sorted(rows, key=lambda row: _ORDER.index(row["paradigm"]))
+
+
+def _named(names: Sequence[str], values: Sequence[float] | None) -> dict[str, float | None]:
+    return dict.fromkeys(names) if values is None else dict(zip(names, values, strict=True))
