@@ -8,8 +8,8 @@ import os
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
@@ -30,18 +30,29 @@ HTTP_DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service that runs: where it is, the model's name in URLs, and the id of the policy it began with.
+    """A service that runs, until stop() is called or the block of a `with` ends.
 
-    require_alive: raises ExecutionError if the service has ended by itself.
+    url: where it is.   model: its name in URLs.   policy_id: of the policy it began with.   require_alive: raises
+    ExecutionError if the service has ended by itself.
     """
 
     url: str
     model: str
     policy_id: str
     require_alive: Callable[[], None] = field(repr=False, compare=False)
+    _running: ExitStack = field(repr=False, compare=False)
+
+    def stop(self) -> None:
+        """End the service, and the Ray session that was started for it; requests in flight are answered first."""
+        self._running.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *error: object) -> bool | None:
+        return self._running.__exit__(*error)  # type: ignore[arg-type]
 
 
-@contextmanager
 def serve(
     pool: str | AnyPath | Pool,
     policy: str | AnyPath | Policy,
@@ -52,8 +63,10 @@ def serve(
     local: bool = False,
     address: str | None = None,
     on_wait: Callable[[str], None] = lambda says: None,
-) -> Iterator[Service]:
-    """Serve a policy's chain over HTTP for the length of the block, once all stages are ready.
+) -> Service:
+    """Serve a policy's chain over HTTP, and return once all stages are ready.
+
+    For the length of a block with `with serve(…) as service:`, in a notebook until service.stop().
 
     pool, policy: or their files.   host, port: where to listen; port 0 takes a free one.   name: of the model in
     URLs, the pool's without one.   local: in this process, without Ray.   address: of a Ray cluster; without it the
@@ -76,8 +89,10 @@ def serve(
         from cauc_ray.serving.on_serve import serve_service
 
         running = serve_service(pool, policy, model, host, port, address, on_wait)
-    with running as require_alive:
-        yield Service(f"http://{f'[{host}]' if ':' in host else host}:{port}", model, policy.id, require_alive)
+    with ExitStack() as stack:
+        require_alive = stack.enter_context(running)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return Service(url, model, policy.id, require_alive, stack.pop_all())
 
 
 def set_policy(

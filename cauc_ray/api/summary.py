@@ -28,7 +28,7 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
     lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
     for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
-    what the policy foretold, None where it foretold nothing; guards say whether rows cost what it foretold.
+    what the policy predicts, None where it predicts nothing; guards say whether rows cost what it predicts.
     """
     totals, called = parts_of(out).committed().totals, _by_stage(out / "ledger")
     answered_by, failed_at = totals.get("answered", Counter()), totals.get("failed", Counter())

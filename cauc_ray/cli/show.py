@@ -179,7 +179,7 @@ def comparison(result: Mapping[str, Any]) -> None:
         "method",
         "accuracy",
         "less the last model's",
-        "by lot",
+        "random mix",
         "macro-F1",
         f"cost ({unit})",
         "relative",
@@ -192,14 +192,14 @@ def comparison(result: Mapping[str, Any]) -> None:
             row["method"] if row["steered"] else f"{row['method']} *",
             with_interval(row["accuracy"], row["accuracy_interval"]),
             _points(row["gain"], row["gain_interval"]),
-            percent(row["by_lot"]),
+            percent(row["random_mix"]),
             percent(row["macro_f1"]),
             number(row["cost"]),
             number(row["relative_cost"]),
             percent(row["avoided"]),
         )
     print_table(at_budget)
-    line("* no budget steers it; by lot: what mixing single models by lot has at the same cost")
+    line("* has no threshold to set; random mix: what choosing among single models at random has at the same cost")
     headings = ["method", "accuracy", "relative", "deferral area", "AIQ", "APGR", "CPT 50 %", "CPT 80 %"]
     whole = new_table("at its own setting without a budget, and over its whole curve", headings)
     for row in rows:
@@ -305,7 +305,7 @@ def report(result: Mapping[str, Any]) -> None:
     line(f"written to {result['page']}, its policy card to {result['card']}")
 
 
-def inspection(found: Mapping[str, Any]) -> None:
+def contents(found: Mapping[str, Any]) -> None:
     """Show what was found in a file, key by key."""
     if found["kind"] == "policy":
         show_policy(Policy.load(found["path"]))

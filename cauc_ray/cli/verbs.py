@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from cauc_ray.api import live, offline
+from cauc_ray.api.contents import contents
 from cauc_ray.api.evaluated import evaluation_summary
-from cauc_ray.api.inspection import inspect_path
 from cauc_ray.api.options import (
     CheckOptions,
     ClusterOptions,
@@ -439,8 +439,8 @@ class Show(Options):
 
 def show_file(options: Show, say: Say) -> None:
     """Show what a file holds."""
-    found = inspect_path(options.file)
-    say(found, lambda: show.inspection(found))
+    found = contents(options.file)
+    say(found, lambda: show.contents(found))
 
 
 VERBS: Mapping[str, Verb] = {

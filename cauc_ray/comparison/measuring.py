@@ -39,11 +39,11 @@ CONVENTIONS: Mapping[str, str] = {
     "avoided": "Share of the examples that never called the last model.",
     "gain": "Accuracy less the last model's on the same examples, with its 95 % percentile bootstrap interval over "
     "10,000 resamples of the examples.",
-    "by_lot": "Accuracy that mixing single models by lot has at the same cost: linear between those on the upper hull "
-    "of validation cost and accuracy.",
-    "setting": "What steers the method (a threshold; for a router less the price of a unit of cost, for FrugalGPT its "
-    "budget), chosen on validation as the best within the budget, or as the cheapest where none is within it; controls "
-    "by lot spend the budget, and Base without a given one has its own threshold.",
+    "random_mix": "Accuracy of choosing among single models at random, at the same cost: linear between those on the "
+    "upper hull of validation cost and accuracy.",
+    "setting": "The method's threshold (for a router minus the price of a unit of cost, for FrugalGPT its budget), "
+    "chosen on validation as the best within the budget, or as the cheapest where none is within it; controls that "
+    "choose at random spend the budget, and Base without a given one has its own threshold.",
     "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
     "else the best on validation.",
     "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
@@ -173,11 +173,11 @@ class Bench:
             "gain": gain.value,
             "gain_interval": [gain.low, gain.high],
             "gain_p": gain.p_value,
-            "by_lot": self._by_lot(float(answers.costs(self._test.chain).mean())),
+            "random_mix": self._random_mix(float(answers.costs(self._test.chain).mean())),
         }
 
-    def _by_lot(self, cost: float) -> float:
-        """Return the accuracy of single models mixed by lot at a cost; beyond the dearest, the dearest's."""
+    def _random_mix(self, cost: float) -> float:
+        """Return the accuracy of a random mix of single models at a cost; beyond the most expensive one, that one's."""
         validation = self._fitting.validation
         mixed = upper_hull(validation.chain.costs.means, validation.correct().mean(axis=0), falling=True)
         costs = self._test.chain.costs.means[mixed]

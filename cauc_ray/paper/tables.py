@@ -94,7 +94,7 @@ def _compared_rows(table: str, chain: ComparedChain, value: Written) -> list[dic
             | {key: row[key] for key in ("method", "paradigm", "note")}
             | {key: shown[key] for key in ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")}
             | {"quality": shown[quality], "quality_at_budget": row[quality]}
-            | {f"{key}_at_budget": row[key] for key in ("cost", "relative_cost", "gain", "by_lot")}
+            | {f"{key}_at_budget": row[key] for key in ("cost", "relative_cost", "gain", "random_mix")}
             | _named(("accuracy_low", "accuracy_high"), shown["accuracy_interval"])
             | _named(("gain_low", "gain_high"), row["gain_interval"])
             | _named(("published_quality", "published_cost", "published_relative_cost"), quoted)

@@ -191,7 +191,7 @@ def _router_figures(chain: Chain, sizing: Sizing) -> dict[str, Any]:
 
 
 def _dearest_alone(chain: Chain, cost: float) -> dict[str, Any]:
-    """Return what it takes to answer all requests by the dearest stage.   cost: of a request in the cascade."""
+    """Return what it takes to answer all requests by the most expensive stage.   cost: of a request in the cascade."""
     own = [stage.cost for stage in chain.policy.stages]
     place = max(range(len(own)), key=lambda at: (own[at], at))
     alone = replace(chain.stages[place], deferral=0.0)

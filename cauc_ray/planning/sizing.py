@@ -147,7 +147,7 @@ def _raised(trials: Trials, least: Sizing, most: Sizing, slo_p99_s: float) -> Si
 
 
 def _trimmed(trials: Trials, at: Sizing, least: Sequence[int], slo_p99_s: float) -> Sizing:
-    """Take back replicas that the goal does not need, the dearest stage's first."""
+    """Take back replicas that the goal does not need, those of the most expensive stage first."""
     for place in range(len(least) - 1, -1, -1):
         low, high = least[place], at.counts[place]
         while low < high:

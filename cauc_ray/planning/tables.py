@@ -68,7 +68,7 @@ def _resources(found: Mapping[str, Any]) -> None:
     for stage in found["stages"]:
         line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
     total, alone = found["total"], found["dearest_alone"]
-    relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the dearest alone"
+    relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the most expensive alone"
     line(
         f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
         f"{number(total['cost'])} {total['cost_unit']}{relative}"

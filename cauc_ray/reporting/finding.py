@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cauc_ray.api.inspection import inspect_path
+from cauc_ray.api.contents import contents
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import open_parquet
@@ -136,7 +136,7 @@ def _look(root: Path) -> tuple[list[_Thing], list[str], tuple[str, ...]]:
             things.append(_Thing(path, {"kind": "logit table"}))  # its rows are read, and counted, later
             continue
         try:
-            things.append(_Thing(path, inspect_path(path)))
+            things.append(_Thing(path, contents(path)))
         except CaucError as error:
             (refused if path.suffix == ".json" else unreadable).append(str(error))
     # Of a file that says which format it has there is more to tell than of one that is of no format of ours.

@@ -510,3 +510,25 @@ def test_a_policy_is_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PolicyError, match="there is no policy file"):
         Policy.load(tmp_path / "pipe")
+
+
+def test_everything_that_verbs_write_can_be_shown(cauc, home):
+    assert cauc("fit", "LOGITS", *CHAIN, "--method", "rf", "-o", "policy.json")[0] == 0
+    assert cauc("compare", "LOGITS", *CHAIN, "--methods", "single,base,rf", "-o", "compared")[0] == 0
+    assert cauc("sweep", "LOGITS", *CHAIN, "--methods", "rf", "-o", "swept.parquet")[0] == 0
+    kinds = {
+        "policy.json": "policy",
+        "compared": "comparison",
+        "compared/comparison.json": "comparison",
+        "compared/curves.parquet": "curves of a comparison",
+        "swept.parquet": "sweep",
+        "LOGITS": "logit table",
+        "LOGITS/pool.json": "logit table",
+        ".": "folder",
+    }
+    for path, kind in kinds.items():
+        code, out, _ = cauc("show", path, "--json")
+        assert (code, json.loads(out)["kind"]) == (0, kind), path
+        assert cauc("show", path)[0] == 0
+    shown = json.loads(cauc("show", ".", "--json")[1])["holds"]
+    assert {"policy.json: policy", "compared: comparison", "swept.parquet: sweep"} <= set(shown)

@@ -69,8 +69,8 @@ def test_gains_are_over_the_last_model_on_the_same_examples(table):
     for row in found.rows:
         assert row["gain"] == pytest.approx(row["accuracy"] - last["accuracy"])
         assert row["gain_interval"][0] <= row["gain"] <= row["gain_interval"][1]
-    assert found.row("single:m0")["by_lot"] == found.row("single:m0")["accuracy"]
-    assert found.row("random")["accuracy"] == pytest.approx(found.row("random")["by_lot"], abs=0.08)
+    assert found.row("single:m0")["random_mix"] == found.row("single:m0")["accuracy"]
+    assert found.row("random")["accuracy"] == pytest.approx(found.row("random")["random_mix"], abs=0.08)
 
 
 def test_areas_of_two_models_tell_chance_from_the_oracle(table):

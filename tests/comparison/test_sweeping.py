@@ -88,8 +88,8 @@ def test_a_sweeps_folder_is_known_for_what_it_is(swept, table, command):
     sweep, out = swept
     code, said, _ = command("show", out, "--json")
     found = json.loads(said)
-    assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "budget sweep", len(sweep.rows), [])
-    assert "budget sweep" in " ".join(command("show", out)[1].split())
+    assert (code, found["kind"], found["n_rows"], found["missing"]) == (0, "sweep by tasks", len(sweep.rows), [])
+    assert "sweep" in " ".join(command("show", out)[1].split())
     (table / "policy.json").write_text(cauc_ray.fit(table / "L", models=CHAIN).to_json())
     assert cauc_ray.report(table).as_json()["left_out"] == []  # nothing in it that cannot be read
 

@@ -138,7 +138,7 @@ def test_what_the_policy_was_not_fitted_for_is_refused_before_anything_starts(tm
     path, policy = write_pool(tmp_path, stages), two_model_policy()
     for start in (
         lambda: cauc_ray.run(path, policy, numbered_input(tmp_path), tmp_path / "out"),
-        lambda: cauc_ray.serve(path, policy, port=0).__enter__(),
+        lambda: cauc_ray.serve(path, policy, port=0),
     ):
         with pytest.raises(PolicyError, match=rf"'(small|large)'.*{says}"):
             start()

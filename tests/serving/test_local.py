@@ -213,3 +213,13 @@ def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
     until(lambda: asyncio.run(client.replicas()))
     client.close()
     until(lambda: not threads_of_models())
+
+
+def test_a_service_without_a_block_runs_until_it_is_stopped(home):
+    service = cauc_ray.serve(home / "pool.yaml", home / "policy.json", port=0, local=True)
+    with urllib.request.urlopen(f"{service.url}/v2/health/ready", timeout=DEADLINE_S) as answer:
+        assert answer.status == 200
+    service.stop()
+    service.stop()  # which is done
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{service.url}/v2/health/ready", timeout=DEADLINE_S)
