@@ -6,10 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from cauc_ray.errors import unknown_name
-from jobs.bench.part import PARTS, load, measured, parser_of
+from jobs.bench.part import PARTS, measured
 
 # Run only where they are named: many hours, and half an hour.
 LONG = ("faults", "sink")
@@ -29,11 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] not in PARTS:
         print(f"{unknown_name('part', argv[0], PARTS)}\n\n{USAGE}", file=sys.stderr)
         return 2
-    results: dict[str, dict[str, Any]] = {}
-    for name, words in options_by_part(argv).items():
-        part = load(name)
-        options = parser_of(name, part).parse_args(words)
-        results[name] = measured(name, part, options)
+    results = {name: measured(name, words) for name, words in options_by_part(argv).items()}
     print(json.dumps(results))
     return 1 if any("failed" in result for result in results.values()) else 0
 

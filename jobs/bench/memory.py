@@ -10,116 +10,113 @@ size of its store.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import ray
 
 import cauc_ray
 from cauc_ray.execution.progress import RunProgress
-from jobs.bench.cascades import column_model, planted_rows, stage, write_pool, write_table
 from jobs.bench.models import Columns
-from jobs.bench.processes import DRIVER, ROLES, MemorySample, Sampler, own_session, session_is_up
+from jobs.bench.planted import SleepingStage, planted_rows, write_cascade
+from jobs.bench.processes import own_session, processes
 
-STAGES = {"small": 1.0, "large": 4.0}
-DEFERRAL = (0.3,)
+DEFERRAL = 0.3
 ROWS_PER_MAKE = 1024
+# How the titles of Ray's actors and tasks begin, by what they do in a run; the driver is this process.
+ROLES = {"controller": "RunController", "reader": "read_blocks", "worker": "StageWorker"}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the input")
-    parser.add_argument("--row-bytes", type=int, default=12_288, help="bytes of a row's payload")
-    parser.add_argument("--store-mb", type=float, default=500.0, help="size of the object store")
-    parser.add_argument("--batch", type=int, default=256, help="rows in a batch")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two looks at the memory")
-    parser.add_argument("--parquet", action="store_true", help="write the rows to Parquet first and run over that")
+def measure(
+    rows: int = 1_000_000,
+    row_bytes: int = 12_288,
+    store_mb: float = 500.0,
+    batch: int = 256,
+    every: float = 1.0,
+    parquet: bool = False,
+) -> dict[str, Any]:
+    """Run the cascade once and watch the session's processes and its object store.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need a session of its own."""
-    return session_is_up()
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the cascade once and watch the session's processes and its object store."""
-    sampler = Sampler(every_s=options.every)
+    rows, row_bytes: of the input.   store_mb: size of the object store.   batch: rows of one.   every: seconds between
+    two looks at the memory.   parquet: write the rows to Parquet first and run over that.
+    """
+    stages = [SleepingStage("small", batch, deferral=DEFERRAL), SleepingStage("large", batch, cost=4.0)]
+    looks: list[dict[str, int]] = []
+    n_finished, is_over = [0], threading.Event()
 
     def follow(progress: RunProgress) -> None:
-        sampler.n_rows = progress.n_finished
+        n_finished[0] = progress.n_finished
 
-    with tempfile.TemporaryDirectory() as folder, own_session(4, options.store_mb):
-        path = Path(folder)
-        policy = write_table(path / "LOGITS", STAGES, DEFERRAL)
-        stages = [stage(name, column_model(place), options.batch) for place, name in enumerate(STAGES)]
-        pool = write_pool(path / "pool.yaml", stages)
-        inputs = dataset(options.rows, options.row_bytes)
-        if options.parquet:
-            inputs.write_parquet(str(path / "input"))
-            inputs = path / "input"
-        with sampler.sampling():
-            summary = cauc_ray.run(pool, policy, inputs, path / "out", on_progress=follow)
-    growth = controller_growth(sampler.samples, summary["n"])
-    figures = {
+    def watch() -> None:
+        while not is_over.wait(every):
+            looks.append({"n_finished": n_finished[0], **rss_by_role(), **object_store()})
+
+    with tempfile.TemporaryDirectory() as scratch, own_session(4, store_mb):
+        folder = Path(scratch)
+        pool, policy = write_cascade(folder, stages)
+        inputs = dataset(rows, row_bytes)
+        if parquet:
+            inputs.write_parquet(str(folder / "input"))
+            inputs = folder / "input"
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        summary = cauc_ray.run(pool, policy, inputs, folder / "out", on_progress=follow)
+        is_over.set()
+        watcher.join(60)
+    input_mb = rows * row_bytes / 1e6
+    peak_mb = {
+        name: max((look[name] for look in looks), default=0) / 1e6 for name in ("driver", *ROLES, "stored", "spilled")
+    }
+    held = [look["controller"] for look in looks if look["controller"] and look["n_finished"] >= 0.05 * rows]
+    growth = max(held[-(len(held) // 3) :]) - held[0] if len(held) > 2 else None
+    return {
         "rows": summary["n"],
-        "input_mb": options.rows * options.row_bytes / 1e6,
-        "store_mb": options.store_mb,
-        "input_to_store": options.rows * options.row_bytes / 1e6 / options.store_mb,
+        "input_mb": input_mb,
+        "store_mb": store_mb,
         "rows_per_s": summary["n"] / summary["run_s"],
         "run_s": summary["run_s"],
         "controller_growth_mb": None if growth is None else growth / 1e6,
-        "peak_rss_mb": {role: sampler.peak(role) / 1e6 for role in (DRIVER, *ROLES)},
-        "peak_stored_mb": max((sample.stored for sample in sampler.samples), default=0) / 1e6,
-        "spilled_mb": max((sample.spilled for sample in sampler.samples), default=0) / 1e6,
-        "samples": len(sampler.samples),
+        "peak_mb": peak_mb,
+        "peak_to_input": {name: size / input_mb for name, size in peak_mb.items()},
+        "looks": len(looks),
     }
-    figures["spilled_to_input"] = figures["spilled_mb"] / figures["input_mb"]
-    figures["peak_to_input"] = {role: size / figures["input_mb"] for role, size in figures["peak_rss_mb"].items()}
-    tell(figures)
-    return figures
 
 
-def tell(figures: dict[str, Any]) -> None:
-    """Print what people read."""
-    growth, peak = figures["controller_growth_mb"], figures["peak_rss_mb"]
-    print(
-        f"{figures['rows']:,} rows, {figures['input_mb']:,.0f} MB through a store of {figures['store_mb']:,.0f} MB: "
-        f"{figures['rows_per_s']:,.0f} rows/s, {figures['run_s']:.1f} s"
-    )
-    print(
-        "the controller was seen too seldom to tell its growth"
-        if growth is None
-        else f"the controller grew by {growth:.1f} MB after the first 5 % of the rows"
-    )
-    shares = figures["peak_to_input"]
-    print("most memory of one process, and its share of the input: ", end="")
-    print(", ".join(f"{role} {size:,.0f} MB ({shares[role]:.1%})" for role, size in peak.items()))
-    print(f"object store: at most {figures['peak_stored_mb']:,.0f} MB in use, {figures['spilled_mb']:,.0f} MB spilled")
+def rss_by_role() -> dict[str, int]:
+    """Return the most bytes in memory of any process of each role in a run."""
+    found = {"driver": psutil.Process().memory_info().rss}
+    for role, title in ROLES.items():
+        found[role] = 0
+        for process in processes(title):
+            with suppress(psutil.Error):  # it has ended since it was listed
+                found[role] = max(found[role], process.memory_info().rss)
+    return found
 
 
-def controller_growth(samples: list[MemorySample], n_rows: int) -> int | None:
-    """Return the most bytes of the last third of the samples over the first after 5 % of the rows."""
-    seen = [s for s in samples if s.n_rows >= 0.05 * n_rows and s.rss["controller"]]
-    if len(seen) < 3:
-        return None
-    held = [sum(sample.rss["controller"]) for sample in seen]
-    return max(held[-(len(held) // 3) :]) - held[0]
+def object_store() -> dict[str, int]:
+    """Return the bytes that objects take in the store now, and those that were ever spilled from it."""
+    # What `ray memory --stats-only` prints: Ray has no public call for it, and its metrics are ten seconds old.
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    store = get_memory_info_reply(state).store_stats
+    return {"stored": int(store.object_store_bytes_used), "spilled": int(store.spilled_bytes_total)}
 
 
 def dataset(n: int, row_bytes: int) -> Any:
     """Return a ray.data.Dataset that makes n rows when they are read: example_id, payload and the stages' columns."""
-    import ray
 
     def make(batch: Columns) -> Columns:
         numbers = batch["id"]
-        rows = planted_rows(np.random.default_rng(int(numbers[0])), len(numbers), DEFERRAL)
+        rows = planted_rows(np.random.default_rng(int(numbers[0])), len(numbers), [DEFERRAL])
         payload = np.empty((len(numbers), row_bytes // 4), dtype=np.float32)
         payload[:] = numbers[:, None]
-        columns = rows.columns()
-        return {**columns, "example_id": np.char.add("row-", numbers.astype(str)), "payload": payload}
+        return {**rows.columns(), "example_id": np.char.add("row-", numbers.astype(str)), "payload": payload}
 
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
+    ray.data.DataContext.get_current().enable_progress_bars = False
     return ray.data.range(n).map_batches(make, batch_size=ROWS_PER_MAKE, batch_format="numpy")

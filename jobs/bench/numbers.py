@@ -5,7 +5,6 @@ Every figure is the best of the repeats.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,49 +20,37 @@ from cauc_ray.numbers.costs import Costs
 from cauc_ray.numbers.sweep import sweep
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.search import MOST_MODELS
-from jobs.bench.cascades import write_split
-from jobs.bench.part import absent
+from jobs.bench.part import require
+from jobs.bench.planted import planted_logits, write_split
 
 SWEEP_STAGES = 7
 GRID_POINTS = 1001
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--rows", type=int, default=12_500, help="rows of the matrix of logits")
-    parser.add_argument("--options", type=int, default=1_000, help="options of a row")
-    parser.add_argument("--search-rows", type=int, default=2_500, help="of a split of the table that is searched")
-    parser.add_argument("--search-models", type=int, default=MOST_MODELS, help="of that table")
-    parser.add_argument("--repeats", type=int, default=5, help="how often each is measured")
+def measure(
+    rows: int = 12_500,
+    options: int = 1_000,
+    search_rows: int = 2_500,
+    search_models: int = MOST_MODELS,
+    repeats: int = 5,
+) -> dict[str, Any]:
+    """Take all measurements.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need what the fits are compared with."""
-    return absent("scipy", "sklearn")
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Take all measurements."""
+    rows, options: of the matrix of logits.   search_rows, search_models: of a split of the table that is searched.
+    repeats: how often each is measured.
+    """
+    require("sklearn")
     rng = np.random.default_rng(0)
-    labels = rng.integers(0, options.options, options.rows)
-    first = planted_logits(rng, labels, options.options, strength=7.0, noise=1.5)
-    second = planted_logits(rng, labels, options.options, strength=8.0, noise=2.0)
+    labels = rng.integers(0, options, rows)
+    first = planted_logits(rng, labels, options, 7.0, noise=1.5, spread=3.0)
+    second = planted_logits(rng, labels, options, 8.0, noise=2.0, spread=3.0)
     return {
-        "rows": options.rows,
-        "options": options.options,
-        **temperature(first, labels, options.repeats),
-        **pair(first, second, labels, options.repeats),
-        **exact_sweep(rng, options.rows, options.repeats),
-        **setup(rng, options.repeats),
-        **search(rng, options.search_rows, options.search_models),
+        "temperature": temperature(first, labels, repeats),
+        "pair": pair(first, second, labels, repeats),
+        "sweep": exact_sweep(rng, rows, repeats),
+        "setup": setup(rng, repeats),
+        "search": search(rng, search_rows, search_models),
     }
-
-
-def planted_logits(rng: np.random.Generator, labels: Ints, k: int, *, strength: float, noise: float) -> Floats:
-    """Return float32 logits (N, K): noise everywhere, and strength, more or less, on the label."""
-    logits = rng.standard_normal((len(labels), k)) * noise
-    logits[np.arange(len(labels)), labels] += rng.normal(strength, 3.0, len(labels))
-    return logits.astype(np.float32)
 
 
 def temperature(logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
@@ -76,15 +63,12 @@ def temperature(logits: Floats, labels: Ints, repeats: int) -> dict[str, float]:
     fresh, _ = best_of(repeats, logits.copy)
     target = np.empty_like(logits)
     warm, _ = best_of(repeats, lambda: np.copyto(target, logits))
-    print(f"temperature fit {ours * 1e3:7.1f} ms, T = {fit.temperature:.6f} +- {fit.standard_error:.1g}")
-    print(f"  scikit-learn  {theirs * 1e3:7.1f} ms, T = {1 / found.beta_:.6f}: ours takes 1/{theirs / ours:.1f} of it")
-    print(f"  a copy of the matrix {fresh * 1e3:.1f} ms into new memory: ours takes {ours / fresh:.1f} copies")
-    print(f"  a copy of the matrix {warm * 1e3:.1f} ms into used memory: ours takes {ours / warm:.1f} copies")
     return {
-        "temperature_s": ours,
-        "temperature_over_sklearn": ours / theirs,
-        "temperature_copies_fresh": ours / fresh,
-        "temperature_copies_warm": ours / warm,
+        "seconds": ours,
+        "to_sklearn": ours / theirs,
+        "apart_from_sklearn": abs(float(fit.temperature * found.beta_) - 1),
+        "copies_into_new_memory": ours / fresh,
+        "copies_into_used_memory": ours / warm,
     }
 
 
@@ -106,13 +90,9 @@ def pair(state: Floats, logits: Floats, labels: Ints, repeats: int) -> dict[str,
         slopes = [(np.einsum("ij,ij->i", terms, w) - w[rows, labels]).mean() for w in wide]
         return nll, np.array(slopes)
 
-    def theirs_once() -> Any:
-        return minimize(objective, np.array([0.5, 0.5]), jac=True, method="L-BFGS-B", bounds=[(1e-6, None)] * 2)
-
-    theirs, found = best_of(2, theirs_once)
-    print(f"pair fit        {ours * 1e3:7.1f} ms, NLL {fit.nll_after:.9f}")
-    print(f"  L-BFGS-B      {theirs * 1e3:7.1f} ms, NLL {found.fun:.9f}: ours takes 1/{theirs / ours:.1f} of it")
-    return {"pair_s": ours, "pair_over_lbfgsb": ours / theirs, "pair_nll_above_lbfgsb": fit.nll_after - found.fun}
+    start, bounds = np.array([0.5, 0.5]), [(1e-6, None)] * 2
+    theirs, found = best_of(2, lambda: minimize(objective, start, jac=True, method="L-BFGS-B", bounds=bounds))
+    return {"seconds": ours, "to_lbfgsb": ours / theirs, "nll_above_lbfgsb": fit.nll_after - found.fun}
 
 
 def exact_sweep(rng: np.random.Generator, n: int, repeats: int) -> dict[str, float]:
@@ -134,9 +114,7 @@ def exact_sweep(rng: np.random.Generator, n: int, repeats: int) -> dict[str, flo
         return points
 
     theirs, _ = best_of(2, grid)
-    print(f"exact sweep     {ours * 1e3:7.2f} ms, {len(frontier.cost):,} operating points of {n:,} x {SWEEP_STAGES}")
-    print(f"  {GRID_POINTS}-point grid {theirs * 1e3:6.1f} ms: ours takes 1/{theirs / ours:.0f} of it")
-    return {"sweep_s": ours, "sweep_over_grid": ours / theirs}
+    return {"seconds": ours, "points": len(frontier.cost), "to_grid": ours / theirs}
 
 
 def setup(rng: np.random.Generator, repeats: int) -> dict[str, float]:
@@ -145,13 +123,12 @@ def setup(rng: np.random.Generator, repeats: int) -> dict[str, float]:
         both = planted_table(Path(folder), rng, 1531, 4, 2)
         base, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="base"))
         rf, _ = best_of(repeats, lambda: cauc_ray.fit(folder, models=both, method="rf", budget=1.5))
-    print(f"set-up from a table of 2 x 1,531 x 4: Base {base * 1e3:.1f} ms, RF {rf * 1e3:.1f} ms")
-    return {"setup_base_s": base, "setup_rf_s": rf}
+    return {"base_s": base, "rf_s": rf}
 
 
 def search(rng: np.random.Generator, n: int, n_models: int) -> dict[str, Any]:
     """Compare the search of the best sub-chain with as many fits of the whole chain as there are sub-chains."""
-    found: dict[str, Any] = {"searched_models": n_models}
+    found: dict[str, Any] = {"models": n_models}
     with tempfile.TemporaryDirectory() as folder:
         models = planted_table(Path(folder), rng, n, 10, n_models)
         for method in ("base", "rf"):
@@ -160,20 +137,16 @@ def search(rng: np.random.Generator, n: int, n_models: int) -> dict[str, Any]:
             )
             whole_s, _ = best_of(2, partial(cauc_ray.fit, folder, models=models, method=method))
             chains = policy.search.n_chains
-            ratio = whole_s * chains / searched_s
-            print(
-                f"{method}: the best of {chains:,} chains in {searched_s:.1f} s; so many fits, {ratio:.1f} times that"
-            )
-            found[f"search_{method}"] = {"chains": chains, "seconds": searched_s, "fits_over_search": ratio}
+            found[method] = {"chains": chains, "seconds": searched_s, "fits_to_search": whole_s * chains / searched_s}
     return found
 
 
 def planted_table(table: Path, rng: np.random.Generator, n: int, k: int, n_models: int) -> list[str]:
     """Write a table of models, each a little better and more expensive than the one before; return their names."""
-    models = {f"model-{place}": 1.6**place for place in range(n_models)}
+    models = {f"model-{number}": 1.6**number for number in range(n_models)}
     for split in ("calibration", "validation"):
         labels = rng.integers(0, k, n)
-        logits = [planted_logits(rng, labels, k, strength=1.0 + 0.3 * place, noise=1.0) for place in range(n_models)]
+        logits = [planted_logits(rng, labels, k, 1.0 + 0.3 * number, spread=3.0) for number in range(n_models)]
         write_split(table, models, split, [f"{split}-{row}" for row in range(n)], labels, logits)
     return list(models)
 

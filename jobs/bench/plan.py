@@ -13,8 +13,6 @@ from what was measured, the plan is wrong, or the machine was busy with somethin
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +21,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 import cauc_ray
 from cauc_ray.errors import ExecutionError
@@ -31,98 +31,61 @@ from cauc_ray.models.pool import load_pool
 from cauc_ray.planning.measures import Latency, Simulation, Window
 from cauc_ray.planning.plan import expected_deferral, run_stages, served_stages
 from cauc_ray.planning.routing import time_router
-from cauc_ray.planning.simulation import (
-    settled_window,
-    simulate_arrivals,
-    simulate_backlog,
-    simulate_trace,
-)
+from cauc_ray.planning.simulation import settled_window, simulate_arrivals, simulate_backlog, simulate_trace
 from cauc_ray.planning.sizing import MOST_LOAD, most_rate
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds
 from cauc_ray.planning.timings import read_earlier_run, saved_timing
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import planted_rows, stage, write_input, write_pool, write_table
-from jobs.bench.children import served
-from jobs.bench.ledgers import StageCalls, read_calls
-from jobs.bench.part import absent
-from jobs.bench.serving_load import Load, run_load
+from jobs.bench.load import Load, body_of, run_load
+from jobs.bench.part import require
+from jobs.bench.planted import SleepingStage, planted_rows, write_cascade, write_input, write_table
+from jobs.bench.processes import served
 
-RUN, LOCAL, SERVE = "run", "local", "serve"
 LOADS = (0.5, MOST_LOAD)
-VALIDATION_ROWS = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class SleepingStage:
-    """Seconds of a call and of a row, rows of a batch, replicas, the cost of a row, the share that goes on."""
-
-    name: str
-    per_call: float
-    per_row: float
-    batch: int
-    replicas: int
-    cost: float
-    deferral: float = 0.0
-
-
+WHAT = ("mean", "p99")
 POOLS = {
     # A call's own seconds weigh most; the first stage is the bottleneck.
     "two": (
-        SleepingStage("small", 0.10, 0.002, 48, 1, 1.0, 0.4),
-        SleepingStage("large", 0.15, 0.008, 16, 3, 8.0),
+        SleepingStage("small", 48, 0.10, 0.002, cost=1.0, deferral=0.4),
+        SleepingStage("large", 16, 0.15, 0.008, replicas=3, cost=8.0),
     ),
     # No seconds of a call's own, and as much work for every replica: any stage may be the bottleneck, by a hair.
     "even": (
-        SleepingStage("small", 0.0, 0.004, 64, 1, 1.0, 0.5),
-        SleepingStage("middle", 0.0, 0.016, 32, 2, 4.0, 0.4),
-        SleepingStage("large", 0.0, 0.080, 8, 4, 20.0),
+        SleepingStage("small", 64, 0.0, 0.004, cost=1.0, deferral=0.5),
+        SleepingStage("middle", 32, 0.0, 0.016, replicas=2, cost=4.0, deferral=0.4),
+        SleepingStage("large", 8, 0.0, 0.080, replicas=4, cost=20.0),
     ),
     # The middle stage is the bottleneck, and few rows go beyond it.
     "narrow": (
-        SleepingStage("small", 0.05, 0.004, 32, 2, 1.0, 0.6),
-        SleepingStage("middle", 0.20, 0.010, 24, 2, 6.0, 0.1),
-        SleepingStage("large", 0.30, 0.020, 8, 1, 30.0),
+        SleepingStage("small", 32, 0.05, 0.004, replicas=2, cost=1.0, deferral=0.6),
+        SleepingStage("middle", 24, 0.20, 0.010, replicas=2, cost=6.0, deferral=0.1),
+        SleepingStage("large", 8, 0.30, 0.020, cost=30.0),
     ),
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--seconds", type=float, default=60.0, help="of a run, as predicted, and of a service's turn")
-    parser.add_argument("--turns", type=int, default=3, help="turns of a service at each load")
-    parser.add_argument("--pools", nargs="+", choices=POOLS, default=list(POOLS), help="which pools to plan for")
-    parser.add_argument(
-        "--services",
-        nargs="*",
-        choices=(LOCAL, SERVE),
-        default=[LOCAL],
-        help="what is served, next to the run: by one process, by Ray Serve, whose processes take both cores at "
-        "the rates of these pools (--slower)",
-    )
-    parser.add_argument("--slower", type=float, default=1.0, help="stages take so many times as long")
+def measure(
+    seconds: float = 60.0,
+    turns: int = 3,
+    pools: tuple[str, ...] = tuple(POOLS),
+    services: str = "local",
+    slower: float = 1.0,
+) -> dict[str, Any]:
+    """Predict and measure each pool's run, then its service.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need what serves HTTP, and the client that makes the load."""
-    return absent("starlette", "uvicorn", "prometheus_client", "aiohttp") if options.services else None
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Predict and measure each pool's run, then its services."""
+    seconds: of a run, as predicted, and of a service's turn.   turns: of a service at each load.   pools: which to plan
+    for.   services: what is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
+    both cores at the rates of these pools; or "none".   slower: stages take this many times as long.
+    """
+    require("starlette", "uvicorn", "prometheus_client", "aiohttp")
     found: dict[str, dict[str, Any]] = {}
-    for name in options.pools:
-        slow = options.slower
-        stages = [replace(at, per_call=at.per_call * slow, per_row=at.per_row * slow) for at in POOLS[name]]
-        with tempfile.TemporaryDirectory(prefix="plan") as folder:
-            found[name] = planned_and_run(Path(folder), stages, options.seconds)
-            tell_run(name, found[name])
-            for where in options.services:
-                found[name][where] = planned_and_served(Path(folder), stages, where, options)
-    ratios = [of["measured_to_predicted"] for of in found.values()]
-    print(f"runs, measured over predicted rows a second: {min(ratios):.3f} to {max(ratios):.3f}")
-    for where in options.services:
-        ratios = [turn["plan_to_measured"][what] for of in found.values() for turn in of[where] for what in WHAT]
-        print(f"services ({where}), planned over measured latencies: {min(ratios):.3f} to {max(ratios):.3f}")
+    for name in pools:
+        stages = [replace(at, per_call=at.per_call * slower, per_row=at.per_row * slower) for at in POOLS[name]]
+        with tempfile.TemporaryDirectory(prefix="plan") as scratch:
+            folder = Path(scratch)
+            found[name] = planned_and_run(folder, stages, seconds)
+            if services != "none":
+                found[name]["services"] = planned_and_served(folder, stages, services == "local", seconds, turns)
     return {"pools": found}
 
 
@@ -131,7 +94,7 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
 
     folder: an empty one, which is left with pool.yaml, policy.json, and the run's out/.
     """
-    pool, policy = write_cascade(folder, stages)
+    pool, policy = write_cascade(folder, stages, saved_model, on_failure="fail")
     n_rows = int(seconds * predict_run(pool, policy, 20_000).rows_per_s)
     predicted = predict_run(pool, policy, n_rows)
     deferral, costs = [at.deferral for at in stages[:-1]], {at.name: at.cost for at in stages}
@@ -139,9 +102,8 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
     write_table(folder / "RUN", costs, deferral, run=rows)
     inputs = write_input(folder / "input", {"example_id": rows.columns()["example_id"]})
     summary = cauc_ray.run(pool, policy, inputs, folder / "out")
-    calls = read_calls(folder / "out", list(costs))
-    span_s = float(max(of.ended_s.max() for of in calls) - min(of.started_s.min() for of in calls))
     fitted = read_earlier_run(folder / "out", list(costs)).timings
+    span_s = ledger_span_s(folder / "out" / "ledger")
     return {
         "rows": n_rows,
         "predicted_rows_per_s": predicted.rows_per_s,
@@ -149,47 +111,33 @@ def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: floa
         "measured_to_predicted": n_rows / span_s / predicted.rows_per_s,
         "predicted_s": predicted.window_s,
         "measured_s": span_s,
-        "elapsed_s": summary["elapsed_s"],
-        "stages": [
-            {
-                **compared(at, of, own, predicted.window_s),
+        # Pairs of what was predicted, or configured, and what was measured.
+        "stages": {
+            at.name: {
+                "calls": [of.calls, own["calls"]],
+                "fill": [of.fill, own["batch_fill"]],
+                "computed_s": [of.busy * predicted.window_s * at.replicas, own["compute_s"]],
+                "busy_share": own["compute_s"] / (at.replicas * span_s),
                 "per_call_s": [at.per_call, fitted[at.name].seconds.per_call],
                 "per_row_s": [at.per_row, fitted[at.name].seconds.per_row],
             }
-            for at, of, own in zip(stages, predicted.stages, calls, strict=True)
-        ],
+            for at, of, own in zip(stages, predicted.stages, summary["stages"], strict=True)
+        },
     }
 
 
-def compared(at: SleepingStage, of: Any, own: StageCalls, predicted_s: float) -> dict[str, Any]:
-    """Return a stage's figures as pairs of what was predicted and what was measured; its busy share as measured."""
-    return {
-        "name": at.name,
-        "calls": [of.calls, len(own)],
-        "fill": [of.fill, float(own.batch.mean()) / at.batch],
-        "computed_s": [of.busy * predicted_s * at.replicas, float(own.compute_s.sum())],
-        "busy_share": own.busy_share(at.replicas),
-        "full_share": own.full_share(at.batch),
-    }
+def ledger_span_s(ledger: Path) -> float:
+    """Return the seconds from the start of a run's first call to the end of its last."""
+    calls = pa.concat_tables(map(read_parquet, parquet_files(ledger)))
+    calls = calls.filter(pc.is_valid(calls.column("compute_s")))
+    started_s = calls.column("started_at").cast(pa.int64()).to_numpy() / 1e6
+    return float((started_s + calls.column("compute_s").to_numpy()).max() - started_s.min())
 
 
-def write_cascade(folder: Path, stages: Sequence[SleepingStage]) -> tuple[Path, Policy]:
-    """Write a pool of saved stages over folder/RUN, which the run's rows are to fill; return it and its policy."""
-    deferral = [at.deferral for at in stages[:-1]]
-    validation = planted_rows(np.random.default_rng(1), VALIDATION_ROWS, deferral)
-    policy = write_table(folder / "LOGITS", {at.name: at.cost for at in stages}, deferral, validation=validation)
-    policy.save(folder / "policy.json")
-    told = [{"seconds_per_call": at.per_call, "seconds_per_row": at.per_row} for at in stages]
-    content = [
-        stage(
-            at.name,
-            {"kind": "saved", "logits": "RUN", "model": at.name, "split": "run", **seconds},
-            at.batch,
-            replicas=at.replicas,
-        )
-        for at, seconds in zip(stages, told, strict=True)
-    ]
-    return write_pool(folder / "pool.yaml", content, on_failure="fail"), policy
+def saved_model(number: int, at: SleepingStage) -> dict[str, Any]:
+    """Return a model that answers from the run's rows and takes a stage's seconds."""
+    seconds = {"seconds_per_call": at.per_call, "seconds_per_row": at.per_row}
+    return {"kind": "saved", "logits": "RUN", "model": at.name, "split": "run", **seconds}
 
 
 def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
@@ -199,11 +147,8 @@ def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
     return simulate_backlog(run_stages(specs, timings, expected_deferral(policy)), n_rows)
 
 
-WHAT = ("mean", "p99")
-
-
 def planned_and_served(
-    folder: Path, stages: Sequence[SleepingStage], where: str, options: argparse.Namespace
+    folder: Path, stages: Sequence[SleepingStage], local: bool, seconds: float, turns: int
 ) -> list[dict[str, Any]]:
     """Return for each load what was planned from the run's ledger and what was measured of a service.
 
@@ -219,17 +164,15 @@ def planned_and_served(
     ]
     rows = [read_parquet(file, columns=["example_id", "stage"]) for file in parquet_files(folder / "out/predictions")]
     answered_by = np.concatenate([part.column("stage").to_numpy() for part in rows])
-    bodies = [body_of(example) for part in rows for example in part.column("example_id").to_pylist()]
+    bodies = [body_of({"example_id": [example]}) for part in rows for example in part.column("example_id").to_pylist()]
     found, router = [], time_router()
-    with served(folder, local=where == LOCAL) as url:
+    with served(folder, local=local) as url:
         for load in LOADS:
             rate = load * most_rate(planned, 1.0)[0]
             plan = simulate_arrivals(planned, rate, router=router).latency
             assert plan is not None
-            asked = Asked(f"{url}/v2/models/bench/infer", planned, router, bodies, answered_by, rate, options.seconds)
-            turns = [turn(asked, seed) for seed in range(options.turns)]
-            found.append({"load": load, "rate": rate, **against(plan, turns)})
-            tell_service(where, found[-1])
+            asked = Asked(f"{url}/v2/models/bench/infer", planned, router, bodies, answered_by, rate, seconds)
+            found.append({"load": load, "rate": rate, **against(plan, [turn(asked, seed) for seed in range(turns)])})
     return found
 
 
@@ -278,40 +221,3 @@ def against(plan: Latency, turns: Sequence[tuple[Latency, Latency]]) -> dict[str
             what: median(getattr(same, what) / getattr(own, what) for own, same in turns) for what in WHAT
         },
     }
-
-
-def body_of(example: str) -> bytes:
-    """Return an example's id as the body of an inference request."""
-    inputs = [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [example]}]
-    return json.dumps({"inputs": inputs, "outputs": [{"name": "prediction"}]}).encode()
-
-
-def tell_run(name: str, of: dict[str, Any]) -> None:
-    """Print a run's figures."""
-    print(
-        f"{name}: {of['rows']:,} rows, predicted {of['predicted_rows_per_s']:.1f} rows a second, measured "
-        f"{of['measured_rows_per_s']:.1f}, {of['measured_to_predicted']:.3f} of it; first to last call "
-        f"{of['measured_s']:.2f} s of {of['predicted_s']:.2f} s predicted"
-    )
-    for at in of["stages"]:
-        pairs = {what: "{:.4g} → {:.4g}".format(*at[what]) for what in ("calls", "fill", "computed_s")}
-        fit = ", ".join("{:.4g} → {:.4g}".format(*at[what]) for what in ("per_call_s", "per_row_s"))
-        print(
-            f"{at['name']:>9}: busy {at['busy_share']:.1%}; calls {pairs['calls']}, fill {pairs['fill']}, computed "
-            f"{pairs['computed_s']} s; seconds by its ledger {fit}",
-            flush=True,
-        )
-
-
-def tell_service(where: str, of: dict[str, Any]) -> None:
-    """Print a service's figures at one load."""
-    print(f"{where:>9}, load {of['load']:.0%}, {of['rate']:.1f} requests a second, {of['n_measured']:,} of them:")
-    for what in WHAT:
-        plan, measured, ratio, same = (
-            of[key][what] for key in ("plan", "measured", "plan_to_measured", "simulated_to_measured")
-        )
-        print(
-            f"{what:>14}: planned {plan:.3f} s, measured {measured:.3f} s, ratio {ratio:.3f}; of the very requests "
-            f"{same:.3f}",
-            flush=True,
-        )

@@ -1,117 +1,113 @@
-"""A Ray session of a part's own, and the memory of its processes."""
+"""What a part starts and ends: a Ray session and its processes, a command that prints JSON, a service."""
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import psutil
 import ray
 
+from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.session import keep_store_free
+from jobs.bench.part import LeftOut
 
-# What the titles of Ray's actors and tasks hold, by what they do in a run; the driver is this process.
-DRIVER = "driver"
-ROLES = {"controller": "RunController", "reader": "read_blocks", "worker": "StageWorker"}
+ROOT = Path(__file__).parents[2]
+# A service has ended so many seconds after it was asked to.
+END_S = 60.0
 
 
 @contextmanager
 def own_session(n_cpus: int, store_mb: float | None = None) -> Iterator[None]:
-    """Start a Ray session with so many CPUs and such an object store, for the length of the block."""
+    """Start a Ray session with this many CPUs and such an object store, for the length of the block.
+
+    Raises LeftOut where a session is up.
+    """
+    if ray.is_initialized():
+        raise LeftOut("a Ray session is up, and this needs one of its own")
     keep_store_free()
-    ray.init(
-        address="local",
-        num_cpus=n_cpus,
-        object_store_memory=None if store_mb is None else int(store_mb * 1e6),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    store = None if store_mb is None else int(store_mb * 1e6)
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(address="local", num_cpus=n_cpus, object_store_memory=store, **quiet)
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def session_is_up() -> str | None:
-    """Return why a part cannot start a session of its own, None where it can."""
-    return "a Ray session is up, and this needs one of its own" if ray.is_initialized() else None
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """What the processes held at one time.
-
-    at_s: seconds since the sampling began.   n_rows: rows finished by then.   rss: bytes in memory of each
-    process of a role.   stored, spilled: bytes in the object store, and ever moved from it to disk.
-    """
-
-    at_s: float
-    n_rows: int
-    rss: dict[str, tuple[int, ...]]
-    stored: int
-    spilled: int
-
-
-@dataclass(slots=True)
-class Sampler:
-    """Takes samples in a thread, until it is stopped. n_rows is set from outside."""
-
-    every_s: float
-    n_rows: int = 0
-    samples: list[MemorySample] = field(default_factory=list)
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    @contextmanager
-    def sampling(self) -> Iterator[None]:
-        """Take samples for the length of the block."""
-        thread = threading.Thread(target=self._sample, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stopped.set()
-            thread.join(60)
-
-    def _sample(self) -> None:
-        started = time.monotonic()
-        while not self._stopped.wait(self.every_s):
-            stored, spilled = object_store_bytes()
-            sample = MemorySample(time.monotonic() - started, self.n_rows, rss_by_role(), stored, spilled)
-            self.samples.append(sample)
-
-    def peak(self, role: str) -> int:
-        """Return the most bytes that any one process of a role held."""
-        return max((n for sample in self.samples for n in sample.rss.get(role, ())), default=0)
-
-    def peak_together(self, role: str) -> int:
-        """Return the most bytes that all processes of a role held at one time; what they share is counted in each."""
-        return max((sum(sample.rss.get(role, ())) for sample in self.samples), default=0)
-
-
-def rss_by_role() -> dict[str, tuple[int, ...]]:
-    """Return the bytes in memory of each process of the session, by its role in a run."""
-    found: dict[str, list[int]] = {DRIVER: [psutil.Process().memory_info().rss], **{role: [] for role in ROLES}}
+def processes(*titles: str) -> list[psutil.Process]:
+    """Return the live processes of Ray, started by this one, whose titles begin so: what an actor or a task is."""
+    wanted = re.compile(f"ray::({'|'.join(titles)})")
+    found = []
     for process in psutil.Process().children(recursive=True):
-        try:
-            title = " ".join(process.cmdline())
-            role = next((role for role, name in ROLES.items() if title.startswith("ray::") and name in title), None)
-            if role is not None:
-                found[role].append(process.memory_info().rss)
-        except psutil.Error:  # it has ended since it was listed
-            continue
-    return {role: tuple(sizes) for role, sizes in found.items()}
+        with suppress(psutil.Error):
+            if wanted.match((process.cmdline() or [""])[0]) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
-def object_store_bytes() -> tuple[int, int]:
-    """Return the bytes that objects take in the store now, and those that were ever spilled from it."""
-    # What `ray memory --stats-only` prints: Ray has no public call for it, and its metrics are ten seconds old.
-    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+def printed(*words: object, env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """Run a command in the repository and yield the JSON objects that it prints, a line each; Ray may print others.
 
-    state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    store = get_memory_info_reply(state).store_stats
-    return int(store.object_store_bytes_used), int(store.spilled_bytes_total)
+    Raises ExecutionError with the last line of its standard error where it fails.
+    """
+    with TemporaryFile("w+") as log:
+        command = [str(word) for word in words]
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, **streams) as process:
+            assert process.stdout is not None
+            yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+        if process.returncode:
+            raise ExecutionError(f"{' '.join(command)[:200]} ended with {process.returncode}: {_last_line(log)}")
+
+
+@contextmanager
+def served(folder: Path, *, local: bool) -> Iterator[str]:
+    """Serve the pool.yaml of a folder with its policy.json for the length of the block; yield the service's URL.
+
+    local: without Ray. Raises ExecutionError where it does not start.
+    """
+    command = [str(Path(sys.executable).with_name("cauc")), "serve", "pool.yaml", "--policy", "policy.json"]
+    command += ["--port", "0", "--json", *(["--local"] if local else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with ExitStack() as resources:
+        log = resources.enter_context(TemporaryFile("w+"))
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        service = resources.enter_context(subprocess.Popen(command, cwd=folder, env=environment, **streams))
+        resources.callback(_end, service)
+        assert service.stdout is not None
+        started = next((line for line in service.stdout if line.startswith("{")), None)
+        if started is None:
+            raise ExecutionError(f"the service does not start: {_last_line(log)}")
+        url: str = json.loads(started)["url"]
+        yield url
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _last_line(log: IO[str]) -> str:
+    log.seek(0)
+    return (log.read().strip().splitlines() or ["it printed nothing"])[-1]

@@ -11,7 +11,6 @@ per row only, and the first with nothing deferred.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -31,10 +30,9 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.session import ray_session
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import column_model, planted_rows, stage, write_input, write_pool, write_table
 from jobs.bench.models import Columns, from_column
+from jobs.bench.planted import SleepingStage, column_model, planted_rows, write_cascade, write_input
 
-MODELS = ("small", "large")
 PAYLOAD = 512
 # Seconds of a call and of a row, for the small and for the large model.
 FIXED = ((0.005, 0.0), (0.020, 0.0001))
@@ -44,70 +42,55 @@ INPUT_FILES = 8
 ANSWER = ("example_id", "prediction", "confidence", "stage", "cost", "label")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--rows", type=int, default=80_000, help="rows of the input")
-    parser.add_argument("--batch", type=int, default=256, help="rows in a full batch of either model")
-    parser.add_argument("--deferral", type=float, default=0.3, help="share of the rows that the large model answers")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which costs to measure")
+def measure(
+    rows: int = 80_000, batch: int = 256, deferral: float = 0.3, repeats: int = 3, cases: tuple[str, ...] = CASES
+) -> dict[str, Any]:
+    """Measure the cases one after the other.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need nothing: Ray Data comes with ray and pyarrow, and pandas, which it imports, with the dev extra."""
-    return None
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the cases one after the other."""
+    rows: of the input.   batch: rows in a full batch of either model.   deferral: share of the rows that the large
+    model answers.   repeats: turns of each side.   cases: which costs to measure.
+    """
     results: dict[str, Any] = {}
+    configure_ray_data()
     with ray_session(None, 4):
-        for case in options.cases:
-            print(f"-- {case}", flush=True)
+        for case in cases:
+            small, large = ((0.0, call / batch + row) if case == "per_row" else (call, row) for call, row in FIXED)
+            stages = (
+                SleepingStage("small", batch, *small, deferral=deferral),
+                SleepingStage("large", batch, *large, cost=4.0),
+            )
             with tempfile.TemporaryDirectory() as folder:
-                results[case] = one_case(Path(folder), case, options)
+                results[case] = one_case(
+                    Path(folder), stages, rows, 0.0 if case == "nothing_deferred" else deferral, repeats
+                )
     return results
 
 
-def one_case(folder: Path, case: str, options: argparse.Namespace) -> dict[str, Any]:
+def one_case(
+    folder: Path, stages: tuple[SleepingStage, SleepingStage], n: int, deferral: float, repeats: int
+) -> dict[str, Any]:
     """Write the input, let the sides take turns, and check that they gave the same answers."""
-    deferral = 0.0 if case == "nothing_deferred" else options.deferral
-    takes = [(0.0, call / options.batch + row) if case == "per_row" else (call, row) for call, row in FIXED]
-    models = [column_model(place, per_call=call, per_row=row) for place, (call, row) in enumerate(takes)]
-    costs = {name: call + row * options.batch for name, (call, row) in zip(MODELS, takes, strict=True)}
-    policy = write_table(folder / "LOGITS", costs, [deferral or 0.3])
+    pool, policy = write_cascade(folder, stages, num_cpus=0.5)
     rng = np.random.default_rng(0)
-    columns = planted_rows(rng, options.rows, [deferral]).columns()
-    payload = rng.random((options.rows, PAYLOAD), dtype=np.float32)
-    columns["payload"] = pa.FixedShapeTensorArray.from_numpy_ndarray(payload)
+    payload = pa.FixedShapeTensorArray.from_numpy_ndarray(rng.random((n, PAYLOAD), dtype=np.float32))
+    columns = planted_rows(rng, n, [deferral]).columns() | {"payload": payload}
     inputs = write_input(folder / "input", columns, files=INPUT_FILES)
-    del columns, payload
-    stages = [stage(name, model, options.batch, num_cpus=0.5) for name, model in zip(MODELS, models, strict=True)]
-    pool = write_pool(folder / "pool.yaml", stages)
-    cascade = DataCascade(policy, models[0]["kwargs"], models[1]["kwargs"], options.batch)
+    small, large = (column_model(number, stage)["kwargs"] for number, stage in enumerate(stages))
+    cascade = DataCascade(policy, small, large, stages[0].batch)
     sides: dict[str, Callable[[Path], object]] = {"cauc-ray": partial(cauc_ray.run, pool, policy, inputs)}
     sides |= {plan.__name__: partial(plan, cascade, inputs) for plan in (union, chain)}
-    configure_ray_data()
     turns: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(options.repeats):
+    for turn in range(repeats):
         for side, run in sides.items():
             started = time.perf_counter()
             run(folder / f"{side}-{turn}")
-            turns[side].append(options.rows / (time.perf_counter() - started))
+            turns[side].append(n / (time.perf_counter() - started))
             print(f"{side:>9}: {turns[side][-1]:8,.0f} rows/s", flush=True)
     for plan in (union, chain):
         require_same(folder / "cauc-ray-0" / "predictions", folder / f"{plan.__name__}-0", plan.__name__)
     best = {side: max(rates) for side, rates in turns.items()}
-    rate = best.pop("cauc-ray")
-    for rival, theirs_per_s in best.items():
-        print(f"cauc-ray {rate:,.0f} rows/s, Ray Data's {rival} {theirs_per_s:,.0f}: {rate / theirs_per_s:.2f} times")
-    return {
-        "rows": options.rows,
-        "turns_rows_per_s": turns,
-        "rows_per_s": rate,
-        "ray_data_rows_per_s": best,
-        "to_plan": {rival: rate / theirs_per_s for rival, theirs_per_s in best.items()},
-    }
+    to_plan = {side: best["cauc-ray"] / rate for side, rate in best.items() if side != "cauc-ray"}
+    return {"rows": n, "turns_rows_per_s": turns, "rows_per_s": best, "to_plan": to_plan}
 
 
 def configure_ray_data() -> None:

@@ -1,151 +1,151 @@
-"""Measure what a cascade saves in wall time against what its policy predicts, on CIFAR-10 with real ResNets.
+"""Measure what a cascade saves in wall time against what its policy predicts, with two TorchVision networks.
 
-First each model alone answers some images through the same executor, for its seconds per image in the same kind of
-worker: one thread, as many replicas as in the run. With these as costs CAUC-RF is fitted on the collected logits, at
-its default threshold. Then the cascade and the largest model alone, a policy whose chain is that one stage, answer the
-same test images, which the fit has not seen, and take turns. Every stage has a replica for each core, so that no core
-idles while any stage has rows; in the cascade the replicas share the cores.
+Images and weights are random; labels are drawn such that a policy can be fitted, and its threshold such that the wanted
+share of the images is deferred. First each network alone answers some images through the same executor, for its seconds
+per image in the same kind of worker, without each replica's first call. With these as costs CAUC-RF is fitted. Then the
+cascade and the large network alone, a policy whose chain is that one stage, answer the same images and take turns.
+
+The replicas of all stages share the cores of this machine, or one GPU. On a GPU, busy is the ledger's device_s over the
+run's time. The policy's step is timed here, on full batches of the collected logits, against the large network's time
+for a full batch.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 import cauc_ray
+from cauc_ray.data.inputs import open_input
+from cauc_ray.data.logits import LogitTable
 from cauc_ray.execution.session import ray_session
-from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.models.pool import load_pool
+from cauc_ray.numbers.types import Floats
+from cauc_ray.planning.timings import read_earlier_run
 from cauc_ray.policies.policy import Policy
-from jobs.bench.cascades import stage, write_pool
-from jobs.bench.ledgers import read_calls
-from jobs.bench.part import absent
+from cauc_ray.policies.trace import trace_policy
+from jobs.bench.networks import network_model, write_images
+from jobs.bench.part import LeftOut, require
+from jobs.bench.planted import stage, write_pool, write_split
+
+NAMES = ("small", "large")
+STEP_REPEATS = 50
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--depths", type=int, nargs="+", default=[20, 56], help="layers of the chain's ResNets")
-    parser.add_argument("--rows", type=int, default=5000, help="test images to answer, 5,000 at most")
-    parser.add_argument("--copies", type=int, default=4, help="so often each image comes, so that starts weigh little")
-    parser.add_argument("--timed-rows", type=int, default=1024, help="images that each model is timed on before")
-    parser.add_argument("--batch", type=int, default=64, help="images in a batch")
-    parser.add_argument("--replicas", type=int, default=2, help="replicas of each stage: as many as there are cores")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side")
-    parser.add_argument(
-        "--data", type=Path, help="folder with cifar10_test.parquet, cifar10_resnets/ (the weights) and logits/cifar10/"
-    )
+def measure(
+    small: str = "mnasnet0_5",
+    large: str = "resnet50",
+    rows: int = 2048,
+    calibration_rows: int = 512,
+    batch: int = 64,
+    deferral: float = 0.3,
+    replicas: int = 2,
+    cpus: float = 0.45,
+    repeats: int = 3,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> dict[str, Any]:
+    """Time the networks, fit, and let the two sides take turns. For a GPU: --device cuda --large resnet152 --batch 256.
 
+    small, large: the networks.   rows: images to answer.   calibration_rows: images that networks are timed on, and the
+    policy is fitted on.   batch: images of one.   deferral: share of the images that the large one answers.
+    replicas: of each stage: as many as there are cores, or what a GPU has room for.   cpus: of each replica: with less
+    than one, it has one thread.   repeats: turns of each side.   device: cpu or cuda.   dtype: precision of weights.
+    """
+    require("torch", "torchvision", "PIL")
+    import torch
 
-def missing(options: argparse.Namespace) -> str | None:
-    """Need the images, the weights and torch."""
-    if options.data is None:
-        return "--data names no folder of CIFAR-10 images and ResNets"
-    if not (options.data / "cifar10_resnets").is_dir():
-        return f"the CIFAR-10 images and ResNets are not in {options.data}"
-    return absent("torch", "safetensors")
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Time the models, fit, and let the two sides take turns."""
-    with tempfile.TemporaryDirectory() as folder, ray_session(None, options.replicas):
-        return compare(Path(folder), options)
-
-
-def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return both sides' seconds and the ratios."""
-    table = options.data / "logits" / "cifar10"
-    models = [f"resnet{depth}" for depth in options.depths]
-    pool = write_pool(
-        folder / "pool.yaml", [resnet(depth, options) for depth in options.depths], "image-classification"
-    )
-    images = test_images(options.data, table, models[-1])
-    write_rows(folder / "timed", images.slice(0, options.timed_rows))
-    write_rows(folder / "input", copied(images.slice(0, options.rows), options.copies))
-    seconds = {}
-    for model in models:
-        seconds[model] = seconds_per_image(folder / f"timed-{model}", pool, one_stage(table, model), folder / "timed")
-        print(f"{model}: {seconds[model] * 1e3:.2f} ms per image", flush=True)
-    policy = cauc_ray.fit(table, models=models, method="rf", costs=list(seconds.values()))
-    assert policy.expected is not None
-    expected = policy.expected.relative_cost
-    assert expected is not None  # the largest model's cost was measured, so it is not 0
-    sides = {"cascade": policy, "largest": one_stage(table, models[-1], seconds[models[-1]])}
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for turn in range(options.repeats):
-        for side, of_side in sides.items():
-            summary = cauc_ray.run(pool, of_side, folder / "input", folder / f"{side}-{turn}")
-            runs[side].append(summary)
-            print(f"{side:>8}: {summary['run_s']:.2f} s, {summary['elapsed_s']:.2f} s with its start", flush=True)
-    warm = {side: min(summary["run_s"] for summary in own) for side, own in runs.items()}
-    cold = {side: min(summary["elapsed_s"] for summary in own) for side, own in runs.items()}
-    ratio, realised = warm["cascade"] / warm["largest"], runs["cascade"][0]["relative_cost"]
-    print(f"the cascade takes {ratio:.3f} of the largest model's time; the policy predicts {expected:.3f} of its cost")
-    print(f"  that is {ratio / expected:.3f} times the prediction; on these images the cost was {realised:.3f}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LeftOut("there is no GPU here; --device cpu runs the same on the CPU")
+    with tempfile.TemporaryDirectory() as scratch, ray_session(None, max(2.0, 2 * cpus * replicas)):
+        folder = Path(scratch)
+        stages = [
+            stage(
+                name, network_model(arch, folder, device=device, dtype=dtype), batch, replicas=replicas, num_cpus=cpus
+            )
+            for name, arch in zip(NAMES, (small, large), strict=True)
+        ]
+        for each in stages:
+            each["resources"]["num_gpus"] = 1 / (2 * replicas) if device == "cuda" else 0
+        pool, table = write_pool(folder / "pool.yaml", stages, "image-classification"), folder / "LOGITS"
+        some = write_images(folder / "calibration", calibration_rows, seed=0)
+        images = write_images(folder / "input", rows, seed=1)
+        label(pool, table, some)
+        seconds = []
+        for name in NAMES:
+            cauc_ray.run(pool, fitted(table, [name]), some, folder / f"timed-{name}")
+            seconds.append(read_earlier_run(folder / f"timed-{name}", [name]).timings[name].seconds.of(batch) / batch)
+        trace = trace_policy(fitted(table, NAMES, seconds), LogitTable(table).read_chain(list(NAMES), "calibration"))
+        threshold = float(np.quantile(trace.confidences[:, 0], deferral))
+        policy = fitted(table, NAMES, seconds, threshold)
+        sides = {"cascade": policy, "largest": fitted(table, NAMES[-1:], seconds[-1:])}
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        for turn in range(repeats):
+            for side, of_side in sides.items():
+                runs[side].append(cauc_ray.run(pool, of_side, images, folder / f"{side}-{turn}"))
+                print(f"{side:>8}: {runs[side][-1]['run_s']:.2f} s", flush=True)
+        step_s = step_seconds(policy, table, batch)
+    best = {side: min(own, key=lambda summary: summary["run_s"]) for side, own in runs.items()}
+    time_ratio = best["cascade"]["run_s"] / best["largest"]["run_s"]
     return {
-        "models": models,
-        "rows": runs["cascade"][0]["n"],
-        "seconds_per_image": seconds,
-        "run_s": warm,
-        "elapsed_s": cold,
-        "time_ratio": ratio,
-        "time_ratio_with_start": cold["cascade"] / cold["largest"],
-        "predicted_cost_ratio": expected,
-        "realised_cost_ratio": realised,
-        "time_to_predicted": ratio / expected,
-        "time_to_realised": ratio / realised,
-        "accuracy": {side: runs[side][0]["accuracy"]["value"] for side in sides},
+        "seconds_per_image": dict(zip(NAMES, seconds, strict=True)),
+        **{side: side_figures(summary) for side, summary in best.items()},
+        "time_ratio": time_ratio,
+        "predicted_ratio": best["cascade"]["relative_cost"],
+        "time_to_predicted": time_ratio / best["cascade"]["relative_cost"],
+        "step_s": step_s,
+        "step_to_largest_batch": step_s / (seconds[-1] * batch),
     }
 
 
-def resnet(depth: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return a ResNet as a stage whose replicas have one thread each."""
-    weights = str((options.data / "cifar10_resnets" / f"resnet{depth}.safetensors").resolve())
-    kwargs = {"depth": depth, "weights": weights}
-    model = {"kind": "python", "factory": "examples.cifar_resnets:load", "kwargs": kwargs}
-    # Less than a CPU, so that all stages' replicas fit; Ray gives such an actor one thread.
-    num_cpus = 0.9 / len(options.depths)
-    return stage(f"resnet{depth}", model, options.batch, replicas=options.replicas, num_cpus=num_cpus)
+def label(pool: Path, table: Path, inputs: Path) -> None:
+    """Ask both networks about images, and write their logits with labels on which either is right half of the time."""
+    source = open_input(inputs).source(256)
+    rows = [block for group in range(source.n_groups) for _, block in source.blocks(group) if block is not None]
+    answers: list[Floats] = []
+    for spec in load_pool(pool).stages:
+        model = spec.model.load()
+        answers.append(np.concatenate([model(block.columns).logits for block in rows]))
+    rng = np.random.default_rng(1)
+    chosen = np.stack([logits.argmax(axis=1) for logits in answers])
+    n = chosen.shape[1]
+    labels = chosen[rng.integers(0, len(chosen), n), np.arange(n)].astype(np.int32)
+    labels[rng.random(n) < 0.1] = 0
+    ids = [example for block in rows for example in block.example_ids]
+    write_split(table, dict.fromkeys(NAMES, 1.0), "calibration", ids, labels, answers)
 
 
-def one_stage(table: Path, model: str, cost: float = 1.0) -> Policy:
-    """Return a policy that lets one model answer everything."""
-    return cauc_ray.fit(table, models=[model], method="rf", threshold=0.0, costs=[cost])
+def fitted(table: Path, models: Sequence[str], costs: Sequence[float] | None = None, threshold: float = 0.0) -> Policy:
+    """Fit CAUC-RF at a threshold; at 0 the first model answers everything."""
+    return cauc_ray.fit(table, models=list(models), method="rf", costs=costs, threshold=threshold)
 
 
-def seconds_per_image(out: Path, pool: Path, alone: Policy, images: Path) -> float:
-    """Run a model alone and return its seconds per image, the first call of each replica left out."""
-    cauc_ray.run(pool, alone, images, out)
-    (calls,) = read_calls(out, alone.models)
-    first = np.unique(calls.replica, return_index=True)[1]  # a network's first call allocates and tunes
-    later = np.setdiff1d(np.arange(len(calls)), first)
-    later = later if len(later) else first
-    return float(calls.compute_s[later].sum() / calls.batch[later].sum())
+def side_figures(summary: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run's summary says."""
+    on_device = [stage["device_s"] for stage in summary["stages"] if stage["device_s"] is not None]
+    return {
+        "rows_per_s": summary["n"] / summary["run_s"],
+        "run_s": summary["run_s"],
+        "elapsed_s": summary["elapsed_s"],
+        "device_busy_share": sum(on_device) / summary["run_s"] if on_device else None,
+        "deferral": 1 - summary["stages"][0]["answered"] / summary["n"],
+    }
 
 
-def test_images(data: Path, table: Path, model: str) -> pa.Table:
-    """Return the images of the logit table's test split: example_id, label and image."""
-    files = parquet_files(table / f"model={model}" / "split=test")
-    ids = pa.concat_tables(read_parquet(file) for file in files).column("example_id")
-    images = pq.read_table(data / "cifar10_test.parquet", columns=["example_id", "label", "image"])
-    named = pc.binary_join_element_wise("cifar10", images.column("example_id").cast(pa.string()), "-")
-    images = images.set_column(0, "example_id", named)
-    return images.filter(pc.is_in(images.column("example_id"), value_set=ids.combine_chunks()))
-
-
-def copied(images: pa.Table, copies: int) -> pa.Table:
-    """Return every image so often, under as many ids."""
-    ids = images.column("example_id")
-    named = [pc.binary_join_element_wise(ids, f"copy{n}", "-") for n in range(copies)]
-    return pa.concat_tables([images.set_column(0, "example_id", own) for own in named])
-
-
-def write_rows(path: Path, rows: pa.Table) -> None:
-    """Write an input of one file."""
-    path.mkdir()
-    pq.write_table(rows, path / "part-0.parquet")
+def step_seconds(policy: Policy, table: Path, batch: int) -> float:
+    """Return the median time of the last stage's step, which fuses and decides, on one batch."""
+    chain = LogitTable(table).read_chain(list(NAMES), "calibration")
+    rows = np.arange(batch) % len(chain)
+    first, last = (logits[rows] for logits in chain.logits)
+    state = policy.start(first).state
+    taken = []
+    for _ in range(STEP_REPEATS):
+        started = time.perf_counter()
+        policy.step(1, last, state)
+        taken.append(time.perf_counter() - started)
+    return float(np.median(taken))

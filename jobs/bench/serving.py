@@ -3,129 +3,147 @@
 Both sides of a case are deployed next to each other and take turns under the same load, made by closed-loop clients in
 one process; every answer is checked. A ratio is of one turn of each side, close in time: the median over the turns is
 given, and the range. Cases: an ordinary cascade, and models of no time, of which what is left is what serving takes.
-Behind Ray's own proxy and behind its HAProxy ingress.
+
+The other side is the same stages behind Ray Serve as a user would put them there by hand: no policy, a fixed rule for
+what is deferred. It reads the JSON of the Open Inference Protocol, one row in a request, batches in the router with one
+array call per batch, and answers in it. It has an ingress that reads the raw request, room for every request, and two
+batches under way at a stage, so that one waits at its replica while the other computes: better than one or four, and
+than one batch through both stages. A model runs in a thread of its own, one call at a time, as it would on a device.
+
+With RAY_SERVE_ENABLE_HA_PROXY=1 in the environment both sides are behind Ray's HAProxy, else behind its own proxy.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
-import sys
+import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
 
+import numpy as np
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import HTTPOptions
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+
 from cauc_ray.errors import ExecutionError
-from jobs.bench.children import free_ports, printed
-from jobs.bench.part import absent
-from jobs.bench.serving_cases import CASES, FEW, MANY, ONE, OURS, Plan
+from cauc_ray.execution.session import ray_session
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.policy import Policy
+from cauc_ray.serving import ServingArgs, build_app
+from jobs.bench.load import Load, LoadResult, body_of, run_load
+from jobs.bench.models import Columns, from_column
+from jobs.bench.planted import EASY_GAP, HARD_GAP, PlantedRows, SleepingStage, column_model, planted_rows, write_cascade
+from jobs.bench.processes import free_port
 
-PROXY, HAPROXY = "proxy", "haproxy"
+# The fixed rule of the hand-written side: a row whose small gap is nearer to 0 goes on.
+SURE_GAP = (EASY_GAP + HARD_GAP) / 2
+BATCH, WAIT_S = 64, 0.005
+# Rows are shuffled within blocks of so many: any stretch of requests then defers nearly the planted share.
+BLOCK = 50
+OURS, BY_HAND = "cauc-ray", "by-hand"
+# What an ordinary cascade takes, so that what the router adds is small next to it; and models of no time.
+CASES = {
+    "sleeping": (SleepingStage("small", BATCH, 0.005), SleepingStage("large", BATCH, 0.020, 0.001, cost=2.0)),
+    "instant": (SleepingStage("small", BATCH), SleepingStage("large", BATCH, cost=2.0)),
+}
 FIGURES = ("per_s", "p50_s", "p99_s")
-
 Turn: TypeAlias = dict[str, Any]
-# By case and load, then by side; as a session printed them.
-Turns: TypeAlias = dict[tuple[str, str], dict[str, list[Turn]]]
+
+# No line of a log for each request, on either side.
+QUIET = {"enable_access_log": False}
+# Room for every request: of five, Serve's default, no batch would be full.
+OPTIONS = {"max_ongoing_requests": 2000, "ray_actor_options": {"num_cpus": 0.1}}
+# With a type, which it lacks where Ray's are not looked at.
+_batched: Callable[..., Callable[[Any], Any]] = serve.batch
+in_batches = _batched(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S, max_concurrent_batches=2)
+# What a request carries: the gaps of the small and of the large model.
+Row: TypeAlias = tuple[float, float]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--few", type=int, default=16, help="clients where latency is compared")
-    parser.add_argument("--many", type=int, default=128, help="clients where throughput is compared")
-    parser.add_argument("--seconds", type=float, default=4.0, help="what is measured of each turn")
-    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds of load before that")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each side")
-    parser.add_argument("--deferral", type=float, default=0.3, help="share of the rows that the large model answers")
-    parser.add_argument("--rows", type=int, default=2000, help="different requests")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="which models to measure")
-    parser.add_argument(
-        "--ingress", nargs="+", choices=(PROXY, HAPROXY), default=[PROXY, HAPROXY], help="what takes the requests"
-    )
+def measure(
+    few: int = 16,
+    many: int = 128,
+    seconds: float = 4.0,
+    warm_up: float = 1.0,
+    turns: int = 3,
+    deferral: float = 0.3,
+    rows: int = 2000,
+    cases: tuple[str, ...] = tuple(CASES),
+) -> dict[str, Any]:
+    """Measure the cases on one Serve instance: of the sleeping models with few and many clients, else with one.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need Ray Serve, and the client that makes the load."""
-    return absent("fastapi", "aiohttp")
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure behind one ingress after the other."""
-    results: dict[str, Any] = {}
-    plan = Plan(
-        cases=options.cases,
-        clients={ONE: 1, FEW: options.few, MANY: options.many},
-        rows=options.rows,
-        deferral=options.deferral,
-        turns=options.turns,
-        seconds=options.seconds,
-        warm_up_s=options.warm_up,
-    )
-    for ingress in options.ingress:
-        print(f"-- behind Ray's {'HAProxy' if ingress == HAPROXY else 'own proxy'}", flush=True)
-        turns: Turns = {}
-        for turn in session_turns(plan, ingress):
-            turns.setdefault((turn["case"], turn["load"]), {}).setdefault(turn["side"], []).append(turn)
-            tell_turn(turn, plan.clients)
-        results[ingress] = compare(turns)
-        tell(results[ingress], plan.clients)
-    return results
-
-
-def session_turns(plan: Plan, ingress: str) -> Iterator[Turn]:
-    """Measure on a Serve instance of its own, and yield what each turn measured.
-
-    In a process of its own, since Ray's environment chooses the ingress before Serve is imported.
-    Raises ExecutionError when the session ends before it is done.
+    few, many: clients where latency and where throughput is compared.   seconds: what is measured of each turn.
+    warm_up: seconds of load before that.   turns: of each side.   deferral: share of the rows that the large model
+    answers.   rows: different requests.   cases: which models to measure.
     """
-    with tempfile.TemporaryDirectory(prefix="serving", dir="/tmp") as folder:
-        env = haproxy_environment(Path(folder)) if ingress == HAPROXY else None
-        yield from printed(sys.executable, "-m", "jobs.bench.serving_session", json.dumps(asdict(plan)), env=env)
-
-
-def haproxy_environment(folder: Path) -> dict[str, str]:
-    """Return what makes Serve use HAProxy: its files and ports are its own, so that two can run on a machine."""
-    stats, metrics = free_ports(2)
-    files = {
-        "CONFIG_FILE_LOC": "haproxy.cfg",
-        "SOCKET_PATH": "admin.sock",
-        "SERVER_STATE_BASE": "",
-        "SERVER_STATE_FILE": "server-state",
-        "METRICS_SOCKET_PATH": "metrics.sock",
-    }
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in files.items()},
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "1",  # no request is under way when the session ends
-    }
-
-
-def compare(turns: Turns) -> dict[str, Any]:
-    """Return each case's medians and the ratios of our turns to the others. Raises ExecutionError for wrong answers."""
+    requests = plant_requests(rows, deferral)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    port = free_port()
     found: dict[str, Any] = {}
-    for (case, load), by_side in turns.items():
-        of_load: dict[str, Any] = {side: summary(own, side) for side, own in by_side.items()}
-        for side, theirs in by_side.items():
-            if side != OURS:
-                pairs = list(zip(by_side[OURS], theirs, strict=True))
-                of_load[f"to_{side}"] = {
-                    name: spread([own[name] / other[name] for own, other in pairs]) for name in FIGURES
-                }
-        found.setdefault(case, {})[load] = of_load
+    with ray_session(None, 8):
+        serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+        try:
+            for case in cases:
+                with tempfile.TemporaryDirectory() as folder:
+                    deploy(Path(folder), case, requests, deferral)
+                    for n in (few, many) if case == "sleeping" else (1,):
+                        load: dict[str, Any] = {
+                            "bodies": requests.bodies,
+                            "n_clients": n,
+                            "seconds": seconds,
+                            "warm_up_s": warm_up,
+                        }
+                        url = f"http://127.0.0.1:{port}/{{}}/v2/models/bench/infer"
+                        sides = (OURS, BY_HAND)
+                        asked = {side: Load(url.format(side), judge=requests.judge, **load) for side in sides}
+                        found.setdefault(case, {})[f"{n} clients"] = compare(take_turns(asked, turns))
+                    for side in (OURS, BY_HAND):
+                        serve.delete(side)
+        finally:
+            serve.shutdown()
     return found
 
 
-def summary(turns: Sequence[Turn], side: str) -> dict[str, Any]:
-    """Return a side's figures under one load."""
-    counts = sum((Counter(turn["counts"]) for turn in turns), Counter[str]())
-    if counts["wrong"]:
-        raise ExecutionError(f"{side}: {counts['wrong']} of {counts.total()} answers were wrong")
-    return {name: spread([turn[name] for turn in turns]) for name in FIGURES} | {"counts": dict(counts)}
+def take_turns(loads: dict[str, Load], turns: int) -> dict[str, list[Turn]]:
+    """Make each side's load by turns, and return what each turn measured."""
+    found: dict[str, list[Turn]] = {side: [] for side in loads}
+    for turn in range(turns):
+        # The second of a pair has the other's heat and garbage: each side is it in its turn.
+        for side in loads if turn % 2 == 0 else reversed(loads):
+            found[side].append(figures(run_load(loads[side])))
+            shown = ", ".join(f"{name} {found[side][-1][name]:.4g}" for name in FIGURES)
+            print(f"{side:>9}: {shown}", flush=True)
+    return found
+
+
+def figures(result: LoadResult) -> Turn:
+    """Return what a turn measured."""
+    p50_s, p99_s = np.quantile(result.measured_s, [0.5, 0.99]).tolist()
+    counts = {kind: n for (_, kind), n in result.counts().items()}
+    return {"per_s": result.per_s, "p50_s": p50_s, "p99_s": p99_s, "counts": counts}
+
+
+def compare(turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    """Return each side's medians and the ratios of our turns to the others. Raises ExecutionError for wrong answers."""
+    found: dict[str, Any] = {}
+    for side, own in turns.items():
+        counts = sum((Counter(turn["counts"]) for turn in own), Counter[str]())
+        if counts["wrong"]:
+            raise ExecutionError(f"{side}: {counts['wrong']} of {counts.total()} answers were wrong")
+        found[side] = {name: spread([turn[name] for turn in own]) for name in FIGURES} | {"counts": dict(counts)}
+    pairs = list(zip(turns[OURS], turns[BY_HAND], strict=True))
+    found["ratio"] = {name: spread([own[name] / other[name] for own, other in pairs]) for name in FIGURES}
+    return found
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -133,23 +151,117 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
-def tell_turn(turn: Turn, clients: Mapping[str, int]) -> None:
-    """Print a turn as it ends."""
-    n, counts = clients[turn["load"]], ", ".join(f"{n} {kind}" for kind, n in sorted(turn["counts"].items()))
-    print(
-        f"{turn['case']:>8}, {n:>3} clients, {turn['side']:>9}: {turn['per_s']:6.1f} requests/s, "
-        f"p50 {turn['p50_s'] * 1e3:6.1f} ms, p99 {turn['p99_s'] * 1e3:6.1f} ms ({counts})",
-        flush=True,
-    )
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """One row a request.   planted: what each carries.   bodies: as JSON."""
+
+    planted: PlantedRows
+    bodies: tuple[bytes, ...]
+
+    @property
+    def deferred_mask(self) -> Bools:
+        """Return which rows the fixed rule sends on."""
+        mask: Bools = np.abs(self.planted.gaps[:, 0]) < SURE_GAP
+        return mask
+
+    @property
+    def predictions(self) -> Ints:
+        """Return the cascade's answers, int64 (N,)."""
+        answering = np.where(self.deferred_mask, self.planted.gaps[:, 1], self.planted.gaps[:, 0])
+        predictions: Ints = (answering < 0).astype(np.int64)
+        return predictions
+
+    def judge(self, row: int, status: int, body: bytes) -> str:
+        """Name an answer by the stage that gave it, or as wrong or no answer."""
+        if status != 200:
+            return f"status {status}"
+        data = {output["name"]: output["data"] for output in json.loads(body)["outputs"]}
+        stage = int(self.deferred_mask[row])
+        right = data["prediction"] == [int(self.predictions[row])] and data["stage"] == [stage]
+        return ("small", "large")[stage] if right else "wrong"
 
 
-def tell(found: Mapping[str, Any], clients: Mapping[str, int]) -> None:
-    """Print the ratios behind one ingress."""
-    for case, by_load in found.items():
-        for load, of_load in by_load.items():
-            for side in [side for side in of_load if f"to_{side}" in of_load]:
-                ratios = [
-                    f"{name} {value['median']:.2f} times ({value['least']:.2f}–{value['most']:.2f})"
-                    for name, value in of_load[f"to_{side}"].items()
-                ]
-                print(f"{case}, {clients[load]} clients, {OURS} against {side} by hand: {', '.join(ratios)}")
+def plant_requests(n: int, deferral: float) -> Requests:
+    """Plant n requests of which the small model defers a share, and the large one is sure of all.
+
+    Were it not sure, the policy's fusion with the small model's logits would answer some otherwise than it does.
+    """
+    rng = np.random.default_rng(0)
+    sizes = [min(BLOCK, n - start) for start in range(0, n, BLOCK)]
+    gaps = np.concatenate([planted_rows(rng, size, [deferral]).gaps for size in sizes])
+    gaps[:, 1] = np.copysign(np.float32(EASY_GAP), gaps[:, 1])
+    bodies = (body_of({"gap0": [small], "gap1": [large]}, ("prediction", "stage")) for small, large in gaps.tolist())
+    return Requests(PlantedRows(gaps, np.zeros(n, np.int32)), tuple(bodies))
+
+
+def require_same_answers(policy: Policy, requests: Requests) -> None:
+    """Raise ExecutionError where a policy answers otherwise than the fixed rule."""
+    small, large = requests.planted.logits
+    first = policy.start(small)
+    deferred = ~first.accepted
+    predictions = first.predictions.copy()
+    predictions[deferred] = policy.step(1, large[deferred], first.state[deferred]).predictions
+    if not np.array_equal(deferred, requests.deferred_mask) or not np.array_equal(predictions, requests.predictions):
+        raise ExecutionError("the fitted policy does not answer these rows as the fixed rule does")
+
+
+class Stage:
+    """A stage that answers arrays.   model: keyword arguments of from_column."""
+
+    def __init__(self, model: dict[str, Any]) -> None:
+        self._model = from_column(**model)
+        self._thread = ThreadPoolExecutor(1)
+
+    async def __call__(self, batch: Columns) -> Floats:
+        """Return the logits."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._model, batch)
+
+
+class Router:
+    """Batches before each stage; an answer leaves as soon as it is sure."""
+
+    def __init__(self, small: DeploymentHandle, large: DeploymentHandle) -> None:
+        self._small, self._large = small, large
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        data = {tensor["name"]: tensor["data"] for tensor in json.loads(await request.body())["inputs"]}
+        row = data["gap0"][0], data["gap1"][0]
+        prediction, sure = await self.ask_small(row)
+        if not sure:
+            prediction = await self.ask_large(row)
+        outputs = [
+            {"name": "prediction", "datatype": "INT32", "shape": [1], "data": [prediction]},
+            {"name": "stage", "datatype": "INT8", "shape": [1], "data": [0 if sure else 1]},
+        ]
+        return Response(json.dumps({"model_name": "bench", "outputs": outputs}), media_type="application/json")
+
+    @in_batches
+    async def ask_small(self, rows: list[Row]) -> list[tuple[int, bool]]:
+        """Return the small model's predictions, and which of them are sure."""
+        logits = await self._small.remote({"gap0": np.array([row[0] for row in rows], np.float32)})
+        sure = np.abs(logits[:, 0] - logits[:, 1]) > SURE_GAP
+        return list(zip(logits.argmax(axis=1).tolist(), sure.tolist(), strict=True))
+
+    @in_batches
+    async def ask_large(self, rows: list[Row]) -> list[int]:
+        """Return the large model's predictions."""
+        logits = await self._large.remote({"gap1": np.array([row[1] for row in rows], np.float32)})
+        predictions: list[int] = logits.argmax(axis=1).tolist()
+        return predictions
+
+
+def deploy(folder: Path, case: str, requests: Requests, deferral: float) -> None:
+    """Deploy both sides of a case, each under its name."""
+    small, large = CASES[case]
+    stages = (replace(small, deferral=deferral), large)
+    pool, policy = write_cascade(folder, stages, of_stage={"serving": {"batch_wait_s": WAIT_S}})
+    require_same_answers(policy, requests)
+    ours = build_app(ServingArgs(pool=str(pool), policy=f"{folder}/policy.json"))
+    by_hand: list[Application] = [
+        serve.deployment(Stage, name=f"stage{number}").options(**OPTIONS).bind(column_model(number, at)["kwargs"])
+        for number, at in enumerate(stages)
+    ]
+    router = serve.deployment(Router, name="Router").options(**OPTIONS).bind(*by_hand)
+    sides = {OURS: ours, BY_HAND: router}
+    serve.run_many([serve.RunTarget(app, side, f"/{side}", logging_config=QUIET) for side, app in sides.items()])

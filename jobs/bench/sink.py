@@ -7,7 +7,6 @@ stay. Then the run is opened as one that is gone on with, and summarised.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import tempfile
 import time
@@ -26,7 +25,7 @@ from cauc_ray.execution.ledger import RunTables, new_record, parts_of
 from cauc_ray.execution.reader import BlockHeader
 from cauc_ray.execution.runner import BLOCK_ROWS
 from cauc_ray.execution.session import ray_session
-from jobs.bench.cascades import write_table
+from jobs.bench.planted import write_table
 
 STAGES = {"small": 1.0, "large": 8.0}
 BATCH = 256
@@ -34,26 +33,16 @@ BATCH = 256
 DEFERRED = 0.25
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--rows", type=int, default=1_000_000_000, help="rows of the run")
-
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need nothing."""
-    return None
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Commit all rows, then read the manifest and summarise the run."""
-    n_blocks = -(-options.rows // BLOCK_ROWS)
+def measure(rows: int = 1_000_000_000) -> dict[str, Any]:
+    """Commit all rows, then read the manifest and summarise the run.   rows: of the run."""
+    n_blocks = -(-rows // BLOCK_ROWS)
     with tempfile.TemporaryDirectory() as folder, ray_session(None, 1):
         out, policy = Path(folder) / "out", write_table(Path(folder) / "LOGITS", STAGES, (DEFERRED,))
-        parts, record = parts_of(out), new_record(policy.id, BLOCK_ROWS, {"made": options.rows})
+        parts, record = parts_of(out), new_record(policy.id, BLOCK_ROWS, {"made": rows})
         committer = Committer(RunTables(out, record, tuple(STAGES), degrade=False))
         held, started = [], time.perf_counter()
         for number in range(n_blocks):
-            _hand_over(committer, number, min(BLOCK_ROWS, options.rows - number * BLOCK_ROWS))
+            _hand_over(committer, number, min(BLOCK_ROWS, rows - number * BLOCK_ROWS))
             if number % max(1, n_blocks // 20) == 0:
                 held.append(psutil.Process().memory_info().rss / 1e6)
                 _empty(out / "predictions")
@@ -68,21 +57,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         summary_s, summary_mb = time.perf_counter() - started, _peak_mb()
         n_parts = len(list(Path(folder).glob("out/manifest/*.json")))
         manifest_mb = sum(file.stat().st_size for file in Path(folder).glob("out/manifest/*.json")) / 1e6
-    if not summary["n"] == sum(there.rows.values()) == options.rows:
+    if not summary["n"] == sum(there.rows.values()) == rows:
         raise AssertionError(f"{summary['n']} rows were counted, {sum(there.rows.values())} are in the manifest")
-    print(
-        f"{options.rows:,} rows in {n_blocks:,} blocks and {n_parts:,} parts, committed in {commit_s:,.0f} s "
-        f"({options.rows / commit_s:,.0f} rows/s) with at most {commit_mb:,.0f} MB"
-    )
-    print("held at every twentieth: " + ", ".join(f"{each:,.0f}" for each in held) + " MB")
-    print(f"manifest of {manifest_mb:,.1f} MB read in {resume_s:,.1f} s: at most {resume_mb:,.0f} MB by then")
-    print(f"summary in {summary_s:,.1f} s: at most {summary_mb:,.0f} MB by then")
     return {
-        "rows": options.rows,
+        "rows": rows,
         "blocks": n_blocks,
         "parts": n_parts,
         "commit_s": commit_s,
-        "rows_per_s": options.rows / commit_s,
+        "rows_per_s": rows / commit_s,
         "commit_peak_mb": commit_mb,
         "held_mb": held,
         "manifest_mb": manifest_mb,
@@ -90,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "resume_peak_mb": resume_mb,
         "summary_s": summary_s,
         "summary_peak_mb": summary_mb,
-        "stages": summary["stages"],
+        "answered": {stage["name"]: stage["answered"] for stage in summary["stages"]},
     }
 
 

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import cauc_ray
-from cauc_ray.numbers.types import Floats
-from jobs.bench.cascades import write_input, write_pool, write_split
+from jobs.bench.planted import planted_logits, write_input, write_pool, write_split
 from jobs.faults.models import N_OPTIONS, NUMBER
 
 COSTS = {"small": 1.0, "middle": 4.0, "large": 16.0}
@@ -48,7 +47,9 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     """Plant n rows in a folder: their logit table, a policy fitted on others, and the input of runs."""
     table = folder / "LOGITS"
     for seed, split in enumerate(("calibration", "validation", "test")):
-        labels, logits = _planted(np.random.default_rng(seed), n if split == "test" else 1000)
+        rng = np.random.default_rng(seed)
+        labels = rng.integers(0, N_OPTIONS, n if split == "test" else 1000).astype(np.int32)
+        logits = [planted_logits(rng, labels, N_OPTIONS, strength) for strength in STRENGTHS]
         ids = [f"{split}-{row}" for row in range(len(labels))]
         write_split(table, COSTS, split, ids, labels, logits)
     policy = cauc_ray.fit(table, models=list(COSTS), method="rf", budget=8.0)
@@ -119,13 +120,3 @@ def read_rows(folder: Path) -> list[Row]:
     """Return the rows of a run's predictions or failures, if there are any."""
     found: list[Row] = pq.read_table(folder).to_pylist() if any(folder.glob("*.parquet")) else []
     return found
-
-
-def _planted(rng: np.random.Generator, n: int) -> tuple[Any, list[Floats]]:
-    labels = rng.integers(0, N_OPTIONS, n).astype(np.int32)
-    logits = []
-    for strength in STRENGTHS:
-        own = rng.standard_normal((n, N_OPTIONS))
-        own[np.arange(n), labels] += rng.normal(strength, 1.5, n)
-        logits.append(own.astype(np.float32))
-    return labels, logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import ray
 from ray import cluster_utils
 
 from cauc_ray.errors import ExecutionError
+from jobs.bench.processes import processes
 
 # A dead node is noticed after about so many seconds; Ray's own setting would take fifteen.
 NOTICED_S = 2.0
@@ -97,17 +97,6 @@ class Cluster:
     def _processes(self, number: int) -> list[psutil.Process]:
         raylet = psutil.Process(self._nodes[number].all_processes["raylet"][0].process.pid)
         return [raylet, *raylet.children(recursive=True)]
-
-
-def processes(*titles: str) -> list[psutil.Process]:
-    """Return the live processes of Ray, started by this one, whose titles begin so: what an actor or a task is."""
-    wanted = re.compile(f"ray::({'|'.join(titles)})")
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if wanted.match((process.cmdline() or [""])[0]) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def replicas(notes: Path, place: int) -> list[psutil.Process]:

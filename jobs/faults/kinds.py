@@ -20,9 +20,9 @@ from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files
-from jobs.bench.children import ROOT
+from jobs.bench.processes import ROOT, processes
 from jobs.faults.cascade import BLOCK_ROWS, Cascade
-from jobs.faults.cluster import NOTICED_S, Cluster, kill, processes, replicas, wait_until
+from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
 from jobs.faults.models import give_order
 
 # Returns whether there was something to hit.

@@ -20,11 +20,11 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.errors import ExecutionError
-from jobs.bench.serving_load import OK, TIMEOUT, Load, LoadResult, run_load
+from jobs.bench.load import OK, TIMEOUT, Load, LoadResult, body_of, run_load
+from jobs.bench.processes import processes
 from jobs.faults.cascade import Row, compare, pool_file, read_rows, write_cascade
-from jobs.faults.cluster import Cluster, kill, processes, wait_until
+from jobs.faults.cluster import Cluster, kill, wait_until
 from jobs.faults.kinds import KINDS, SESSIONS, Kind, Scene
-from jobs.faults.models import NUMBER
 
 # A trial that the fault has missed is made again so often, at other moments.
 TRIES = 3
@@ -38,7 +38,7 @@ N_CLIENTS = 16
 # How long a client waits for an answer, and how long a load is; a service is well where one meets no trouble.
 PATIENCE_S, LOAD_S = 60.0, 3.0
 HEALING_S = 180.0
-OUTPUTS = [{"name": name} for name in ("prediction", "confidence", "stage", "cost", "degraded")]
+OUTPUTS = ("prediction", "confidence", "stage", "cost", "degraded")
 # What becomes of a request, beside what a client meets that gets no answer. Any is right for a row that must fail.
 WHOLE, GUILTY, DEGRADED, FAILED, AGAIN, SERVES_OWN = "whole", "guilty", "degraded", "failed", "again", "Serve's own"
 
@@ -59,9 +59,7 @@ class Answers:
 
         Raises ExecutionError where it does not end.
         """
-        column = {"name": "payload", "shape": [1, NUMBER + 1], "datatype": "FP32"}
-        inputs = [[{**column, "data": self.scene.cascade.heads[example]}] for example in self.scene.asked]
-        bodies = [json.dumps({"inputs": own, "outputs": OUTPUTS}).encode() for own in inputs]
+        bodies = [body_of({"payload": [self.scene.cascade.heads[example]]}, OUTPUTS) for example in self.scene.asked]
         load = Load(self.url, bodies, LOAD_S, N_CLIENTS, warm_up_s=0.0, timeout_s=PATIENCE_S, judge=self._judge)
         began = time.monotonic()
         while time.monotonic() - began < HEALING_S:

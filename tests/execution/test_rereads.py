@@ -12,7 +12,7 @@ import cauc_ray
 from cauc_ray.data import inputs as files
 from cauc_ray.errors import DataError, ExecutionError
 from cauc_ray.execution import runner
-from jobs.faults.cluster import processes
+from jobs.bench.processes import processes
 
 pytestmark = [
     pytest.mark.usefixtures("ray_session"),

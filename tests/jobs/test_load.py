@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from cauc_ray.errors import ExecutionError
-from jobs.bench.children import free_ports
-from jobs.bench.serving_load import NO_ANSWER, PAUSE_S, REFUSED, RESET, TIMEOUT, Load, LoadResult, run_load
+from jobs.bench.load import NO_ANSWER, PAUSE_S, REFUSED, RESET, TIMEOUT, Load, LoadResult, run_load
+from jobs.bench.processes import free_port
 
 
 class Server:
@@ -44,7 +44,7 @@ class Server:
 @contextmanager
 def serving():
     """Run a server on a thread of its own. Yields it and its address."""
-    server, loop, [port] = Server(), asyncio.new_event_loop(), free_ports(1)
+    server, loop, port = Server(), asyncio.new_event_loop(), free_port()
     app = web.Application()
     app.router.add_post("/infer", server.answer)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
@@ -102,7 +102,7 @@ def test_what_gets_no_answer_is_told_apart():
 
 
 def test_a_port_that_nobody_listens_on_is_not_hammered():
-    [port] = free_ports(1)
+    port = free_port()
     result = run_load(Load(f"http://127.0.0.1:{port}/infer", [b"row"], n_clients=2, seconds=0.4, warm_up_s=0.0))
     assert set(result.counts()) == {(NO_ANSWER, REFUSED)}
     assert len(result) <= 2 * (0.4 / PAUSE_S + 2)

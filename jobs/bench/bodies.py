@@ -7,7 +7,6 @@ given, and the range.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import tempfile
@@ -21,13 +20,13 @@ import numpy as np
 
 from cauc_ray.errors import ExecutionError
 from cauc_ray.numbers.types import Floats
-from jobs.bench.cascades import EASY_GAP, column_model, stage, write_pool, write_table
-from jobs.bench.children import served
-from jobs.bench.part import absent
+from jobs.bench.load import Load, body_of, run_load
+from jobs.bench.part import require
+from jobs.bench.planted import EASY_GAP, SleepingStage, write_cascade
+from jobs.bench.processes import served
 from jobs.bench.serving import spread
-from jobs.bench.serving_load import Load, run_load
 
-MODELS = {"small": 1.0, "large": 2.0}
+STAGES = (SleepingStage("small", 64, deferral=0.3), SleepingStage("large", 64, cost=2.0))
 INFER = "/v2/models/bench/infer"
 ANSWER_S = 60.0
 
@@ -35,69 +34,45 @@ ANSWER_S = 60.0
 Bodies: TypeAlias = Mapping[str, tuple[bytes, dict[str, str]]]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the sizes."""
-    parser.add_argument("--megabytes", type=float, default=9.0, help="of a long body, in 10^6 bytes")
-    parser.add_argument("--rows", type=int, default=64, help="rows in a long body")
-    parser.add_argument("--times", type=int, default=15, help="long bodies of each kind")
+def measure(megabytes: float = 9.0, rows: int = 64, times: int = 15) -> dict[str, Any]:
+    """Send long bodies of each kind in turn.
 
-
-def missing(options: argparse.Namespace) -> str | None:
-    """Need what serves HTTP, and the client that makes the load."""
-    return absent("starlette", "uvicorn", "prometheus_client", "aiohttp")
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Send long bodies of each kind in turn."""
-    bodies = long_bodies(round(options.megabytes * 1e6), options.rows)
+    megabytes, rows: of a long body, in 10^6 bytes.   times: long bodies of each kind.
+    """
+    require("uvicorn", "prometheus_client")
+    bodies = long_bodies(round(megabytes * 1e6), rows)
     with tempfile.TemporaryDirectory(prefix="bodies") as scratch:
-        folder = Path(scratch)
-        stages = [stage(name, column_model(place), 64) for place, name in enumerate(MODELS)]
-        write_pool(folder / "pool.yaml", stages)
-        write_table(folder / "LOGITS", MODELS, [0.3]).save(folder / "policy.json")
-        with served(folder, local=True) as url:
+        write_cascade(Path(scratch), STAGES)
+        with served(Path(scratch), local=True) as url:
             for kind in bodies:  # what reads them starts with the first
                 _ask(url, *bodies[kind])
-            windows, answers = _sent(url, bodies, options.times)
+            windows, answers = _sent(url, bodies, times)
     found: dict[str, Any] = {"quiet_p50_ms": float(np.median(answers[:, 1] - answers[:, 0])) * 1e3}
     for kind, own in windows.items():
         found[kind] = {
-            "bytes": len(bodies[kind][0]),
+            "megabytes": len(bodies[kind][0]) / 1e6,
             "seconds": spread([ended - began for began, ended in own]),
             "delay_ms": spread([_slowest_ms(answers, *at) - _slowest_ms(answers, *_after(*at)) for at in own]),
         }
-        delay = found[kind]["delay_ms"]
-        print(
-            f"{kind:>6}: {found[kind]['bytes'] / 1e6:.1f} MB in {found[kind]['seconds']['median']:.2f} s delay others "
-            f"by {delay['median']:.1f} ms ({delay['least']:.1f} to {delay['most']:.1f})",
-            flush=True,
-        )
     return found
 
 
 def long_bodies(n_bytes: int, n_rows: int) -> Bodies:
     """Return bodies of about so many bytes by kind, with their headers."""
-    gaps = np.full(n_rows, EASY_GAP, np.float32)
+    gaps = {name: np.full(n_rows, EASY_GAP, np.float32) for name in ("gap0", "gap1")}
     digits = len(f"{1 / 3:.6f}, ")
-    n_pixels = max(1, (n_bytes - len(_body(gaps, gaps))) // (digits * n_rows))
-    in_json = _body(gaps, np.random.default_rng(0).random((n_rows, n_pixels)).round(6))
-    raw = np.random.default_rng(0).random((n_rows, n_bytes // (4 * n_rows)), dtype=np.float32)
-    described = {"parameters": {"binary_data_size": raw.nbytes}}
-    head = _body(gaps, raw[:, :0], shape=raw.shape, **described).replace(b', "data": []', b"")
+    n_pixels = max(1, (n_bytes - len(body_of(gaps))) // (digits * n_rows))
+    rng = np.random.default_rng(0)
+    in_json = body_of({**gaps, "pixels": rng.random((n_rows, n_pixels)).round(6)})
+    raw = rng.random((n_rows, n_bytes // (4 * n_rows)), dtype=np.float32)
+    described = json.loads(body_of({**gaps, "pixels": raw[:, :0]}))
+    del described["inputs"][-1]["data"]
+    described["inputs"][-1] |= {"shape": raw.shape, "parameters": {"binary_data_size": raw.nbytes}}
+    head = json.dumps(described).encode()
     return {
         "json": (in_json, {}),
         "binary": (head + raw.tobytes(), {"Inference-Header-Content-Length": str(len(head))}),
     }
-
-
-def _body(gaps: Floats, pixels: Floats, **of_pixels: Any) -> bytes:
-    tensors = {"gap0": gaps, "gap1": gaps, "pixels": pixels}
-    inputs = [
-        {"name": name, "datatype": "FP32", "shape": values.shape, "data": values.ravel().tolist()}
-        for name, values in tensors.items()
-    ]
-    inputs[-1] |= of_pixels
-    return json.dumps({"inputs": inputs}).encode()
 
 
 def _sent(url: str, bodies: Bodies, times: int) -> tuple[dict[str, list[tuple[float, float]]], Floats]:
@@ -117,7 +92,9 @@ def _sent(url: str, bodies: Bodies, times: int) -> tuple[dict[str, list[tuple[fl
                 windows[kind].append((began, ended))
                 time.sleep(2 * (ended - began) + 0.2)
 
-    single = Load(f"{url}{INFER}", [_body(np.full(1, EASY_GAP, np.float32), np.zeros((1, 1)))], 1.0, warm_up_s=0.0)
+    single = Load(
+        f"{url}{INFER}", [body_of({"gap0": [EASY_GAP], "gap1": [EASY_GAP], "pixels": [[0.0]]})], 1.0, warm_up_s=0.0
+    )
     answers = []
     with ThreadPoolExecutor(1) as other:
         sending = other.submit(send)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 import numpy as np
@@ -101,6 +102,20 @@ class LoadResult:
     def counts(self) -> dict[tuple[int, str], int]:
         """Return how many requests ended with each status and kind, the warm-up's included."""
         return dict(Counter(zip(self.statuses.tolist(), self.kinds.tolist(), strict=True)))
+
+
+def body_of(columns: Mapping[str, Any], outputs: Sequence[str] = ("prediction",)) -> bytes:
+    """Return rows as the body of an inference request.   columns: texts or numbers of the rows, (n,) or (n, …)."""
+    inputs = [
+        {
+            "name": name,
+            "shape": np.shape(values),
+            "datatype": "BYTES" if isinstance(values[0], str) else "FP32",
+            "data": np.ravel(values).tolist(),
+        }
+        for name, values in columns.items()
+    ]
+    return json.dumps({"inputs": inputs, "outputs": [{"name": name} for name in outputs]}).encode()
 
 
 def run_load(load: Load) -> LoadResult:

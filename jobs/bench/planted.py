@@ -1,10 +1,11 @@
-"""Cascades whose deferral is planted: rows, a policy for them, pools and inputs."""
+"""Synthetic examples, their logit tables, policies fitted on them, pools and inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -32,6 +33,19 @@ Stage: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class SleepingStage:
+    """Rows of a batch, seconds of a call and of a row, replicas, the cost of a row, the share of rows that goes on."""
+
+    name: str
+    batch: int
+    per_call: float = 0.0
+    per_row: float = 0.0
+    replicas: int = 1
+    cost: float = 1.0
+    deferral: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlantedRows:
     """Rows of which a chain defers planted shares.
 
@@ -40,6 +54,11 @@ class PlantedRows:
 
     gaps: Floats
     labels: Ints
+
+    @property
+    def logits(self) -> list[Floats]:
+        """Return each model's logits, float32 (N, 2)."""
+        return [np.stack([gaps, np.zeros_like(gaps)], axis=1) for gaps in self.gaps.T]
 
     def columns(self) -> dict[str, Any]:
         """Return the input's columns: example_id, label, and the gaps as gap0, gap1 and so on."""
@@ -63,6 +82,15 @@ def planted_rows(rng: np.random.Generator, n: int, deferral: Sequence[float]) ->
     return PlantedRows(np.stack(gaps, axis=1).astype(np.float32), labels)
 
 
+def planted_logits(
+    rng: np.random.Generator, labels: Ints, k: int, strength: float, *, noise: float = 1.0, spread: float = 1.5
+) -> Floats:
+    """Return float32 logits (N, k): noise, and on the label strength, with a standard deviation of spread."""
+    logits = np.float32(noise) * rng.standard_normal((len(labels), k), dtype=np.float32)
+    logits[np.arange(len(labels)), labels] += rng.normal(strength, spread, len(labels)).astype(np.float32)
+    return logits
+
+
 def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[float], **splits: PlantedRows) -> Policy:
     """Write planted rows as a logit table and fit CAUC-RF on as many calibration rows of their own.
 
@@ -70,8 +98,7 @@ def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[floa
     """
     calibration = planted_rows(np.random.default_rng(1), CALIBRATION_ROWS, deferral)
     for split, rows in {"calibration": calibration, **splits}.items():
-        logits = [np.stack([gaps, np.zeros_like(gaps)], axis=1) for gaps in rows.gaps.T]
-        write_split(path, models, split, rows.columns()["example_id"], rows.labels, logits)
+        write_split(path, models, split, rows.columns()["example_id"], rows.labels, rows.logits)
     return cauc_ray.fit(path, models=list(models), method="rf", threshold=THRESHOLD)
 
 
@@ -96,10 +123,35 @@ def stage(name: str, model: Mapping[str, Any], batch: int, *, replicas: int = 1,
     }
 
 
-def column_model(place: int, **seconds: float) -> dict[str, Any]:
-    """Return a model that answers from its column of planted rows.   seconds: per_call and per_row, that it takes."""
-    kwargs = {"column": f"gap{place}", **{f"seconds_{name}": value for name, value in seconds.items()}}
+def column_model(number: int, of: SleepingStage) -> dict[str, Any]:
+    """Return a model that answers from its column of planted rows and takes a stage's seconds."""
+    kwargs = {"column": f"gap{number}", "seconds_per_call": of.per_call, "seconds_per_row": of.per_row}
     return {"kind": "python", "factory": "jobs.bench.models:from_column", "kwargs": kwargs}
+
+
+def write_cascade(
+    folder: Path,
+    stages: Sequence[SleepingStage],
+    model: Callable[[int, SleepingStage], dict[str, Any]] = column_model,
+    *,
+    num_cpus: float = 0.1,
+    of_stage: Mapping[str, Any] = MappingProxyType({}),
+    **settings: Any,
+) -> tuple[Path, Policy]:
+    """Write a cascade's pool.yaml, LOGITS and policy.json; return the pool's path and the policy.
+
+    model: what a stage's model is, by its number.   num_cpus: of a replica.   of_stage: what the pool says of each
+    stage besides.   settings: of the pool.
+    """
+    deferral = [at.deferral for at in stages[:-1]]
+    validation = planted_rows(np.random.default_rng(3), CALIBRATION_ROWS, deferral)
+    policy = write_table(folder / "LOGITS", {at.name: at.cost for at in stages}, deferral, validation=validation)
+    policy.save(folder / "policy.json")
+    of_pool = [
+        stage(at.name, model(number, at), at.batch, replicas=at.replicas, num_cpus=num_cpus) | dict(of_stage)
+        for number, at in enumerate(stages)
+    ]
+    return write_pool(folder / "pool.yaml", of_pool, **settings), policy
 
 
 def write_pool(path: Path, stages: Sequence[Stage], task: str = "multiple-choice", **settings: Any) -> Path:
