@@ -58,7 +58,7 @@ def measure(megabytes: float = 9.0, rows: int = 64, times: int = 15) -> dict[str
 
 
 def long_bodies(n_bytes: int, n_rows: int) -> Bodies:
-    """Return bodies of about so many bytes by kind, with their headers."""
+    """Return bodies of about this many bytes by kind, with their headers."""
     gaps = {name: np.full(n_rows, EASY_GAP, np.float32) for name in ("gap0", "gap1")}
     digits = len(f"{1 / 3:.6f}, ")
     n_pixels = max(1, (n_bytes - len(body_of(gaps))) // (digits * n_rows))
@@ -109,10 +109,10 @@ def _ask(url: str, body: bytes, headers: dict[str, str]) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
     connection.request("POST", INFER, body, headers)
     answer = connection.getresponse()
-    said = answer.read()
+    reason = answer.read()
     connection.close()
     if answer.status != 200:
-        raise ExecutionError(f"a long body was answered with {answer.status}: {said[:200]!r}")
+        raise ExecutionError(f"a long body was answered with {answer.status}: {reason[:200]!r}")
 
 
 def _after(began: float, ended: float) -> tuple[float, float]:

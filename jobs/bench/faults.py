@@ -30,28 +30,28 @@ def measure(
     rows: int = 2560,
     keep: str = "",
 ) -> dict[str, Any]:
-    """Measure each kind of fault in each place.
+    """Measure each kind of fault in runs and services.
 
     where: what is struck.   kinds: of fault.   seeds: trials of each kind, each at other moments.   rows: of a run;
     multiples of 1280 fill all blocks.   keep: a folder that keeps what the trials leave.
     """
     require("starlette", "aiohttp", "psutil")
     of_session = {
-        (place, session): names
-        for place, session in product(where, SESSIONS)
-        if (names := [k.name for k in KINDS if k.name in kinds and k.session == session and place in k.on])
+        (struck, session): names
+        for struck, session in product(where, SESSIONS)
+        if (names := [k.name for k in KINDS if k.name in kinds and k.session == session and struck in k.on])
     }
     may_cut = not os.geteuid() and which("unshare") and which("ip")
     if not may_cut and any(session == "network" for _, session in of_session):
         raise LeftOut("to cut networks takes root, unshare and ip; --kinds names other kinds")
-    results: dict[str, Any] = {place: {} for place in where}
+    results: dict[str, Any] = {struck: {} for struck in where}
     with tempfile.TemporaryDirectory(prefix="faults") as scratch:
-        for (place, session), names in of_session.items():
-            folder = Path(keep or scratch).resolve() / f"{place}-{session}"
-            for kind, trials in groupby(_trials(session, place, folder, rows, seeds, *names), key=itemgetter("kind")):
-                results[place][kind] = _figures([*trials])
-                print(f"{place}, {kind}: {'sound' if results[place][kind]['sound'] else 'NOT sound'}", flush=True)
-    return {**results, "sound": all(found["sound"] for of_place in results.values() for found in of_place.values())}
+        for (struck, session), names in of_session.items():
+            folder = Path(keep or scratch).resolve() / f"{struck}-{session}"
+            for kind, trials in groupby(_trials(session, struck, folder, rows, seeds, *names), key=itemgetter("kind")):
+                results[struck][kind] = _figures([*trials])
+                print(f"{struck}, {kind}: {'sound' if results[struck][kind]['sound'] else 'NOT sound'}", flush=True)
+    return {**results, "sound": all(found["sound"] for of_struck in results.values() for found in of_struck.values())}
 
 
 def _trials(session: str, *words: object) -> Iterator[dict[str, Any]]:

@@ -25,11 +25,11 @@ REFUSED, RESET, TIMEOUT = "refused", "reset", "timeout"
 # How long a client waits after it: a port that nobody listens on would be asked thousands of times a second.
 PAUSE_S = 0.02
 
-# Takes the place of the body that was posted, the status and the answer's body; returns what kind of answer that is.
+# Takes the index of the body that was posted, the status and the answer's body; returns what kind of answer that is.
 Judge: TypeAlias = Callable[[int, int, bytes], str]
 
 
-def by_status(place: int, status: int, body: bytes) -> str:
+def by_status(row: int, status: int, body: bytes) -> str:
     """Tell answers from errors."""
     return "answered" if status == OK else "error"
 
@@ -154,7 +154,7 @@ class _Clients:
         self.began = time.perf_counter()
         self._until = self.began + load.warm_up_s + load.seconds
         self._load, self._session = load, session
-        self._places = itertools.count()
+        self._rows = itertools.count()
 
     async def run(self) -> None:
         """Make the load, and wait for the last answer."""
@@ -174,10 +174,10 @@ class _Clients:
 
     async def _ask(self, started: float) -> int:
         """Post the next body, record what came of it and return the status."""
-        place = next(self._places) % len(self._load.bodies)
-        status, met = await self._post(self._load.bodies[place])
+        row = next(self._rows) % len(self._load.bodies)
+        status, met = await self._post(self._load.bodies[row])
         ended = time.perf_counter()
-        kind = met if isinstance(met, str) else self._load.judge(place, status, met)
+        kind = met if isinstance(met, str) else self._load.judge(row, status, met)
         self.records.append((started, ended, status, kind))
         return status
 

@@ -1,4 +1,4 @@
-"""Models that a benchmark's stages run: they take the time that they are told to, and little else."""
+"""Models that a benchmark's stages run: they take the time that they are given, and little else."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Hold what a plan predicts of runs and services against them: rows a second, and latencies at two loads.
 
 Three pools of `saved` stages, which sleep, so that the machine's cores are not the bottleneck: a plan is about stages.
-Each has another bottleneck. A run is predicted from the seconds that the stages are told to take; measured are its
-rows over the time from the start of its first call to the end of its last, by its ledger, and how busy its stages were.
-A service is predicted as by `cauc plan --ledger` of that run, with the pool's replicas and the router's seconds as
-they are measured here, at half of the rate that the replicas can carry in full batches, and at four fifths, the most
-that a plan ever gives them. Requests of one row are posted at random times (Poisson) by one process, and latencies
-count from when they were due. A turn has times of its own: the median over the turns is given, and next to the plan
-what its simulation says of the turn's very requests. Where these two differ, it is by chance; where the second differs
-from what was measured, the plan is wrong, or the machine was busy with something else.
+Each has another bottleneck. A run is predicted from the seconds in the pool file; measured are its rows over the time
+from the start of its first call to the end of its last, by its ledger, and how busy its stages were. A service is
+predicted as by `cauc plan --ledger` of that run, with the pool's replicas and the router's seconds as they are measured
+here, at half of the rate that the replicas can carry in full batches, and at four fifths, the most that a plan ever
+gives them. Requests of one row are posted at random times (Poisson) by one process, and latencies count from when they
+were due. A turn has times of its own: the median over the turns is given, and next to the plan what its simulation says
+of the turn's very requests. Where these two differ, it is by chance; where the second differs from what was measured,
+the plan is wrong, or the machine was busy with something else.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def measure(
 
 
 def planned_and_run(folder: Path, stages: Sequence[SleepingStage], seconds: float) -> dict[str, Any]:
-    """Return what was predicted of a run that is to take so many seconds, and what was measured.
+    """Return what was predicted of a run that is to take this many seconds, and what was measured.
 
     folder: an empty one, which is left with pool.yaml, policy.json, and the run's out/.
     """
@@ -141,7 +141,7 @@ def saved_model(number: int, at: SleepingStage) -> dict[str, Any]:
 
 
 def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
-    """Simulate a run over so many rows with the replicas of a pool of saved stages."""
+    """Simulate a run over this many rows with the replicas of a pool of saved stages."""
     specs = load_pool(pool).chain(policy.models)
     timings = [timing for spec in specs if (timing := saved_timing(spec)) is not None]
     return simulate_backlog(run_stages(specs, timings, expected_deferral(policy)), n_rows)

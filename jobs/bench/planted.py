@@ -140,8 +140,8 @@ def write_cascade(
 ) -> tuple[Path, Policy]:
     """Write a cascade's pool.yaml, LOGITS and policy.json; return the pool's path and the policy.
 
-    model: what a stage's model is, by its number.   num_cpus: of a replica.   of_stage: what the pool says of each
-    stage besides.   settings: of the pool.
+    model: what a stage's model is, by its number.   num_cpus: of a replica.   of_stage: more keys of each
+    stage.   settings: of the pool.
     """
     deferral = [at.deferral for at in stages[:-1]]
     validation = planted_rows(np.random.default_rng(3), CALIBRATION_ROWS, deferral)
@@ -155,7 +155,7 @@ def write_cascade(
 
 
 def write_pool(path: Path, stages: Sequence[Stage], task: str = "multiple-choice", **settings: Any) -> Path:
-    """Write a pool file.   settings: what it says next to its stages."""
+    """Write a pool file.   settings: its keys next to its stages."""
     write_text(path, yaml.safe_dump({"name": "bench", "task": task, "stages": list(stages), **settings}))
     return path
 
@@ -163,7 +163,7 @@ def write_pool(path: Path, stages: Sequence[Stage], task: str = "multiple-choice
 def write_input(
     path: Path, columns: Mapping[str, Any], *, files: int = 1, row_group_size: int = 8192, **options: Any
 ) -> Path:
-    """Write an input's columns to so many Parquet files in a folder, with row groups that a reader can take whole.
+    """Write an input's columns to some Parquet files in a folder, with row groups that a reader can take whole.
 
     options: of pyarrow.parquet.write_table.
     """

@@ -23,7 +23,7 @@ from cauc_ray.execution.session import keep_store_free
 from jobs.bench.part import LeftOut
 
 ROOT = Path(__file__).parents[2]
-# A service has ended so many seconds after it was asked to.
+# A service has ended this many seconds after it was asked to.
 END_S = 60.0
 
 

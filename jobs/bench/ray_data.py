@@ -94,7 +94,7 @@ def one_case(
 
 
 def configure_ray_data() -> None:
-    """Have Ray Data print nothing, and read files into as many blocks as it is told."""
+    """Have Ray Data print nothing, and read files into as many blocks as it is asked for."""
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -135,7 +135,7 @@ class Small:
 
 
 class Large:
-    """The second stage: answers the deferred rows of a batch, in calls of so many, and drops what nobody needs now."""
+    """The second stage: answers the deferred rows of a batch, in calls of some, and drops what nobody needs now."""
 
     def __init__(self, policy: Policy, kwargs: Mapping[str, Any], rows_per_call: int) -> None:
         self._policy = policy
@@ -173,7 +173,7 @@ class DataCascade:
         return self._asked(rows, Small, (self.policy, self.small), self.batch)
 
     def finished(self, rows: Any, batch: int | None) -> Any:
-        """Ask the large model for the deferred among so many rows at a time, None for a whole block."""
+        """Ask the large model for the deferred among some rows at a time, None for a whole block."""
         return self._asked(rows, Large, (self.policy, self.large, self.batch), batch)
 
     def _asked(self, rows: Any, kind: type, arguments: tuple[Any, ...], batch: int | None) -> Any:

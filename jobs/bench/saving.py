@@ -126,7 +126,7 @@ def fitted(table: Path, models: Sequence[str], costs: Sequence[float] | None = N
 
 
 def side_figures(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run's summary says."""
+    """Return figures of a run's summary."""
     on_device = [stage["device_s"] for stage in summary["stages"] if stage["device_s"] is not None]
     return {
         "rows_per_s": summary["n"] / summary["run_s"],

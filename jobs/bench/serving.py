@@ -48,7 +48,7 @@ from jobs.bench.processes import free_port
 # The fixed rule of the hand-written side: a row whose small gap is nearer to 0 goes on.
 SURE_GAP = (EASY_GAP + HARD_GAP) / 2
 BATCH, WAIT_S = 64, 0.005
-# Rows are shuffled within blocks of so many: any stretch of requests then defers nearly the planted share.
+# Rows are shuffled within blocks of this many: any stretch of requests then defers nearly the planted share.
 BLOCK = 50
 OURS, BY_HAND = "cauc-ray", "by-hand"
 # What an ordinary cascade takes, so that what the router adds is small next to it; and models of no time.

@@ -2,7 +2,7 @@
 
 Blocks of made answers go through a run's own committer, as the controller hands them over, with the calls that led
 there. What the parts hold is emptied once it is committed, so that a small disk is enough; the manifest and the ledger
-stay. Then the run is opened as one that is gone on with, and summarised.
+stay. Then the run is opened to be resumed, and summarised.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _hand_over(committer: Committer, number: int, n: int) -> None:
     """Give the committer a block of n answers, and the calls that they came of."""
     rng = np.random.default_rng(number)
     labels = rng.integers(0, 10, n).astype(np.int32)
-    block = Owner(number, n, BlockHeader(0, number, _ids(number, n), labels, (), "", None, may_return=False))
+    ids = pa.array([f"{number:08d}-{row:04d}" for row in range(n)])
+    block = Owner(number, n, BlockHeader(0, number, ids, labels, (), "", None, may_return=False))
     block.stages[:] = rng.random(n) < DEFERRED
     block.predictions[:], block.confidences[:] = rng.integers(0, 10, n), rng.random(n)
     block.costs[:] = np.cumsum(list(STAGES.values()))[block.stages]
@@ -94,15 +95,6 @@ def _hand_over(committer: Committer, number: int, n: int) -> None:
             result = CallResult(block.predictions[:size], cost, accepted, cost, time.time(), 0.01, 0.0, None, "node")
             committer.add_call(Call(stage, [at], 0.0, replica=stage), result, None)
     committer.add_block(block)
-
-
-def _ids(number: int, n: int) -> pa.Array:
-    """Return the ids of a block's rows."""
-    letters = np.empty((n, 13), dtype=np.uint8)
-    letters[:, :9] = np.frombuffer(f"{number:08d}-".encode(), np.uint8)
-    letters[:, 9:] = np.arange(n)[:, None] // 10 ** np.arange(3, -1, -1) % 10 + ord("0")
-    offsets = pa.py_buffer(np.arange(0, 13 * n + 1, 13, dtype=np.int32))
-    return pa.StringArray.from_buffers(n, offsets, pa.py_buffer(letters.tobytes()))
 
 
 def _empty(folder: Path) -> None:

@@ -26,7 +26,7 @@ with the offline replay (`trial`). `python -m jobs.bench faults` makes trials of
 The network kinds have every node in a Linux network namespace of its own and take its link off their bridge: both
 sides keep their interfaces and addresses and hear nothing of each other. This takes root; disks and memory are shared.
 
-A client whose request is lost by what holds it (a router, a proxy, a node) asks again, and so does one that is told to:
-these are counted, under "again", and nowhere else. "refused" counts requests for good rows that were not answered
-whole because of others' bad rows. A row that must fail may also be answered without its stage, and marked.
+A client whose request is lost by what holds it (a router, a proxy, a node) asks again, as does one that is asked to:
+these are counted, under "again", and nowhere else. "refused" counts requests for good rows that were not answered whole
+because of others' bad rows. A row that must fail may also be answered without its stage, and marked.
 """

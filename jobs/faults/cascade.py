@@ -62,12 +62,12 @@ def write_cascade(folder: Path, n: int, *, files: int = 5) -> Cascade:
     write_input(folder / "input", columns, files=files, **groups)
     expected = {row["example_id"]: row for row in cauc_ray.evaluate(table, policy).to_arrow().to_pylist()}
     state, cost, at = None, 0.0, []
-    for place, own in enumerate(logits):
-        step = policy.step(place, own, state)
-        state, cost = step.state, cost + policy.stages[place].cost
+    for stage, own in enumerate(logits):
+        step = policy.step(stage, own, state)
+        state, cost = step.state, cost + policy.stages[stage].cost
         confidences = np.asarray(step.confidences, np.float32).tolist()
         answers = zip(ids, step.predictions.tolist(), confidences, strict=True)
-        at.append({one: {"prediction": p, "confidence": c, "stage": place, "cost": cost} for one, p, c in answers})
+        at.append({one: {"prediction": p, "confidence": c, "stage": stage, "cost": cost} for one, p, c in answers})
     heads = dict(zip(ids, payload[:, : NUMBER + 1].tolist(), strict=True))
     return Cascade(folder / "input", folder / "policy.json", expected, at, heads)
 
@@ -77,9 +77,9 @@ def pool_file(path: Path, notes: Path, *, on_failure: str, **options: Any) -> Pa
     of_one = {name: options.pop(name, {}) for name in COSTS}
     whole = {"batch_size": BATCH_ROWS, "batch_wait_s": 0.3, "replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
     stages = []
-    for place, name in enumerate(COSTS):
-        told = {"place": place, "seconds": SECONDS[place], "notes": str(notes)}
-        model = {"kind": "python", "factory": "jobs.faults.models:planted", "kwargs": told}
+    for stage, name in enumerate(COSTS):
+        kwargs = {"stage": stage, "seconds": SECONDS[stage], "notes": str(notes)}
+        model = {"kind": "python", "factory": "jobs.faults.models:planted", "kwargs": kwargs}
         stages.append({"name": name, "model": model, **whole, **options, **of_one[name]})
     serving = {"router": {"replicas": {"min": 2}, "resources": {"num_cpus": 0.1}}}
     return write_pool(path, stages, name="faults", on_failure=on_failure, serving=serving)

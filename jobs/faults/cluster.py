@@ -19,7 +19,7 @@ from ray import cluster_utils
 from cauc_ray.errors import ExecutionError
 from jobs.bench.processes import processes
 
-# A dead node is noticed after about so many seconds; Ray's own setting would take fifteen.
+# A dead node is noticed after about this many seconds; Ray's own setting would take fifteen.
 NOTICED_S = 2.0
 CHECKS = {
     "health_check_initial_delay_ms": 0,
@@ -50,7 +50,7 @@ class Cluster:
         self._nodes: dict[int, Any] = {}  # by number, which no two ever share; the head is 1
         self._numbers = count(2)
         self._holders: list[subprocess.Popen[bytes]] = []
-        self.mend()
+        self.restore()
         own = {f"_{key}": value for key, value in network.items()}
         ray.init(address=self.address, log_to_driver=False, logging_level="ERROR", **own)
 
@@ -59,7 +59,7 @@ class Cluster:
         ray.shutdown()
         self._cluster.shutdown()
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """Have as many nodes as at first. Ray starts them from the main thread only."""
         while len(self._nodes) < self._n_nodes:
             number = next(self._numbers)
@@ -83,7 +83,7 @@ class Cluster:
         own = self._processes(number)
         if cut_s is None:
             kill(own)
-        else:  # no packet arrives, and neither side is told
+        else:  # no packet arrives, and neither side is notified
             _ip(f"link set node{number} nomaster")
             time.sleep(cut_s)
             _ip(f"link set node{number} master bridge")
@@ -91,7 +91,7 @@ class Cluster:
             own[0].wait(30)  # a raylet that hears that it has been given up ends
             del self._nodes[number]
         if replaced:
-            self.mend()
+            self.restore()
         return True
 
     def _processes(self, number: int) -> list[psutil.Process]:
@@ -99,9 +99,9 @@ class Cluster:
         return [raylet, *raylet.children(recursive=True)]
 
 
-def replicas(notes: Path, place: int) -> list[psutil.Process]:
+def replicas(notes: Path, stage: int) -> list[psutil.Process]:
     """Return the live processes of a stage, of a run or a service; their models note themselves in a folder."""
-    return [process for process in processes("") if (notes / f"process-{place}-{process.pid}").exists()]
+    return [process for process in processes("") if (notes / f"process-{stage}-{process.pid}").exists()]
 
 
 def kill(found: list[psutil.Process]) -> bool:

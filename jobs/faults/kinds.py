@@ -40,9 +40,9 @@ SESSIONS: dict[str, dict[str, Any]] = {
 }
 _MANY: dict[str, Any] = {"large": {"replicas": {"min": 6, "max": 6}, "resources": {"num_cpus": 0.1}, "batch_size": 4}}
 _IMPATIENT: dict[str, Any] = {"call_timeout_s": 2.0}
-# The last stage is down after so many seconds without a replica.
+# The last stage is down after this many seconds without a replica.
 _SOON_DOWN: dict[str, Any] = {"large": {"down_after_s": 4.0}}
-# A stage of a service is down for so long, an object store full.
+# A stage of a service is down for this long, an object store full.
 DOWN_S, HELD_S = 6.0, 4.0
 # What takes longer hangs.
 DEADLINE_S = 240.0
@@ -90,10 +90,10 @@ class Scene:
     def until(self, true: Callable[[], bool], what: str) -> None:
         """Wait until something is true. Raises ExecutionError where it has not come to that in time."""
         if not wait_until(true, DEADLINE_S):
-            raise ExecutionError(f"it did not {what} within {DEADLINE_S:g} s; it said: {self.said()}")
+            raise ExecutionError(f"it did not {what} within {DEADLINE_S:g} s; its last line: {self.last_line()}")
 
-    def said(self) -> str:
-        """Return the last line of what the process said."""
+    def last_line(self) -> str:
+        """Return the last line that the process printed."""
         return ((self.folder / "log").read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
 
     def strike(self, strike: Strike, moments: Sequence[float]) -> None:
@@ -114,7 +114,7 @@ class Kind:
 
     hits: for people.   on: what it applies to.   session: the cluster that it needs.   times: how often it strikes.
     when: before the start, as soon as the input is read, or at any moment from the first call on.   pool: how the pool
-    differs.   ends: what a run says that ends of it, and is resumed; "" where the fault ends the run's own process.
+    differs.   ends: words of the error that ends a run, to be resumed; "" where the fault kills the run's process.
     loses: it ends what holds the requests of a service.
     """
 
@@ -130,21 +130,21 @@ class Kind:
     loses: bool = False
 
 
-def killed(*titles: str, place: int | None = None, every: bool = False) -> Strike:
+def killed(*titles: str, stage: int | None = None, every: bool = False) -> Strike:
     """Kill a process of Ray with such a title, or a replica of a stage, or every one at once."""
 
     def strike(scene: Scene) -> bool:
-        found = processes(*titles) if place is None else replicas(scene.notes, place)
+        found = processes(*titles) if stage is None else replicas(scene.notes, stage)
         return kill(found if every else scene.rng.sample(found, min(1, len(found))))
 
     return strike
 
 
-def model_fault(does: str, *places: int, seconds: float = 0.0, **order: Any) -> Strike:
+def model_fault(does: str, *stages: int, seconds: float = 0.0, **order: Any) -> Strike:
     """Have models of stages misbehave: see models.give_order; for some seconds, in all calls."""
 
     def strike(scene: Scene) -> bool:
-        return all(give_order(scene.notes, place, does=does, until=time.time() + seconds, **order) for place in places)
+        return all(give_order(scene.notes, stage, does=does, until=time.time() + seconds, **order) for stage in stages)
 
     return strike
 
@@ -163,13 +163,13 @@ def guilty_rows(does: str, n: int) -> Strike:
 
 def dies_loading(scene: Scene) -> bool:
     """Kill a replica of the last stage; the next ones die while they load."""
-    return give_order(scene.notes, 2, loads=3) and killed(place=2)(scene)
+    return give_order(scene.notes, 2, loads=3) and killed(stage=2)(scene)
 
 
 def stage_down(scene: Scene) -> bool:
     """Kill the last stage, and all that loads of it: in a run for good, in a service for some seconds."""
     give_order(scene.notes, 2, loads=1000)
-    struck = killed(place=2, every=True)(scene)
+    struck = killed(stage=2, every=True)(scene)
     if scene.serves and struck:
         time.sleep(DOWN_S)
         give_order(scene.notes, 2)
@@ -187,7 +187,7 @@ def network_cut(seconds: float) -> Strike:
 
 
 def _stages(scene: Scene) -> set[int]:
-    return {process.pid for place in range(3) for process in replicas(scene.notes, place)}
+    return {process.pid for stage in range(3) for process in replicas(scene.notes, stage)}
 
 
 def store_full(scene: Scene) -> bool:
@@ -236,9 +236,9 @@ def driver_killed(scene: Scene) -> bool:
 
 KINDS = (
     Kind("none", "nothing", lambda scene: True),
-    Kind("replica-killed", "stage 1", killed(place=0), times=2),
-    Kind("replica-killed-last", "last stage", killed(place=2), times=2),
-    Kind("replicas-killed", "last stage, all at once", killed(place=2, every=True), pool=_MANY),
+    Kind("replica-killed", "stage 1", killed(stage=0), times=2),
+    Kind("replica-killed-last", "last stage", killed(stage=2), times=2),
+    Kind("replicas-killed", "last stage, all at once", killed(stage=2, every=True), pool=_MANY),
     Kind("replica-hangs", "stage 2", model_fault("hangs", 1, calls=2), pool=_IMPATIENT),
     Kind("replica-hangs-on", "stage 2", model_fault("hangs", 1, replicas=1), pool=_IMPATIENT),
     Kind("replica-turns-bad", "stage 2", model_fault("raises", 1, replicas=1)),

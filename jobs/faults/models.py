@@ -25,33 +25,33 @@ HANGS_S = 600.0
 CHANCE = 0.25
 
 
-def give_order(notes: Path, place: int, **order: Any) -> bool:
+def give_order(notes: Path, stage: int, **order: Any) -> bool:
     """Order what the models of a stage do from now on, in all of its processes.
 
-    does: "nan", "shape", "length", "raises", "hangs" or "dies".   calls: in so many of the next ones, at random.
-    replicas: in all calls of so many processes.   until: in all calls before this time.   rows: whenever a batch has
-    one of these numbers.   loads: so many of the next processes that load die of it. Returns True.
+    does: "nan", "shape", "length", "raises", "hangs" or "dies".   calls: in this many of the next ones, at random.
+    replicas: in all calls of this many processes.   until: in all calls before this time.   rows: whenever a batch has
+    one of these numbers.   loads: this many of the next processes die while they load. Returns True.
     """
-    written = notes / f".order-{place}"
+    written = notes / f".order-{stage}"
     written.write_text(json.dumps(order))
-    return written.rename(notes / f"order-{place}").exists()
+    return written.rename(notes / f"order-{stage}").exists()
 
 
-def planted(place: int, seconds: float, notes: str) -> Callable[[Batch], object]:
-    """Answer with a stage's logits, from the input's payload, after so many seconds.
+def planted(stage: int, seconds: float, notes: str) -> Callable[[Batch], object]:
+    """Answer with a stage's logits, from the input's payload, after some seconds.
 
     notes: a folder with orders, where every process notes itself and each fault.
     """
     folder = Path(notes)
-    order = _order(folder, place)
-    if _claim(folder / f"struck-{place}-loading", order.get("loads", 0)):
+    order = _order(folder, stage)
+    if _claim(folder / f"struck-{stage}-loading", order.get("loads", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
-    (folder / f"process-{place}-{os.getpid()}").touch()
+    (folder / f"process-{stage}-{os.getpid()}").touch()
     is_bad = False
 
     def is_due(order: dict[str, Any], numbers: Floats) -> bool:
         nonlocal is_bad
-        struck = folder / f"struck-{place}"
+        struck = folder / f"struck-{stage}"
         is_bad = is_bad or _claim(struck, order.get("replicas", 0))
         is_one = random.random() < CHANCE and _claim(struck, order.get("calls", 0))
         always = time.time() < order.get("until", 0.0) or not set(order.get("rows", ())).isdisjoint(numbers)
@@ -60,18 +60,18 @@ def planted(place: int, seconds: float, notes: str) -> Callable[[Batch], object]
         return is_bad or is_one or always
 
     def answer(batch: Batch) -> object:
-        (folder / f"called-{place}").touch()
-        order = _order(folder, place)
+        (folder / f"called-{stage}").touch()
+        order = _order(folder, stage)
         due = is_due(order, batch["payload"][:, NUMBER])
         time.sleep(seconds)
-        logits = np.array(batch["payload"][:, N_OPTIONS * place : N_OPTIONS * (place + 1)])
+        logits = np.array(batch["payload"][:, N_OPTIONS * stage : N_OPTIONS * (stage + 1)])
         return _misbehaved(order["does"], logits) if due else logits
 
     return answer
 
 
-def _order(folder: Path, place: int) -> dict[str, Any]:
-    path = folder / f"order-{place}"
+def _order(folder: Path, stage: int) -> dict[str, Any]:
+    path = folder / f"order-{stage}"
     order: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return order
 
@@ -90,7 +90,7 @@ def _misbehaved(does: str, logits: Floats) -> object:
 
 
 def _claim(path: Path, times: int) -> bool:
-    """Say whether this is among the first so many to ask for a path, of all processes."""
+    """Say whether this is among the first to ask for a path, as many as times, of all processes."""
     for number in range(times):
         try:
             os.close(os.open(f"{path}-{number}", os.O_CREAT | os.O_EXCL))

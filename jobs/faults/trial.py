@@ -28,7 +28,7 @@ from jobs.faults.kinds import KINDS, SESSIONS, Kind, Scene
 
 # A trial that the fault has missed is made again so often, at other moments.
 TRIES = 3
-# Faults strike within so many seconds of the first call: about the shortest run.
+# Faults strike within this many seconds of the first call: about the shortest run.
 STRIKES_S = 2.0
 # Rows that a service is asked for, again and again.
 N_SERVED = 150
@@ -39,7 +39,7 @@ N_CLIENTS = 16
 PATIENCE_S, LOAD_S = 60.0, 3.0
 HEALING_S = 180.0
 OUTPUTS = ("prediction", "confidence", "stage", "cost", "degraded")
-# What becomes of a request, beside what a client meets that gets no answer. Any is right for a row that must fail.
+# What becomes of a request, apart from what a client meets that gets no answer. Any is right for a row that must fail.
 WHOLE, GUILTY, DEGRADED, FAILED, AGAIN, SERVES_OWN = "whole", "guilty", "degraded", "failed", "again", "Serve's own"
 
 
@@ -69,17 +69,17 @@ class Answers:
                 return since - began
         raise ExecutionError(f"the service was not well after {HEALING_S:g} s: {dict(self.why)}")
 
-    def _judge(self, place: int, status: int, body: bytes) -> str:
+    def _judge(self, row: int, status: int, body: bytes) -> str:
         """Take an answer, and return what became of the request."""
-        example = self.scene.asked[place]
+        example = self.scene.asked[row]
         guilty = example in self.scene.must_fail
         try:
-            said = json.loads(body)
+            answer = json.loads(body)
         except ValueError:
             return SERVES_OWN
-        self.why[f"{status} {said.get('error') or said['parameters'].get('reason')}"] += 1
+        self.why[f"{status} {answer.get('error') or answer['parameters'].get('reason')}"] += 1
         if status == OK:
-            outputs = {output["name"]: output["data"][0] for output in said["outputs"]}
+            outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
             numbers = {name: float(np.float32(outputs[name])) for name in ("confidence", "cost")}
             self.rows.append({"example_id": example, **outputs, **numbers})
             return GUILTY if guilty else DEGRADED if outputs["degraded"] else WHOLE
@@ -115,13 +115,13 @@ def disturbed_run(scene: Scene, kind: Kind, pool: Path, moments: Sequence[float]
     began = time.monotonic()
     scene.strike(kind.strike, moments)
     code = scene.wait()
-    if kind.ends is not None and scene.hits and code and kind.ends in scene.said():
+    if kind.ends is not None and scene.hits and code and kind.ends in scene.last_line():
         for order in scene.notes.glob("order-*"):
             order.unlink()
         scene.run(*words, "--resume")
         code = scene.wait()
     if code:
-        raise ExecutionError(f"the run ended with {code}: {scene.said()}")
+        raise ExecutionError(f"the run ended with {code}: {scene.last_line()}")
     failed = [row["example_id"] for row in read_rows(out / "failed")]
     found = compare(scene.cascade, scene.asked, read_rows(out / "predictions"), failed, scene.must_fail)
     return found | {"seconds": time.monotonic() - began}
@@ -148,7 +148,7 @@ def trials(kind: Kind, scene: Scene, n_seeds: int) -> Iterator[dict[str, Any]]:
             asked = rng.sample(scene.asked, N_SERVED) if scene.serves else scene.asked
             found = trial(kind, replace(scene, folder=folder, rng=rng, asked=asked, must_fail=set()))
             yield {"kind": kind.name, "seed": seed, "folder": str(folder), **found}
-            scene.cluster.mend()
+            scene.cluster.restore()
             if found["struck"] or "error" in found:
                 break
 

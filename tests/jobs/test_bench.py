@@ -1,4 +1,4 @@
-"""Every part of the benchmark at a tiny size: its ratios are those of its own figures, and it says them to people."""
+"""Every part of the benchmark at a tiny size: its ratios are those of its own figures, and people see them."""
 
 import json
 import os
@@ -143,12 +143,12 @@ def test_requests_defer_the_planted_share_and_are_judged_by_the_right_answers(tm
     requests = plant_requests(130, 0.3)
     assert [int(part.sum()) for part in np.split(requests.deferred_mask, [50, 100])] == [15, 15, 9]
     require_same_answers(write_table(tmp_path, {"small": 1.0, "large": 2.0}, [0.3]), requests)
-    for place, (small, large) in enumerate(requests.planted.gaps):
-        stage = int(requests.deferred_mask[place])
+    for number, (small, large) in enumerate(requests.planted.gaps):
+        stage = int(requests.deferred_mask[number])
         prediction = int((large if stage else small) < 0)
-        assert requests.judge(place, 200, answer(prediction, stage)) == ("small", "large")[stage]
-        assert requests.judge(place, 200, answer(1 - prediction, stage)) == "wrong"
-        assert requests.judge(place, 200, answer(prediction, 1 - stage)) == "wrong"
+        assert requests.judge(number, 200, answer(prediction, stage)) == ("small", "large")[stage]
+        assert requests.judge(number, 200, answer(1 - prediction, stage)) == "wrong"
+        assert requests.judge(number, 200, answer(prediction, 1 - stage)) == "wrong"
     assert requests.judge(0, 503, b"{}") == "status 503"
 
 
@@ -189,12 +189,12 @@ def test_every_part_has_its_options_with_defaults(name):
 
 @pytest.mark.parametrize("deferral", [(0.5, 0.4), (0.3,), (0.0,)])
 def test_planted_rows_are_deferred_as_planted(tmp_path, deferral):
-    models = {f"m{place}": place + 1.0 for place in range(len(deferral) + 1)}
+    models = {f"m{number}": number + 1.0 for number in range(len(deferral) + 1)}
     rows = planted_rows(np.random.default_rng(0), 2000, deferral)
     policy = write_table(tmp_path, models, [share or 0.3 for share in deferral], test=rows)
     replayed = replay(policy, LogitTable(tmp_path).read_chain(list(models), "test"))
     reached = 2000
-    for place, share in enumerate(deferral):
-        on = int((replayed.stages > place).sum())
+    for number, share in enumerate(deferral):
+        on = int((replayed.stages > number).sum())
         assert on == round(share * reached)
         reached = on

@@ -1,4 +1,4 @@
-"""The load client against a real server that answers, errs, hangs and hangs up as it is told."""
+"""The load client against a real server that answers, errs, hangs and hangs up as its input asks."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ from jobs.bench.processes import free_port
 
 
 class Server:
-    """Does what each body says: `hang`, `hang up`, `503`, or echoes it after 10 ms; counts bodies and connections."""
+    """Does what each body names: `hang`, `hang up`, `503`, or echoes it after 10 ms; counts bodies and connections."""
 
     def __init__(self):
         self.bodies = Counter()
@@ -79,8 +79,8 @@ def test_clients_keep_their_connections_and_take_the_bodies_in_turn():
 def test_answers_are_judged_by_the_body_that_was_sent():
     bodies = [b"0", b"1", b"2", b"503"]
 
-    def judge(place, status, body):
-        return "other" if body != bodies[place] else f"{status // 100}xx of {place % 2}"
+    def judge(row, status, body):
+        return "other" if body != bodies[row] else f"{status // 100}xx of {row % 2}"
 
     with serving() as (server, url):
         result = run_load(Load(url, bodies, n_clients=3, seconds=0.4, warm_up_s=0.0, judge=judge))
