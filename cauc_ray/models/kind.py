@@ -11,11 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
-
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from
 from cauc_ray.models.answers import Model
+from cauc_ray.models.section import Section
 from cauc_ray.numbers.logits import LogitKind
 
 # auto: a GPU where the stage has one.
@@ -24,10 +23,9 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-class KindSpec(BaseModel):
+class KindSpec(Section):
     """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     # Settings that change how answers are got and not what they are.
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
     # Whether a model may span several GPUs.

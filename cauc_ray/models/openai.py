@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models import questions
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import KindSpec, require
+from cauc_ray.models.section import Section
 from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -18,10 +19,9 @@ OPENAI_URL = "https://api.openai.com/v1"
 NO_KEY = "no-key-needed"
 
 
-class Prices(BaseModel):
+class Prices(Section):
     """USD per million tokens, of the prompt and of the answer. Discounts for cached tokens are not known."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     input: float = Field(ge=0, allow_inf_nan=False)
     output: float = Field(ge=0, allow_inf_nan=False)
 

@@ -14,7 +14,8 @@ from cauc_ray.models.answers import Model
 from cauc_ray.models.kinds import ModelSpec, known_kinds
 from cauc_ray.models.labels import Labels, read_labels
 from cauc_ray.models.resources import Resources
-from cauc_ray.models.service import InputSpec, PoolServing, Replicas, Section, StageServing
+from cauc_ray.models.section import Section
+from cauc_ray.models.service import InputSpec, PoolServing, Replicas, StageServing
 
 LONGEST_NAME = 200  # a folder's name has 255 at most
 COST_UNITS = {

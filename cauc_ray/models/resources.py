@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from cauc_ray.models.section import Section
 
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")
@@ -15,7 +17,7 @@ _BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 
 
-class Resources(BaseModel):
+class Resources(Section):
     """What one replica occupies, and what its node's labels must be.
 
     num_cpus: by default 4 for each GPU, to prepare its batches, and at least 1.   num_gpus: a fraction of one, which
@@ -25,12 +27,11 @@ class Resources(BaseModel):
     fallback: other labels, tried in order where no node meets the first.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     memory: int = Field(default=0, ge=0, le=1 << 60)
-    custom: dict[str, float] = {}
-    labels: dict[str, str] = {}
+    custom: dict[str, float] = Field(default_factory=dict)
+    labels: dict[str, str] = Field(default_factory=dict)
     fallback: tuple[dict[str, str], ...] = ()
 
     @model_validator(mode="before")

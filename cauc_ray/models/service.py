@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cauc_ray.models.resources import Resources
+from cauc_ray.models.section import Section
 
 # Of tensors, in the Open Inference Protocol.
 Datatype: TypeAlias = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
 ]
-
-
-class Section(BaseModel):
-    """A part of a file that people write; it refuses keys it does not know and numbers that JSON does not have."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Replicas(Section):

@@ -13,7 +13,7 @@ from cauc_ray.api.options import Location, Seed
 from cauc_ray.comparison.quoted import columns_of
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.models.service import Section
+from cauc_ray.models.section import Section
 from cauc_ray.numbers.sweep import Objective
 
 # Tables in which all methods are compared on chains.

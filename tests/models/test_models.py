@@ -111,8 +111,8 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
     ("changes", "says"),
     [
         ({"taks": "x"}, "unknown key 'taks'"),
-        ({"stages__0__batchsize": 3}, "unknown key 'stages.0.batchsize'"),
-        ({"stages__0__model__factroy": "a:b"}, "unknown key 'stages.0.model.python.factroy'"),
+        ({"stages__0__batchsize": 3}, "stages.0: unknown key 'batchsize'; did you mean 'batch_size'"),
+        ({"stages__0__model__factroy": "a:b"}, "stages.0.model.python: unknown key 'factroy'; did you mean 'factory'"),
         (
             {"stages__0__model__kind": "pyhton"},
             "unknown kind 'pyhton'; did you mean 'python'?",
