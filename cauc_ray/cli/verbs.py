@@ -382,13 +382,19 @@ class Report(Options):
     """Options of `cauc report`."""
 
     folder: Annotated[Path, Flag(metavar="DIR", is_positional=True)] = Field(
-        description="where the policy, logit table, run and comparison are"
+        default=Path(), description="where the parts are that no flag names"
     )
-    policy: Annotated[Path | None, Flag(metavar="FILE")] = Field(
-        default=None, description="where there are several (default: the one of the run)"
+    policy: PolicyFile | None = Field(
+        default=None, description="a policy file (default: DIR/policy.json, or in DIR/policies the one of the run)"
     )
-    logits: Annotated[Path | None, Flag(metavar="LOGITS")] = Field(
-        default=None, description="what the policy was fitted on, if not the only one in DIR"
+    logits: Annotated[Location | None, Flag(metavar="LOGITS")] = Field(
+        default=None, description="what the policy was fitted on (default: DIR/logits)"
+    )
+    run: Annotated[Location | None, Flag(metavar="DIR")] = Field(
+        default=None, description="the output of cauc run with the policy (default: DIR/run)"
+    )
+    comparison: Annotated[Location | None, Flag(metavar="DIR")] = Field(
+        default=None, description="the output of cauc compare on the table (default: DIR/comparison)"
     )
     split: str = Field(default="test", description="the split to measure on")
     output: OutFile | None = Field(default=None, description="the page to write (default: DIR/report.html)")

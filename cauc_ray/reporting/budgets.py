@@ -3,61 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.api.tables import number, percent
+from cauc_ray.numbers.intervals import Share
+from cauc_ray.numbers.sweep import COST_TOLERANCE
 from cauc_ray.policies.evidence import Measures
-from cauc_ray.policies.trace import Trace, measure, trace_policy
+from cauc_ray.policies.trace import measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
-# Places of the slider between the cheapest point and the dearest, about.
-_N_PLACES = 120
+# Steps of the slider from the cheapest point to the most expensive.
+N_STEPS = 200
 # Macro-F1 along a sweep is rounded so finely.
 _ROUNDING = 1e-11
 # A cost below this share of another is less.
 _NOTICED = 0.99
 
 
-@dataclass(frozen=True, slots=True)
-class AtThreshold:
-    """A threshold with what it has on validation and on test."""
+class Figure(NamedTuple):
+    """A number as the library has it, None where there is none, and the text in which it is shown."""
 
-    threshold: float
-    validation: Measures
-    test: Measures
+    value: float | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetPoint:
-    """An operating point that is the best within some budgets.   cost, quality: on validation, as the choice has them.
+    """A threshold with its figures.   cost, quality: on validation; quality is of the objective.
 
-    quality is of the policy's objective.
+    figures: by what they are, in the order of the table.   test: its measures on test.
     """
 
     cost: float
     quality: float
-    at: AtThreshold
+    figures: dict[str, Figure]
+    test: Measures
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """All operating points that any budget can choose, by rising cost, and the budgets at the slider's places.
+    """All operating points that any budget can choose, by rising cost.
 
-    objective: what a budget buys.   places: rising budgets, the cheapest point's cost first.   start: the place of
-    the policy's own budget, or of what it costs on validation at its own threshold.   own: the policy as it is.
-    better: what is as good on validation as that, and noticeably cheaper; None if nothing is.
+    low, high: the costs of the first and the last, as the slider has them.   start: the policy's own budget, or what
+    it costs on validation.   own: the policy as it is.   better: the cheapest point that is as good on validation as
+    that, None unless it is noticeably cheaper.
     """
 
     objective: str
     unit: str
     points: tuple[BudgetPoint, ...]
-    places: tuple[float, ...]
-    start: int
-    own: AtThreshold
+    low: float
+    high: float
+    start: float
+    own: BudgetPoint
     better: BudgetPoint | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the slider's script reads."""
+        step = (self.high - self.low) / N_STEPS
+        return {
+            "unit": self.unit,
+            "tolerance": COST_TOLERANCE,
+            "low": self.low,
+            "high": self.high,
+            "start": self.start,
+            "steps": N_STEPS,
+            "digits": max(0, -math.floor(math.log10(step))) if step > 0 else 0,
+            "points": [
+                {"cost": point.cost, "figures": list(point.figures.values()), "answered": point.test.answered}
+                for point in self.points
+            ],
+        }
 
 
 def find_budgets(measured: Measured) -> Budgets | None:
@@ -65,66 +83,67 @@ def find_budgets(measured: Measured) -> Budgets | None:
 
     The points are all that validation tells apart, not the thinned curve in the policy's file.
     """
-    policy, validation = measured.policy, measured.validation
+    policy, validation, test = measured.policy, measured.validation, measured.test
     if validation is None:
         return None
     objective = policy.threshold_choice.objective or "accuracy"
-    trace = trace_policy(policy, validation)
-    on_validation, on_test = (trace, validation), (measured.trace, measured.test)
-    of_all = trace.frontier(validation, objective)
-    best = of_all.pareto(max(2, len(of_all.settings)))
-    points = tuple(
-        BudgetPoint(cost, quality, _at(on_validation, on_test, threshold, objective))
-        for threshold, cost, quality in zip(
-            best.settings.tolist(), best.cost.tolist(), best.quality.tolist(), strict=True
-        )
+    on_validation, on_test = trace_policy(policy, validation), trace_policy(policy, test)
+
+    def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
+        expected = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
+        found = measure(on_test.at(threshold, test), test, "")
+        return BudgetPoint(cost, quality, _figures(threshold, expected, found, measured), found)
+
+    frontier = on_validation.frontier(validation, objective)
+    best = frontier.pareto(max(2, len(frontier.settings)))
+    points = tuple(map(point, best.settings.tolist(), best.cost.tolist(), best.quality.tolist()))
+    at_own = frontier.at(policy.threshold)
+    own = point(policy.threshold, at_own.cost, at_own.quality)
+    as_good = next((point for point in points if point.quality >= own.quality - _ROUNDING), None)
+    return Budgets(
+        objective=objective,
+        unit=policy.cost_unit,
+        points=points,
+        low=_shown(points[0].cost),
+        high=_shown(points[-1].cost),
+        start=_shown(own.cost if policy.budget is None else policy.budget),
+        own=own,
+        better=as_good if as_good is not None and as_good.cost < _NOTICED * own.cost else None,
     )
-    own = _at(on_validation, on_test, policy.threshold, objective)
-    asked = policy.budget if policy.budget is not None else own.validation.cost
-    places = _places(points[0].cost, points[-1].cost)
-    asked = _rounded_up(asked)
-    if places[0] < asked < places[-1]:
-        places = tuple(sorted({*places, asked}))
-    start = int(np.searchsorted(places, asked, side="right")) - 1
-    return Budgets(objective, best.unit, points, places, max(0, start), own, _better(points, own))
 
 
-def _better(points: Sequence[BudgetPoint], own: AtThreshold) -> BudgetPoint | None:
-    """Return the cheapest point that is as good on validation as the policy's own threshold, if it saves something."""
-    f1 = own.validation.macro_f1
-    assert own.validation.accuracy is not None
-    quality = own.validation.accuracy.value if f1 is None else f1
-    as_good = next((point for point in points if point.quality >= quality - _ROUNDING), points[-1])
-    return as_good if as_good.quality >= quality - _ROUNDING and as_good.cost < _NOTICED * own.validation.cost else None
+def _shown(cost: float) -> float:
+    """Return a cost in ten digits; as a budget that buys the same, since a budget may be missed by more than that."""
+    return float(f"{cost:.10g}")
 
 
-def _at(validation: tuple[Trace, Chain], test: tuple[Trace, Chain], threshold: float, objective: str) -> AtThreshold:
-    def on(trace: Trace, chain: Chain, *, with_f1: bool) -> Measures:
-        return measure(trace.at(threshold, chain), chain, chain.source, with_f1=with_f1)
-
-    return AtThreshold(threshold, on(*validation, with_f1=objective != "accuracy"), on(*test, with_f1=True))
-
-
-def _places(low: float, high: float) -> tuple[float, ...]:
-    """Return budgets from one cost to another: both ends, rounded up, and round numbers between them."""
-    low, high = _rounded_up(low), _rounded_up(high)
-    if not high > low:
-        return (low,)
-    step = _round_step((high - low) / _N_PLACES)
-    digits = max(0, -math.floor(math.log10(step)))
-    inner = (round(n * step, digits) for n in range(math.floor(low / step) + 1, math.ceil(high / step)))
-    return (low, *(budget for budget in inner if low < budget < high), high)
-
-
-def _rounded_up(cost: float) -> float:
-    """Return a number of six digits that is no less than a cost, so that it buys what the cost does."""
-    near = float(f"{cost:.6g}")
-    if near >= cost:
-        return near
-    return float(f"{near + 10.0 ** (math.floor(math.log10(cost)) - 5):.6g}")
+def _figures(threshold: float, expected: Measures, test: Measures, measured: Measured) -> dict[str, Figure]:
+    policy, split = measured.policy, measured.split
+    assert expected.accuracy is not None
+    assert test.accuracy is not None
+    assert policy.validation is not None
+    chosen_on, unit = policy.validation.split, policy.cost_unit
+    relative = test.relative_cost
+    return {
+        "threshold": Figure(threshold, f"{threshold:.6g}"),
+        f"{chosen_on} accuracy, expected": _figure(expected.accuracy.value, percent),
+        f"{chosen_on} cost, expected ({unit})": _figure(expected.cost, number),
+        f"{split} accuracy (95 % interval)": Figure(test.accuracy.value, share_text(test.accuracy)),
+        f"{split} macro-F1": _figure(test.macro_f1, percent),
+        f"{split} cost ({unit})": _figure(test.cost, number),
+        f"cost relative to {policy.models[-1]} alone": Figure(relative, "–" if relative is None else f"{relative:.2f}"),
+    } | {
+        f"answered by stage {stage}, {name}": Figure(n, f"{percent(n / test.n)} ({n:,})")
+        for stage, (name, n) in enumerate(zip(policy.models, test.answered, strict=True), start=1)
+    }
 
 
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, ... times a power of ten that is no less than a number above 0."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-12))
+def _figure(value: float | None, text: Callable[[float | None], str]) -> Figure:
+    return Figure(value, text(value))
+
+
+def share_text(share: Share | None) -> str:
+    """Return a share with its interval, in percent; a dash where there are no rows to measure it on."""
+    if share is None or not share.n:
+        return "–"
+    return f"{percent(share.value)} ({100 * share.low:.1f} – {100 * share.high:.1f})"

@@ -1,8 +1,11 @@
-"""The splits of a report's table, and that they are those which its policy was fitted on."""
+"""What a policy and its models do on the splits of its table: answers, calibration, mistakes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+
+import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.sources import read_policy_chain
@@ -10,71 +13,159 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.evidence import FittedOn
+from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability_bins
+from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_file import Stage
-from cauc_ray.policies.trace import Trace, trace_policy
+from cauc_ray.policies.trace import own_answers, replay
 from cauc_ray.reporting.finding import Found
+
+_MOST_PAIRS = 6
+_MOST_EXAMPLES = 5
+# Wrong answers are counted in as many classes of confidence.
+_N_BARS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SingleModel:
+    """A model by itself on test: mean cost of a call, accuracy."""
+
+    name: str
+    cost: float
+    accuracy: Share
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A policy on its splits.
 
-    validation: None where the policy had none, or one without all labels.   trace: of test.   split: what test is.
+    validation: None where the policy had none, or one without all labels.   expected_cost: mean of the policy there.
+    split: what test is called.   alone: bool (N, M), which models' own answers are right on test.
     """
 
     policy: Policy
     calibration: ChainLogits
     validation: ChainLogits | None
+    expected_cost: float | None
     test: ChainLogits
-    trace: Trace
     evaluation: Evaluation
     split: str
+    alone: Bools
+    singles: tuple[SingleModel, ...]
 
 
 def measure_policy(found: Found, split: str) -> Measured:
-    """Read the splits of the policy's table, check that it is the policy's, and replay the policy on one of them.
+    """Read the splits of the policy's table, check that they are the policy's, and replay the policy on one of them.
 
     Raises DataError where the table lacks a split or labels, or is not what the policy was fitted on; ConfigError
     where the split is one that the policy was fitted or chosen on.
     """
-    policy = found.policy
-    table = LogitTable(found.logits)
-    for model in policy.models:
-        if model not in table.models:
-            raise DataError(f"{found.logits} has no model {model!r}, which the policy {found.policy_name} is for")
+    policy, models = found.policy, LogitTable(found.logits).models
+    missing = next((model for model in policy.models if model not in models), None)
+    if missing is not None:
+        raise DataError(f"{found.logits} has no model {missing!r}, which the policy {found.policy_name} is for")
     fitted_on = [at for at in (policy.calibration, policy.validation) if at is not None]
     if split in [at.split for at in fitted_on]:
         raise ConfigError(f"split {split!r} is what the policy was fitted or chosen on; measure it on another")
-    chains = [_read(found, at) for at in fitted_on]
+    chains = [read_policy_chain(str(found.logits), policy, at.split) for at in fitted_on]
+    for chain, at in zip(chains, fitted_on, strict=True):
+        _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), found)
     for place, stage in enumerate(policy.stages):
-        there, here = stage.diagnostics.logits_fingerprint, chains[0].logits_fingerprint(place)
-        if there != here:
-            raise DataError(
-                f"the logits of {stage.name!r} in {found.logits} are not those that {found.policy_name} was fitted "
-                f"on (fingerprint {here}, not {there}); name the right table with --logits, or fit again"
-            )
-    test = read_policy_chain(found.logits, policy, split)
+        here = chains[0].logits_fingerprint(place)
+        _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, here, found)
+    test = read_policy_chain(str(found.logits), policy, split)
     test.require_labels("a report")
+    alone = own_answers(test) == test.labels[:, None]
+    shares = [share(int(own.sum()), len(test)) for own in alone.T]
     validation = chains[1] if len(chains) > 1 and chains[1].labelled.all() else None
-    evaluation = Evaluation.of(policy, test)
-    return Measured(policy, chains[0], validation, test, trace_policy(policy, test), evaluation, split)
+    return Measured(
+        policy=policy,
+        calibration=chains[0],
+        validation=validation,
+        expected_cost=None if validation is None else float(replay(policy, validation).costs.mean()),
+        test=test,
+        evaluation=Evaluation.of(policy, test),
+        split=split,
+        alone=alone,
+        singles=tuple(map(SingleModel, test.models, test.costs.means.tolist(), shares)),
+    )
 
 
-def _read(found: Found, at: FittedOn) -> ChainLogits:
-    chain = read_policy_chain(found.logits, found.policy, at.split)
-    here = chain.examples_fingerprint()
-    if here != at.examples_fingerprint:
+def _require_same(what: str, fitted_on: str, here: str, found: Found) -> None:
+    if here != fitted_on:
         raise DataError(
-            f"split {at.split!r} of {found.logits} holds other examples than {found.policy_name} was fitted on "
-            f"(fingerprint {here}, not {at.examples_fingerprint}); name the right table with --logits, or fit again"
+            f"{what} in {found.logits} is not what {found.policy_name} was fitted on (fingerprint {here}, not "
+            f"{fitted_on}); name the right table with --logits, or fit again"
         )
-    return chain
 
 
-def stage_confidences(stage: Stage, logits: Floats, *, calibrated: bool) -> tuple[Ints, Floats]:
-    """Return a model's own answers, int32 (N,), and confidences, float64 (N,), before or after its calibration."""
-    calibrator = stage.calibrator if calibrated else UNCALIBRATED
-    return calibrator.answers(calibrator.scores(logits, stage.name))
+@dataclass(frozen=True, slots=True)
+class ModelCalibration:
+    """A model's reliability on test, and the expected calibration error of its 15 bins."""
+
+    stage: Stage
+    before: Reliability
+    after: Reliability
+    error_before: float
+    error_after: float
+
+
+def measure_calibration(measured: Measured, stage: Stage, logits: Floats) -> ModelCalibration:
+    """Measure a model on all test examples, also those that never reach it."""
+    answered = [by.answers(by.scores(logits, stage.name)) for by in (UNCALIBRATED, stage.calibrator)]
+    rows = [(confidences, answers == measured.test.labels) for answers, confidences in answered]
+    bins, errors = [reliability_bins(*of) for of in rows], [calibration_error(*of) for of in rows]
+    return ModelCalibration(stage, bins[0], bins[1], errors[0], errors[1])
+
+
+@dataclass(frozen=True, slots=True)
+class StageMistakes:
+    """What went wrong among the n examples that a stage answered.
+
+    counts: of these examples, by what they are.   quartiles: of the wrong answers' confidences, None without any.
+    bars: of the wrong ones, how many in each tenth of [0, 1].   pairs: label, answer and how often, most frequent
+    first.   surest: id, label, answer and confidence of the most confident wrong answers.
+    """
+
+    name: str
+    n: int
+    accuracy: Share
+    counts: dict[str, int]
+    quartiles: tuple[float, ...] | None
+    bars: tuple[int, ...]
+    pairs: tuple[tuple[int, int, int], ...]
+    surest: tuple[tuple[str, int, int, float], ...]
+
+
+def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
+    """Find what went wrong on test among a stage's answers."""
+    chain, replay, alone = measured.test, measured.evaluation.replay, measured.alone
+    rows = np.flatnonzero(replay.stages == stage)
+    right = replay.predictions[rows] == chain.labels[rows]
+    wrong = rows[~right]
+    labels, answers, confidences = (of[wrong] for of in (chain.labels, replay.predictions, replay.confidences))
+    pairs = Counter(zip(labels.tolist(), answers.tolist(), strict=True))
+    columns = ([chain.example_ids[row] for row in wrong], labels.tolist(), answers.tolist(), confidences.tolist())
+    by_last, by_any = alone[wrong, -1], alone[wrong].any(axis=1)
+    counted = {
+        "wrong": np.ones_like(wrong),
+        "last model right": by_last,
+        "another right": by_any & ~by_last,
+        "no model right": ~by_any,
+        "broken by fusion": alone[wrong, stage],
+        "fixed by fusion": ~alone[rows[right], stage],
+    }
+    return StageMistakes(
+        name=chain.models[stage],
+        n=len(rows),
+        accuracy=share(int(right.sum()), len(rows)),
+        counts={what: int(of.sum()) for what, of in counted.items()},
+        quartiles=tuple(np.quantile(confidences, [0.25, 0.5, 0.75]).tolist()) if len(wrong) else None,
+        bars=tuple(np.histogram(confidences, bins=_N_BARS, range=(0.0, 1.0))[0].tolist()),
+        pairs=tuple((*pair, n) for pair, n in sorted(pairs.items(), key=lambda item: (-item[1], item[0])))[
+            :_MOST_PAIRS
+        ],
+        # Among equals by id: nothing depends on the order of the files.
+        surest=tuple(sorted(zip(*columns, strict=True), key=lambda each: (-each[3], each[0])))[:_MOST_EXAMPLES],
+    )

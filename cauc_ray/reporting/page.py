@@ -4,109 +4,112 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+import re
+import shlex
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from cauc_ray import __version__
+from cauc_ray.api.options import FitOptions
 from cauc_ray.api.tables import amount, number, percent
 from cauc_ray.comparison.quoted import paper_name
+from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError
-from cauc_ray.reporting import panels
-from cauc_ray.reporting.content import Content
-from cauc_ray.reporting.figures import SIZES, draw_curves
-from cauc_ray.reporting.labels import shortened
-from cauc_ray.reporting.provenance import METHOD_NAMES, temperature_in_words
-from cauc_ray.reporting.showing import budget_rows, point_within, points_for_script, with_interval
-from cauc_ray.reporting.wording import Verbatim, escape_markdown, fenced
+from cauc_ray.reporting.budgets import share_text
+from cauc_ray.reporting.drawing import SIZES, draw_confidences, draw_curves, draw_reliability, shortened
+from cauc_ray.reporting.finding import Found
+from cauc_ray.reporting.measured import find_mistakes, measure_calibration
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# What the paper has no name for, or one for two things, in plain words.
-METHOD_WORDS: Mapping[str, str] = {
-    **METHOD_NAMES,
+    from cauc_ray.reporting.writing import Report
+
+# What the paper has no name for, or one for two things.
+_NAMES = {
+    "base": "CAUC Base",
     "max-probability": "uncalibrated confidence",
-    "random": "single models by lot",
+    "random": "single models at random",
     "shuffled": "CAUC-RF, confidences shuffled",
 }
 
 
-def require_jinja() -> None:
-    """Raise ConfigError with the install command where the template engine is missing."""
-    if find_spec("jinja2") is None:
-        raise ConfigError("a report needs jinja2; install it with: pip install 'cauc-ray[reports]'")
+def require_packages() -> None:
+    """Raise ConfigError with the install command where a package that reports need is missing."""
+    missing = [package for package in ("jinja2", "matplotlib") if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"a report needs {' and '.join(missing)}; install with: pip install 'cauc-ray[reports]'")
 
 
-def render_page(content: Content) -> str:
+def render_page(report: Report) -> str:
     """Return the page, one HTML file that needs nothing else."""
-    environment = _environment(autoescape=True)
-    style, script = (_read(name) for name in ("style.css", "script.js"))
-    figures = tuple(draw_curves(content.curves, content.budgets, content.verdict, size) for size in SIZES)
-    return environment.get_template("page.html").render(
-        **_known(content),
-        figures=figures,
-        panels=[panels.draw_reliability(each) for each in content.calibration],
-        frame=panels,
-        points=None if content.budgets is None else points_for_script(content.budgets, figures),
+    style, script = _read("style.css"), _read("script.js")
+    names = [_method_name(curve.name) for curve in report.curves]
+    drawn = {size: draw_curves(report.measured, report.curves, names, report.budgets, size) for size in SIZES}
+    known = _known(report)
+    text: str = _template("page.html", autoescape=True).render(
+        **known,
+        curves=[svg for svg, _ in drawn.values()],
+        reliability=[draw_reliability(each, place) for place, each in enumerate(known["calibration"])],
+        confidences=[draw_confidences(stage.bars, place) for place, stage in enumerate(known["mistakes"])],
+        budgets=report.budgets and report.budgets.as_json() | {"at": {size: at for size, (_, at) in drawn.items()}},
         style=style,
         script=script,
         style_hash=_hash(style),
         script_hash=_hash(script),
     )
+    return text
 
 
-def render_card(content: Content) -> str:
+def render_card(report: Report) -> str:
     """Return the policy card, in Markdown as GitHub has it."""
-    environment = _environment(autoescape=False, finalize=escape_markdown)
-    environment.filters["fenced"] = fenced
-    return environment.get_template("card.md").render(**_known(content))
+    text: str = _template("card.md", autoescape=False, finalize=_escape_markdown).render(**_known(report))
+    return text
 
 
-def _known(content: Content) -> dict[str, Any]:
-    policy, budgets = content.measured.policy, content.budgets
-    validation = None if policy.validation is None else policy.validation.split
-    rows, start = [], None
-    if budgets is not None:
-        assert validation is not None
-        start = point_within(budgets, budgets.places[budgets.start])
-        rows = budget_rows(budgets, start, policy.models, content.measured.split, validation)
+def _known(report: Report) -> dict[str, Any]:
+    found, measured, split = report.found, report.measured, report.measured.split
+    models = zip(found.policy.stages, measured.test.logits, strict=True)
+    policy = ["--policy", found.policy_name, *([] if split == "test" else ["--split", split])]
+    commands = [
+        _fit_command(found, for_budget=False),
+        ["cauc", "evaluate", str(found.logits), *policy],
+        ["cauc", "report", str(report.folder), "--logits", str(found.logits), *policy],
+    ]
     return {
-        "content": content,
-        "policy": policy,
-        "verdict": content.verdict,
-        "origin": content.origin,
-        "split": content.measured.split,
-        "n": len(content.measured.test),
-        "rows": rows,
-        "start": start,
+        "report": report,
+        "policy": found.policy,
+        "measured": measured,
+        "measures": measured.evaluation.measures,
+        "calibration": [measure_calibration(measured, stage, logits) for stage, logits in models],
+        "mistakes": [find_mistakes(measured, stage) for stage in range(len(found.policy.stages))],
+        "n": len(measured.test),
+        "split": split,
         "version": __version__,
+        "fit_at_budget": shlex.join([*_fit_command(found, for_budget=True), "--budget"]),
+        "commands": "\n".join(map(shlex.join, commands)),
     }
 
 
-def _environment(**options: Any) -> Environment:
+def _template(name: str, **options: Any) -> Any:
     from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-    environment = Environment(
+    environment: Environment = Environment(
         loader=FunctionLoader(_read), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options
     )
-    # What stands in a script element may not end it, whatever a model is called.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {
         "amount": lambda value: "–" if value is None else amount(value),
-        "bars": panels.draw_bars,
+        "code_block": _code_block,
         "commas": lambda value: f"{value:,}",
-        "interval": with_interval,
-        "method": lambda name: METHOD_WORDS.get(name) or paper_name(name),
+        "interval": share_text,
+        "method": _method_name,
         "number": number,
         "percent": percent,
         "short": shortened,
-        "stack": panels.draw_stack,
-        "temperature": temperature_in_words,
-        "verbatim": Verbatim,
     }
-    return environment
+    return environment.get_template(name)
 
 
 def _read(name: str) -> str:
@@ -114,5 +117,56 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return what a content security policy calls a text by."""
+    """Return the name of a text in a content security policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _escape_markdown(value: Any) -> Any:
+    """Return a value as Markdown (and the HTML within it) shows it; what is marked up already stays."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    text = " ".join(value.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]{}|~#!$@])", r"\\\1", text)
+
+
+def _code_block(text: str) -> Any:
+    """Return commands as a block of Markdown, whatever they hold."""
+    from markupsafe import Markup
+
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+    return Markup(f"{fence}sh\n{text}\n{fence}")
+
+
+def _method_name(method: str) -> str:
+    return _NAMES.get(method) or paper_name(method)
+
+
+def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
+    """Return the command that fits the policy.   for_budget: its chain for another budget, which is to be added."""
+    policy, choice = found.policy, found.policy.threshold_choice
+    declared = LogitTable(found.logits).declared_costs
+    given: dict[str, Any] = {
+        "models": policy.models,
+        "method": policy.method,
+        "calibrator": getattr(policy, "calibrator", None),
+        "calibration_split": policy.calibration.split,
+        "validation_split": policy.validation and policy.validation.split,
+        "objective": choice.objective,
+    }
+    if policy.costs == "per-model" and any(declared.get(stage.name) != stage.cost for stage in policy.stages):
+        given["costs"] = tuple(repr(stage.cost) for stage in policy.stages)
+    if not for_budget:
+        if policy.search is not None:
+            given |= {"models": policy.search.pool, "search": True, "costs": None}
+        elif policy.safe is not None:
+            given |= {"models": policy.safe.models, "safe": True, "costs": None}
+        if (at := choice.certificate) is not None:
+            given["certify"] = f"risk<={at.risk:g}@{at.confidence:g}"
+        else:
+            given |= {"threshold": policy.threshold} if choice.rule == "given" else {"budget": policy.budget}
+    words = ["cauc", "fit", str(found.logits), "-o", "policy.json" if for_budget else found.policy_name]
+    for name, value in given.items():
+        if value is not None and value != FitOptions.model_fields[name].get_default():
+            flag = f"--{name.replace('_', '-')}"
+            words += [flag] if value is True else [flag, ",".join(value) if isinstance(value, tuple) else str(value)]
+    return words

@@ -6,81 +6,129 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.offline import require_apart
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import write_text
+from cauc_ray.files.paths import AnyPath
+from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.policy import Policy
-from cauc_ray.reporting.content import Content, gather
-from cauc_ray.reporting.finding import find
-from cauc_ray.reporting.page import render_card, render_page, require_jinja
+from cauc_ray.reporting.budgets import Budgets, find_budgets
+from cauc_ray.reporting.curves import MethodCurve, read_curves, trace_methods
+from cauc_ray.reporting.finding import Found, Run, class_names, find, read_part, read_run
+from cauc_ray.reporting.measured import Measured, measure_policy
+from cauc_ray.reporting.page import render_card, render_page, require_packages
+from cauc_ray.reporting.verdict import Verdict, judge
 
 PAGE, CARD = "report.html", "policy-card.md"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report that was written.   page: the HTML file.   card: the policy card, Markdown, beside it."""
+    """A report that was written.   page: the HTML file.   card: the policy card, Markdown, in the same folder.
+
+    checks: those made when the policy was fitted, and of its costs on test; those that fired are warnings.
+    run: None where there is none.   labels: names of classes by index, where known.   left_out: why what lies in the
+    folder is not shown.
+    """
 
     page: Path
     card: Path
-    content: Content
+    folder: Path
+    found: Found
+    measured: Measured
+    verdict: Verdict
+    checks: tuple[Guard, ...]
+    curves: tuple[MethodCurve, ...]
+    budgets: Budgets | None
+    run: Run | None
+    labels: dict[int, str]
+    left_out: tuple[str, ...]
+
+    @property
+    def comparison(self) -> AnyPath | None:
+        """Return the comparison that lent curves, None without one."""
+        return next((curve.source for curve in self.curves if curve.source is not None), None)
+
+    def label(self, index: int) -> str:
+        """Return the name of a class, its index where nobody has named it."""
+        return self.labels.get(index, str(index))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `cauc report --json` prints: where the files are, what they are of, what they say first."""
-        found, verdict = self.content.found, self.content.verdict
+        """Return what `cauc report --json` prints: where the files are, the verdict, and what `evaluate` prints."""
+        file, verdict = self.found.policy_file, self.verdict
         return {
             "page": str(self.page),
             "card": str(self.card),
-            "policy": None if found.policy_file is None else str(found.policy_file),
-            "policy_id": found.policy.id,
-            "logits": str(found.logits),
-            "split": self.content.measured.split,
-            "run": None if found.run is None else str(found.run),
-            "comparison": None if found.comparison is None else str(found.comparison),
-            "sweep": None if found.sweep is None else str(found.sweep),
-            "left_out": [*found.runs_left_out, *found.left_out, *found.unreadable],
+            "policy": None if file is None else str(file),
+            "logits": str(self.found.logits),
+            "split": self.measured.split,
+            "run": None if self.run is None else str(self.run.path),
+            "comparison": None if self.comparison is None else str(self.comparison),
+            "left_out": list(self.left_out),
             "tone": verdict.tone,
             "verdict": verdict.sentence,
             "consequence": verdict.consequence,
-            "accuracy": verdict.accuracy.value,
-            "cost": verdict.cost,
-            "relative_cost": verdict.relative_cost,
             "gain": verdict.gain.value,
             "gain_interval": [verdict.gain.low, verdict.gain.high],
+            **evaluation_summary(self.measured.evaluation),
         }
 
 
 def report(
-    folder: str | Path,
+    folder: str | Path = ".",
     *,
-    policy: str | Path | Policy | None = None,
-    logits: str | Path | None = None,
+    policy: str | AnyPath | Policy | None = None,
+    logits: str | AnyPath | None = None,
+    run: str | AnyPath | None = None,
+    comparison: str | AnyPath | None = None,
     split: str = "test",
     output: str | Path | None = None,
 ) -> Report:
-    """Write one self-contained HTML page on a policy, and its policy card beside it.
+    """Write one self-contained HTML page on a policy, and its policy card in the same folder.
 
-    folder: where somebody worked: what lies in it and down to two levels below is found by what it is.   policy:
-    or its file, needed where there are several and no run says which is meant.   logits: the table that it was fitted
-    on, needed where there are several or it lies elsewhere.   split: where final figures are measured.
-    output: the page, FOLDER/report.html without one.
-    Raises CaucError: DataError where something is missing or is not what the policy was fitted on, ConfigError where
-    something must be named or a package is missing.
+    Args:
+        folder: where the parts are that are not named, under the names that cauc's verbs and documents give them.
+        policy: or its file; without it FOLDER/policy.json, or of FOLDER/policies the one that the run is of.
+        logits: the table that it was fitted on; without it FOLDER/logits.
+        run: the output of `cauc run` with this policy; without it FOLDER/run, where there is one.
+        comparison: the output of `cauc compare -o` on this table; without it FOLDER/comparison, where there is one.
+        split: where final figures are measured.
+        output: the page; without it FOLDER/report.html.
+
+    Raises:
+        CaucError: DataError where a part is missing or does not belong to the policy, ConfigError where something
+            must be named or a package is missing. What lies in the folder and is not named is left out instead.
     """
-    require_jinja()
+    require_packages()
     root = Path(folder)
     page = Path(output) if output is not None else root / PAGE
     card = page.with_name(CARD)
     if page.name == CARD:
-        raise ConfigError(f"the policy card is written as {CARD} beside the page; give the page another name")
-    found = find(root, policy, logits, split=split)
+        raise ConfigError(f"the policy card is written as {CARD} in the page's folder; give the page another name")
+    found, left_out = find(root, policy, logits), list[str]()
+    used = [found.policy_file, found.logits, run or root / "run", comparison or root / "comparison"]
     for path in (page, card):
-        read = [file.path for file in found.curve_files] + ([] if found.run is None else [found.run])
-        files = [] if found.policy_file is None else [found.policy_file]
-        require_apart(path, *files, found.logits, *read)
-    content = gather(root, found, split)
-    # Both are there before either is written.
-    pages = {page: render_page(content), card: render_card(content)}
-    for path, text in pages.items():
-        write_text(path, text.encode("utf-8", "replace").decode())  # paths may hold bytes that are no text
-    return Report(page, card, content)
+        require_apart(path, *(each for each in used if each is not None))
+    measured = measure_policy(found, split)
+    own_run = read_part(run, root / "run", lambda path: read_run(path, found.policy), left_out)
+    compared = read_part(comparison, root / "comparison", lambda path: read_curves(path, measured), left_out)
+    written = Report(
+        page=page,
+        card=card,
+        folder=root,
+        found=found,
+        measured=measured,
+        verdict=judge(measured),
+        checks=(*found.policy.guards, *measured.evaluation.guards),
+        curves=(*trace_methods(measured), *(compared or ())),
+        budgets=find_budgets(measured),
+        run=own_run,
+        labels=class_names(found.logits, own_run),
+        left_out=tuple(left_out),
+    )
+    # Both are rendered before either is written.
+    texts = {page: render_page(written), card: render_card(written)}
+    for path, text in texts.items():
+        write_text(path, text.encode("utf-8", "replace").decode())  # paths may hold bytes that are not text
+    return written
