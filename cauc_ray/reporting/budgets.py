@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from cauc_ray.api.tables import number, percent
 from cauc_ray.numbers.intervals import Share
@@ -14,19 +13,14 @@ from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.trace import measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
+# A number as the library has it, None where there is none, and the text in which it is shown.
+Figure: TypeAlias = tuple[float | None, str]
 # Steps of the slider from the cheapest point to the most expensive.
 N_STEPS = 200
 # Macro-F1 along a sweep is rounded so finely.
 _ROUNDING = 1e-11
 # A cost below this share of another is less.
 _NOTICED = 0.99
-
-
-class Figure(NamedTuple):
-    """A number as the library has it, None where there is none, and the text in which it is shown."""
-
-    value: float | None
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,24 +116,20 @@ def _figures(threshold: float, expected: Measures, test: Measures, measured: Mea
     assert expected.accuracy is not None
     assert test.accuracy is not None
     assert policy.validation is not None
-    chosen_on, unit = policy.validation.split, policy.cost_unit
+    chosen_on, of_unit = policy.validation.split, f"({policy.cost_unit})"
     relative = test.relative_cost
-    return {
-        "threshold": Figure(threshold, f"{threshold:.6g}"),
-        f"{chosen_on} accuracy, expected": _figure(expected.accuracy.value, percent),
-        f"{chosen_on} cost, expected ({unit})": _figure(expected.cost, number),
-        f"{split} accuracy (95 % interval)": Figure(test.accuracy.value, share_text(test.accuracy)),
-        f"{split} macro-F1": _figure(test.macro_f1, percent),
-        f"{split} cost ({unit})": _figure(test.cost, number),
-        f"cost relative to {policy.models[-1]} alone": Figure(relative, "–" if relative is None else f"{relative:.2f}"),
-    } | {
-        f"answered by stage {stage}, {name}": Figure(n, f"{percent(n / test.n)} ({n:,})")
-        for stage, (name, n) in enumerate(zip(policy.models, test.answered, strict=True), start=1)
+    figures: dict[str, Figure] = {
+        "threshold": (threshold, f"{threshold:.6g}"),
+        f"{chosen_on} accuracy, expected": (expected.accuracy.value, percent(expected.accuracy.value)),
+        f"{chosen_on} cost, expected {of_unit}": (expected.cost, number(expected.cost)),
+        f"{split} accuracy (95 % interval)": (test.accuracy.value, share_text(test.accuracy)),
+        f"{split} macro-F1": (test.macro_f1, percent(test.macro_f1)),
+        f"{split} cost {of_unit}": (test.cost, number(test.cost)),
+        f"cost relative to {policy.models[-1]} alone": (relative, "–" if relative is None else f"{relative:.2f}"),
     }
-
-
-def _figure(value: float | None, text: Callable[[float | None], str]) -> Figure:
-    return Figure(value, text(value))
+    for stage, (name, n) in enumerate(zip(policy.models, test.answered, strict=True), start=1):
+        figures[f"answered by stage {stage}, {name}"] = (n, f"{percent(n / test.n)} ({n:,})")
+    return figures
 
 
 def share_text(share: Share | None) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from cauc_ray.api.fingerprints import difference, fingerprints_of
+from cauc_ray.comparison.quoted import paper_name
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import read_parquet
@@ -23,6 +24,13 @@ from cauc_ray.reporting.measured import Measured
 FITTED_HERE = ("base", "rf", "duo", "margin", "max-probability", "random")
 # Of a curve, at most; they are those that validation would choose.
 _MOST_POINTS = 160
+# What the paper has no name for, or one for two things.
+_TITLES = {
+    "base": "CAUC Base",
+    "max-probability": "uncalibrated confidence",
+    "random": "single models at random",
+    "shuffled": "CAUC-RF, confidences shuffled",
+}
 _COLUMNS = ("method", "validation_accuracy", "validation_cost", "accuracy", "cost")
 
 
@@ -30,16 +38,22 @@ _COLUMNS = ("method", "validation_accuracy", "validation_cost", "accuracy", "cos
 class MethodCurve:
     """A method's test accuracy over its test cost, by rising validation cost.
 
-    cost: float64 (P,).   accuracy: P shares of the test examples.   matched: cost and accuracy where validation
-    chooses for what the policy costs there; None where no point is so cheap.   source: the file that it was read
-    from, None where it was fitted here.
+    title: the name in legends and tables.   cost: float64 (P,).   accuracy: P shares of the test examples.
+    matched: cost and accuracy where validation chooses for what the policy costs there; None where no point is so
+    cheap.   source: the comparison that it was read from, None where it was fitted here.
     """
 
     name: str
+    title: str
     cost: Floats
     accuracy: tuple[Share, ...]
     matched: tuple[float, Share] | None
     source: AnyPath | None
+
+
+def title_of(method: str) -> str:
+    """Return a method's name for people."""
+    return _TITLES.get(method) or paper_name(method)
 
 
 def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
@@ -81,7 +95,7 @@ def _curve(
         chosen = choose(budget)
         at = float(cost[chosen]), share(round(n * float(accuracy[chosen])), n)
     shares = tuple(share(round(n * value), n) for value in accuracy[kept].tolist())
-    return MethodCurve(name, cost[kept], shares, at, source)
+    return MethodCurve(name, title_of(name), cost[kept], shares, at, source)
 
 
 def read_curves(path: AnyPath, measured: Measured) -> tuple[MethodCurve, ...]:

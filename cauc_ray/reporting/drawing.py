@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 INK, SOFT, RULE, ACCENT, BEFORE, BAD = "#1b1e22", "#5a6068", "#dddcd5", "#1f5da6", "#a3460f", "#b02a1c"
 METHODS = (ACCENT, BEFORE, "#16794f", "#7a4aa0", "#8d6a00", "#777c84", "#b0356f", "#2a7d8c")
 _VARIABLES = {INK: "ink", SOFT: "soft", RULE: "rule", BAD: "bad"} | {c: f"m{n}" for n, c in enumerate(METHODS)}
-_DASHES = ("-", "-", (0, (7, 3)), "-.", (0, (4, 3)), ":", (0, (7, 3)), (0, (4, 3)))
+_DASHES = ((), (), (5, 2), (6, 2, 1.5, 2), (3, 2), (1, 1.5), (5, 2), (3, 2))
 _STYLE = {
     "font.size": 13,
     "svg.fonttype": "none",  # text stays text
@@ -31,10 +32,8 @@ _STYLE = {
     "axes.labelcolor": SOFT,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.unicode_minus": False,
     "xtick.color": SOFT,
     "ytick.color": SOFT,
-    "axes.axisbelow": True,
     "lines.markersize": 5,
     "legend.frameon": False,
 }
@@ -44,50 +43,47 @@ SIZES = {"wide": (820, 500), "narrow": (360, 520)}
 _LOG_FROM = 25
 _MOST_LETTERS = 22
 _BOUNDS = ("low", "value", "high")
+# What the slider moves.
+_MARK = '<g class="mark" data-mark="{}" hidden=""><circle r="10"/><circle class="dot" r="3"/></g></svg>'
 
 
 def draw_curves(
-    measured: Measured, curves: Sequence[MethodCurve], names: Sequence[str], budgets: Budgets | None, size: str
+    measured: Measured, curves: Sequence[MethodCurve], budgets: Budgets | None, size: str
 ) -> tuple[str, list[list[float]]]:
-    """Draw accuracy over cost.   names: of the curves, for the legend.   size: a key of SIZES.
+    """Draw accuracy over cost.   size: a key of SIZES.
 
     Returns the SVG, and where the point of each budget is in it. Bands have the ids SIZE-band-0 and so on; the mark
     that the slider moves has the class mark.
     """
-    with _style(size):
-        figure = _figure(*SIZES[size])
+    measures = measured.evaluation.measures
+    assert measures.accuracy is not None
+    with _figure(size, *SIZES[size]) as figure:
         axes = accuracy_over_cost(shortened(measured.policy.cost_unit, 24), figure.subplots())
         axes.grid(color=RULE, alpha=1)
-        for place, (curve, name) in enumerate(zip(curves, names, strict=True)):
+        for place, curve in enumerate(curves):
             color, dash = METHODS[place % len(METHODS)], _DASHES[place % len(_DASHES)]
             if len(curve.cost) == 1:  # a method with nothing to choose
-                plot_share(axes, curve.cost[0], curve.accuracy[0], color=color, fmt="o", label=name)
+                plot_share(axes, curve.cost[0], curve.accuracy[0], color=color, fmt="o", label=curve.title)
                 continue
             low, value, high = (np.array([100 * getattr(each, of) for each in curve.accuracy]) for of in _BOUNDS)
-            axes.plot(curve.cost, value, label=name, color=color, linestyle=dash, linewidth=1.7 if place else 3)
+            axes.plot(curve.cost, value, dashes=dash, color=color, linewidth=1.7 if place else 3, label=curve.title)
             axes.fill_between(curve.cost, low, high, color=color, alpha=0.15, linewidth=0, gid=f"band-{place}")
-        measures = measured.evaluation.measures
-        assert measures.accuracy is not None
-        _spread(axes, [*(c for curve in curves for c in curve.cost), *(each.cost for each in measured.singles)])
         for each in measured.singles:
             plot_share(axes, each.cost, each.accuracy, color=INK, linewidth=1)
             plot_model(axes, shortened(each.name), each.cost, each.accuracy.value, color=INK)
-        label = "this policy as it is, 95 % interval"
-        plot_share(
-            axes, measures.cost, measures.accuracy, color=ACCENT, fmt="D", markersize=9, label=label, gid="own-point"
-        )
+        look = {"color": ACCENT, "fmt": "D", "markersize": 9, "label": "this policy as it is, 95 % interval"}
+        plot_share(axes, measures.cost, measures.accuracy, **look)
+        _scale_costs(axes, [*(c for curve in curves for c in curve.cost), *(each.cost for each in measured.singles)])
         figure.legend(loc="outside lower left", ncols=2 if size == "wide" else 1, fontsize=12)
-        root = _svg(figure, size, "Accuracy over mean cost per example; the table below has the numbers")
+        svg = _svg(figure, size, "Accuracy over mean cost per example; the table below has the numbers")
         tests = [] if budgets is None else [point.test for point in budgets.points]
         points = [(test.cost, 100 * test.accuracy.value) for test in tests if test.accuracy]
         at = axes.transData.transform(np.reshape(points, (-1, 2)))
-    mark = ElementTree.SubElement(root, "g", {"class": "mark", "data-mark": size, "hidden": ""})
-    ElementTree.SubElement(mark, "circle", {"r": "10"})
-    ElementTree.SubElement(mark, "circle", {"r": "3", "class": "dot"})
-    return _text(root), [[round(x, 2), round(SIZES[size][1] - y, 2)] for x, y in at.tolist()]
+    svg = svg.removesuffix("</svg>") + _MARK.format(size)
+    return svg, [[round(x, 2), round(SIZES[size][1] - y, 2)] for x, y in at.tolist()]
 
 
-def _spread(axes: Any, costs: Sequence[float]) -> None:
+def _scale_costs(axes: Any, costs: Sequence[float]) -> None:
     """Make the axis of costs logarithmic where they differ by much."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -102,8 +98,7 @@ def _spread(axes: Any, costs: Sequence[float]) -> None:
 
 def draw_reliability(of: ModelCalibration, number: int) -> str:
     """Draw a model's accuracy over its confidence, before and after calibration, and how many examples have each."""
-    with _style(f"model{number}"):
-        figure = _figure(320, 360)
+    with _figure(f"model{number}", 320, 360) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         upper.plot([0, 1], [0, 1], linestyle="--", color=SOFT, linewidth=1)
         edges = np.linspace(0, 1, len(of.after.counts) + 1)
@@ -114,19 +109,17 @@ def draw_reliability(of: ModelCalibration, number: int) -> str:
             lower.stairs(bins.counts, edges, **look)
         upper.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), ylabel="accuracy")
         lower.set(xlabel="confidence", ylabel="examples")
-        alt = f"Reliability of {of.stage.name}; the folded table has every bin"
-        return _text(_svg(figure, f"model{number}", alt))
+        return _svg(figure, f"model{number}", f"Reliability of {of.stage.name}; the folded table has every bin")
 
 
 def draw_confidences(bars: Sequence[int], number: int) -> str:
     """Draw how many wrong answers have each tenth of confidence."""
-    with _style(f"wrong{number}"):
-        figure = _figure(320, 130)
+    with _figure(f"wrong{number}", 320, 130) as figure:
         axes = figure.subplots()
-        axes.bar((np.arange(len(bars)) + 0.5) / len(bars), bars, width=0.9 / len(bars), color=BAD)
+        axes.stairs(bars, np.linspace(0, 1, len(bars) + 1), color=BAD, fill=True)
         axes.set(xlim=(0, 1), xlabel="confidence")
         axes.yaxis.get_major_locator().set_params(nbins=3, integer=True)
-        return _text(_svg(figure, f"wrong{number}", f"Wrong answers by tenths of confidence: {list(bars)}"))
+        return _svg(figure, f"wrong{number}", f"Wrong answers by tenths of confidence: {list(bars)}")
 
 
 def shortened(name: str, most: int = _MOST_LETTERS) -> str:
@@ -139,21 +132,18 @@ def shortened(name: str, most: int = _MOST_LETTERS) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
-def _style(salt: str) -> Any:
+@contextmanager
+def _figure(name: str, width: float, height: float) -> Iterator[Any]:
+    """Yield a figure of a size in points, which are the units of an SVG.   name: as _svg takes it."""
     import matplotlib as mpl
-
-    return mpl.rc_context({**_STYLE, "svg.hashsalt": salt})
-
-
-def _figure(width: float, height: float) -> Any:
-    """Return a figure of a size in points, which are the units of an SVG."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
+        yield Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
 
 
-def _svg(figure: Any, name: str, alt: str) -> ElementTree.Element:
-    """Return a figure as an element of a page: without styles, which the page's policy refuses, and with its colours.
+def _svg(figure: Any, name: str, alt: str) -> str:
+    """Return a figure as SVG within HTML: in the page's colours, and without styles, which the page's policy refuses.
 
     name: what its ids begin with, so that no two figures of a page share one.   alt: what is read out in its place.
     """
@@ -161,7 +151,7 @@ def _svg(figure: Any, name: str, alt: str) -> ElementTree.Element:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the browser has other fonts
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    root = ElementTree.fromstring(text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2])
+    root = ElementTree.fromstring(text.getvalue())
     for parent in root.iter():
         for child in [child for child in parent if child.tag.endswith(("}metadata", "}style"))]:
             parent.remove(child)
@@ -173,10 +163,9 @@ def _svg(figure: Any, name: str, alt: str) -> ElementTree.Element:
         parent.tag = parent.tag.rpartition("}")[2]
         parent.attrib.clear()
         parent.attrib.update((key.rpartition("}")[2], _own(key, value, name)) for key, value in own.items())
-    for size in ("width", "height"):
-        del root.attrib[size]
+    del root.attrib["width"], root.attrib["height"]
     root.attrib |= {"class": f"chart {name}", "role": "img", "aria-label": alt}
-    return root
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def _own(key: str, value: str, name: str) -> str:
@@ -186,7 +175,3 @@ def _own(key: str, value: str, name: str) -> str:
     if key.endswith("href"):
         return f"#{name}-{value[1:]}"
     return f"var(--{_VARIABLES[value]})" if value in _VARIABLES else value.replace("url(#", f"url(#{name}-")
-
-
-def _text(root: ElementTree.Element) -> str:
-    return ElementTree.tostring(root, encoding="unicode")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from cauc_ray import __version__
 from cauc_ray.api.options import FitOptions
 from cauc_ray.api.tables import amount, number, percent
-from cauc_ray.comparison.quoted import paper_name
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError
 from cauc_ray.reporting.budgets import share_text
+from cauc_ray.reporting.curves import title_of
 from cauc_ray.reporting.drawing import SIZES, draw_confidences, draw_curves, draw_reliability, shortened
 from cauc_ray.reporting.finding import Found
 from cauc_ray.reporting.measured import find_mistakes, measure_calibration
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
 
     from cauc_ray.reporting.writing import Report
 
-# What the paper has no name for, or one for two things.
-_NAMES = {
-    "base": "CAUC Base",
-    "max-probability": "uncalibrated confidence",
-    "random": "single models at random",
-    "shuffled": "CAUC-RF, confidences shuffled",
-}
-
 
 def require_packages() -> None:
     """Raise ConfigError with the install command where a package that reports need is missing."""
@@ -42,54 +34,44 @@ def require_packages() -> None:
         raise ConfigError(f"a report needs {' and '.join(missing)}; install with: pip install 'cauc-ray[reports]'")
 
 
-def render_page(report: Report) -> str:
-    """Return the page, one HTML file that needs nothing else."""
-    style, script = _read("style.css"), _read("script.js")
-    names = [_method_name(curve.name) for curve in report.curves]
-    drawn = {size: draw_curves(report.measured, report.curves, names, report.budgets, size) for size in SIZES}
-    known = _known(report)
-    text: str = _template("page.html", autoescape=True).render(
-        **known,
-        curves=[svg for svg, _ in drawn.values()],
-        reliability=[draw_reliability(each, place) for place, each in enumerate(known["calibration"])],
-        confidences=[draw_confidences(stage.bars, place) for place, stage in enumerate(known["mistakes"])],
-        budgets=report.budgets and report.budgets.as_json() | {"at": {size: at for size, (_, at) in drawn.items()}},
-        style=style,
-        script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-    )
-    return text
-
-
-def render_card(report: Report) -> str:
-    """Return the policy card, in Markdown as GitHub has it."""
-    text: str = _template("card.md", autoescape=False, finalize=_escape_markdown).render(**_known(report))
-    return text
-
-
-def _known(report: Report) -> dict[str, Any]:
+def render(report: Report) -> tuple[str, str]:
+    """Return the page, one HTML file that needs nothing else, and the policy card, in Markdown as GitHub has it."""
     found, measured, split = report.found, report.measured, report.measured.split
-    models = zip(found.policy.stages, measured.test.logits, strict=True)
+    models = list(enumerate(zip(found.policy.stages, measured.test.logits, strict=True)))
+    calibration = [measure_calibration(measured, *model) for _, model in models]
+    mistakes = [find_mistakes(measured, stage) for stage, _ in models]
     policy = ["--policy", found.policy_name, *([] if split == "test" else ["--split", split])]
     commands = [
         _fit_command(found, for_budget=False),
         ["cauc", "evaluate", str(found.logits), *policy],
         ["cauc", "report", str(report.folder), "--logits", str(found.logits), *policy],
     ]
-    return {
+    known = {
         "report": report,
         "policy": found.policy,
+        "method": title_of(found.policy.method),
         "measured": measured,
         "measures": measured.evaluation.measures,
-        "calibration": [measure_calibration(measured, stage, logits) for stage, logits in models],
-        "mistakes": [find_mistakes(measured, stage) for stage in range(len(found.policy.stages))],
+        "calibration": calibration,
+        "mistakes": mistakes,
         "n": len(measured.test),
         "split": split,
         "version": __version__,
         "fit_at_budget": shlex.join([*_fit_command(found, for_budget=True), "--budget"]),
         "commands": "\n".join(map(shlex.join, commands)),
     }
+    drawn = {size: draw_curves(measured, report.curves, report.budgets, size) for size in SIZES}
+    texts = {name: _read(f"{name}.{ending}") for name, ending in (("style", "css"), ("script", "js"))}
+    page = _template("page.html", autoescape=True).render(
+        **known,
+        **texts,
+        **{f"{name}_hash": _hash(text) for name, text in texts.items()},
+        curves=[svg for svg, _ in drawn.values()],
+        reliability=[draw_reliability(each, place) for place, each in enumerate(calibration)],
+        confidences=[draw_confidences(stage.bars, place) for place, stage in enumerate(mistakes)],
+        budgets=report.budgets and report.budgets.as_json() | {"at": {size: at for size, (_, at) in drawn.items()}},
+    )
+    return page, _template("card.md", autoescape=False, finalize=_escape_markdown).render(**known)
 
 
 def _template(name: str, **options: Any) -> Any:
@@ -98,13 +80,10 @@ def _template(name: str, **options: Any) -> Any:
     environment: Environment = Environment(
         loader=FunctionLoader(_read), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options
     )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {
         "amount": lambda value: "–" if value is None else amount(value),
-        "code_block": _code_block,
         "commas": lambda value: f"{value:,}",
         "interval": share_text,
-        "method": _method_name,
         "number": number,
         "percent": percent,
         "short": shortened,
@@ -127,18 +106,6 @@ def _escape_markdown(value: Any) -> Any:
         return value
     text = " ".join(value.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]{}|~#!$@])", r"\\\1", text)
-
-
-def _code_block(text: str) -> Any:
-    """Return commands as a block of Markdown, whatever they hold."""
-    from markupsafe import Markup
-
-    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return Markup(f"{fence}sh\n{text}\n{fence}")
-
-
-def _method_name(method: str) -> str:
-    return _NAMES.get(method) or paper_name(method)
 
 
 def _fit_command(found: Found, *, for_budget: bool) -> list[str]:

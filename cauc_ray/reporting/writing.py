@@ -17,7 +17,7 @@ from cauc_ray.reporting.budgets import Budgets, find_budgets
 from cauc_ray.reporting.curves import MethodCurve, read_curves, trace_methods
 from cauc_ray.reporting.finding import Found, Run, class_names, find, read_part, read_run
 from cauc_ray.reporting.measured import Measured, measure_policy
-from cauc_ray.reporting.page import render_card, render_page, require_packages
+from cauc_ray.reporting.page import render, require_packages
 from cauc_ray.reporting.verdict import Verdict, judge
 
 PAGE, CARD = "report.html", "policy-card.md"
@@ -127,8 +127,6 @@ def report(
         labels=class_names(found.logits, own_run),
         left_out=tuple(left_out),
     )
-    # Both are rendered before either is written.
-    texts = {page: render_page(written), card: render_card(written)}
-    for path, text in texts.items():
+    for path, text in zip((page, card), render(written), strict=True):
         write_text(path, text.encode("utf-8", "replace").decode())  # paths may hold bytes that are not text
     return written

@@ -102,7 +102,7 @@ def test_the_commands_make_the_policy_and_the_page_again(homes, capsys, tmp_path
             cauc_ray.fit(folder / "LOGITS", models=MODELS, **options[name]).save(folder / "policy.json")
         report = cauc_ray.report(folder)
         before = {path: path.read_bytes() for path in (report.page, report.card, folder / "policy.json")}
-        (block,) = [t.content for t in MarkdownIt("commonmark").parse(report.card.read_text()) if t.type == "fence"]
+        (block,) = [t.content for t in MarkdownIt("commonmark").parse(report.card.read_text()) if t.type == "code_block"]
         for command in block.splitlines():
             assert cauc(capsys, *shlex.split(command)[1:])[0] == 0
         assert {path: path.read_bytes() for path in before} == before
