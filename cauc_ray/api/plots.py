@@ -17,7 +17,7 @@ SKY, BLACK, GREY = "#56B4E9", "#000000", "#888888"
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
-_STYLE = {
+STYLE = {
     "font.size": 10,
     "axes.titlesize": 10.5,
     "axes.labelsize": 10,
@@ -53,7 +53,7 @@ def saved_figure(width: float, height: float, folder: AnyPath, name: str) -> Ite
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
@@ -100,8 +100,8 @@ def plot_model(
     accuracy: a share, or a macro-F1.   interval: of it.   is_above: whether the name is above the point.
     """
     plot_point(axes, cost, accuracy, interval, fmt="o", color=BLACK, markersize=5, zorder=5)
-    left, right = axes.get_xlim()
-    is_left = (cost - left) / (right - left) > (0.2 if is_above else 0.75)  # where there is room
+    left, right, at = axes.xaxis.get_transform().transform([*axes.get_xlim(), cost])
+    is_left = (at - left) / (right - left) > (0.2 if is_above else 0.75)  # where there is room
     name = axes.annotate(
         model,
         (cost, 100 * accuracy),

@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from cauc_ray.api.evaluated import accuracy_over_cost, plot_model, plot_share
+from cauc_ray.api.plots import BLACK, STYLE, accuracy_over_cost, plot_model, plot_point
+from cauc_ray.numbers.intervals import Share
 from cauc_ray.reporting.measured import Measured, ModelCalibration
 
 if TYPE_CHECKING:
@@ -19,32 +20,28 @@ if TYPE_CHECKING:
     from cauc_ray.reporting.curves import MethodCurve
 
 # Colours in which figures are drawn, and the variables of the style sheet that take their place.
-INK, SOFT, RULE, ACCENT, BEFORE, BAD = "#1b1e22", "#5a6068", "#dddcd5", "#1f5da6", "#a3460f", "#b02a1c"
+SOFT, RULE, ACCENT, BEFORE, BAD = "#5a6068", "#dddcd5", "#1f5da6", "#a3460f", "#b02a1c"
 METHODS = (ACCENT, BEFORE, "#16794f", "#7a4aa0", "#8d6a00", "#777c84", "#b0356f", "#2a7d8c")
-_VARIABLES = {INK: "ink", SOFT: "soft", RULE: "rule", BAD: "bad"} | {c: f"m{n}" for n, c in enumerate(METHODS)}
+_VARIABLES = {BLACK: "ink", SOFT: "soft", RULE: "rule", BAD: "bad"} | {c: f"m{n}" for n, c in enumerate(METHODS)}
 _DASHES = ((), (), (5, 2), (6, 2, 1.5, 2), (3, 2), (1, 1.5), (5, 2), (3, 2))
 _STYLE = {
-    "font.size": 13,
-    "svg.fonttype": "none",  # text stays text
-    "text.color": INK,
+    **STYLE,
     "text.parse_math": False,
     "axes.edgecolor": SOFT,
     "axes.labelcolor": SOFT,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "xtick.color": SOFT,
     "ytick.color": SOFT,
-    "lines.markersize": 5,
-    "legend.frameon": False,
+    "grid.color": RULE,
+    "grid.alpha": 1,
 }
-# Widths and heights of the curves' figure: a style sheet shows the one that suits the screen.
-SIZES = {"wide": (820, 500), "narrow": (360, 520)}
+# Widths and heights of the curves' figure, in points: a style sheet shows the one that suits the screen.
+SIZES = {"wide": (640, 390), "narrow": (290, 420)}
 # An axis of costs whose end is so many times its beginning is logarithmic.
 _LOG_FROM = 25
 _MOST_LETTERS = 22
 _BOUNDS = ("low", "value", "high")
 # What the slider moves.
-_MARK = '<g class="mark" data-mark="{}" hidden=""><circle r="10"/><circle class="dot" r="3"/></g></svg>'
+_MARK = '<g class="mark" data-mark="{}" hidden=""><circle r="8"/><circle class="dot" r="2.5"/></g></svg>'
 
 
 def draw_curves(
@@ -59,28 +56,37 @@ def draw_curves(
     assert measures.accuracy is not None
     with _figure(size, *SIZES[size]) as figure:
         axes = accuracy_over_cost(shortened(measured.policy.cost_unit, 24), figure.subplots())
-        axes.grid(color=RULE, alpha=1)
+        axes.grid(alpha=1)
         for place, curve in enumerate(curves):
             color, dash = METHODS[place % len(METHODS)], _DASHES[place % len(_DASHES)]
             if len(curve.cost) == 1:  # a method with nothing to choose
-                plot_share(axes, curve.cost[0], curve.accuracy[0], color=color, fmt="o", label=curve.title)
+                _plot(axes, curve.cost[0], curve.accuracy[0], color=color, fmt="o", label=curve.title)
                 continue
             low, value, high = (np.array([100 * getattr(each, of) for each in curve.accuracy]) for of in _BOUNDS)
             axes.plot(curve.cost, value, dashes=dash, color=color, linewidth=1.7 if place else 3, label=curve.title)
             axes.fill_between(curve.cost, low, high, color=color, alpha=0.15, linewidth=0, gid=f"band-{place}")
-        for each in measured.singles:
-            plot_share(axes, each.cost, each.accuracy, color=INK, linewidth=1)
-            plot_model(axes, shortened(each.name), each.cost, each.accuracy.value, color=INK)
-        look = {"color": ACCENT, "fmt": "D", "markersize": 9, "label": "this policy as it is, 95 % interval"}
-        plot_share(axes, measures.cost, measures.accuracy, **look)
+        look = {"color": ACCENT, "fmt": "D", "markersize": 7, "label": "this policy as it is, 95 % interval"}
+        _plot(axes, measures.cost, measures.accuracy, **look)
         _scale_costs(axes, [*(c for curve in curves for c in curve.cost), *(each.cost for each in measured.singles)])
-        figure.legend(loc="outside lower left", ncols=2 if size == "wide" else 1, fontsize=12)
+        for each in measured.singles:
+            of, own = each.accuracy, curves[0] if curves else None
+            is_above = own is None or of.value > np.interp(each.cost, own.cost, [at.value for at in own.accuracy])
+            plot_model(axes, shortened(each.name), each.cost, of.value, (of.low, of.high), is_above=bool(is_above))
+        for name in axes.texts:
+            name.set_path_effects(())  # a white halo would be wrong in the dark; the style sheet has one
+        if size == "narrow":
+            axes.set_xlabel(axes.get_xlabel().replace(" (", "\n(", 1), parse_math=False)
+        figure.legend(loc="outside lower left", ncols=2 if size == "wide" else 1)
         svg = _svg(figure, size, "Accuracy over mean cost per example; the table below has the numbers")
         tests = [] if budgets is None else [point.test for point in budgets.points]
         points = [(test.cost, 100 * test.accuracy.value) for test in tests if test.accuracy]
         at = axes.transData.transform(np.reshape(points, (-1, 2)))
     svg = svg.removesuffix("</svg>") + _MARK.format(size)
     return svg, [[round(x, 2), round(SIZES[size][1] - y, 2)] for x, y in at.tolist()]
+
+
+def _plot(axes: Any, cost: float, accuracy: Share, **look: Any) -> None:
+    plot_point(axes, cost, accuracy.value, (accuracy.low, accuracy.high), **look)
 
 
 def _scale_costs(axes: Any, costs: Sequence[float]) -> None:
@@ -98,7 +104,7 @@ def _scale_costs(axes: Any, costs: Sequence[float]) -> None:
 
 def draw_reliability(of: ModelCalibration, number: int) -> str:
     """Draw a model's accuracy over its confidence, before and after calibration, and how many examples have each."""
-    with _figure(f"model{number}", 320, 360) as figure:
+    with _figure(f"model{number}", 250, 280) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         upper.plot([0, 1], [0, 1], linestyle="--", color=SOFT, linewidth=1)
         edges = np.linspace(0, 1, len(of.after.counts) + 1)
@@ -114,7 +120,7 @@ def draw_reliability(of: ModelCalibration, number: int) -> str:
 
 def draw_confidences(bars: Sequence[int], number: int) -> str:
     """Draw how many wrong answers have each tenth of confidence."""
-    with _figure(f"wrong{number}", 320, 130) as figure:
+    with _figure(f"wrong{number}", 250, 105) as figure:
         axes = figure.subplots()
         axes.stairs(bars, np.linspace(0, 1, len(bars) + 1), color=BAD, fill=True)
         axes.set(xlim=(0, 1), xlabel="confidence")
@@ -164,7 +170,8 @@ def _svg(figure: Any, name: str, alt: str) -> str:
         parent.attrib.clear()
         parent.attrib.update((key.rpartition("}")[2], _own(key, value, name)) for key, value in own.items())
     del root.attrib["width"], root.attrib["height"]
-    root.attrib |= {"class": f"chart {name}", "role": "img", "aria-label": alt}
+    # What is black in matplotlib has no fill of its own.
+    root.attrib |= {"class": f"chart {name}", "fill": "var(--ink)", "role": "img", "aria-label": alt}
     return ElementTree.tostring(root, encoding="unicode")
 
 

@@ -102,8 +102,8 @@ def test_the_commands_make_the_policy_and_the_page_again(homes, capsys, tmp_path
             cauc_ray.fit(folder / "LOGITS", models=MODELS, **options[name]).save(folder / "policy.json")
         report = cauc_ray.report(folder)
         before = {path: path.read_bytes() for path in (report.page, report.card, folder / "policy.json")}
-        (block,) = [t.content for t in MarkdownIt("commonmark").parse(report.card.read_text()) if t.type == "code_block"]
-        for command in block.splitlines():
+        tokens = MarkdownIt("commonmark").parse(report.card.read_text())
+        for command in next(token.content for token in tokens if token.type == "code_block").splitlines():
             assert cauc(capsys, *shlex.split(command)[1:])[0] == 0
         assert {path: path.read_bytes() for path in before} == before
 
