@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import SPLITS, chain, write_table
 
-import cauc_ray
 from cauc_ray.api.options import SweepJobOptions
 from cauc_ray.comparison.comparing import compare
 from cauc_ray.comparison.redrawing import redraw
