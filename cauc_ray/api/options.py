@@ -196,7 +196,9 @@ class Options(BaseModel):
                 raise ConfigError(f"{name} is missing") from error
             if len(fault["loc"]) > 1:  # within a sequence, or one of several types
                 got = given[name]
-            message = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"]
+            if fault["type"] == "value_error":  # our own words
+                raise ConfigError(f"{name}: {fault['ctx']['error']}") from error
+            message = fault["msg"]
             shown = " ".join(reprlib.repr(got).split())
             raise ConfigError(f"{name}: {message[0].lower()}{message[1:]}, got {shown}") from error
 

@@ -18,6 +18,8 @@ class Section(BaseModel):
     @classmethod
     def _keys_are_known(cls, value: Any) -> Any:
         """Name the keys that there are, which pydantic's own error does not."""
+        if cls.model_config.get("extra") != "forbid":
+            return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
         if unknown is not None:

@@ -284,7 +284,7 @@ def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, tmp_pa
         calibrate(table, models=MODELS, calibrator="isotonic", shards=2)
     with pytest.raises(ConfigError, match="leave --safe or --certify out"):
         calibrate(table, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
-    with pytest.raises(ConfigError, match="resources: extra inputs are not permitted"):
+    with pytest.raises(ConfigError, match="resources: unknown key 'num_gpu'; did you mean 'num_gpus'"):
         calibrate(table, models=MODELS, resources={"num_gpu": 1})
     with pytest.raises(ConfigError, match="those of shards; give shards as well"):
         cauc_ray.fit(table, models=MODELS, deadline_s=3.0)
