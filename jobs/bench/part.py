@@ -66,9 +66,11 @@ def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
         if default is False:
             parser.add_argument(flag, action="store_true")
         elif isinstance(default, tuple):
-            kind, shown = type(default[0]), " ".join(map(str, default))
-            choices = default if kind is str and default[1:] else None
-            parser.add_argument(flag, nargs="+", type=kind, choices=choices, default=default, help=f"default: {shown}")
+            kind, shown = type(default[0]), ", ".join(map(str, default))
+            several: dict[str, Any] = {"nargs": "+", "type": kind, "metavar": kind.__name__.upper()}
+            if kind is str:
+                several |= {"choices": default, "metavar": "NAME"}
+            parser.add_argument(flag, **several, default=default, help=f"default: {shown}")
         else:
             kind = str if default is None else type(default)
             parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
