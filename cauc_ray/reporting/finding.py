@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.api.sources import option_names
 from cauc_ray.errors import CaucError, ConfigError, DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
@@ -128,9 +128,8 @@ def _read_summary(run: AnyPath) -> dict[str, Any]:
 
 def class_names(table: AnyPath, run: Run | None) -> dict[int, str]:
     """Return the names of classes by index: of the table's pool.json, else those that the run's pool had."""
-    info = LogitTable(table).info
-    if info is not None and info.labels:
-        return dict(enumerate(info.labels))
+    if names := option_names(table):
+        return dict(enumerate(names))
     keys = ["prediction", "prediction_label"]
     answers = run.path / "predictions" if run is not None else None
     for file in parquet_below(answers)[:1] if answers is not None and answers.is_dir() else ():

@@ -9,7 +9,6 @@ import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.sources import read_policy_chain
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.chain import ChainLogits
@@ -61,20 +60,17 @@ def measure_policy(found: Found, split: str) -> Measured:
     Raises DataError where the table lacks a split or labels, or is not what the policy was fitted on; ConfigError
     where the split is one that the policy was fitted or chosen on.
     """
-    policy, models = found.policy, LogitTable(found.logits).models
-    missing = next((model for model in policy.models if model not in models), None)
-    if missing is not None:
-        raise DataError(f"{found.logits} has no model {missing!r}, which the policy {found.policy_name} is for")
+    policy = found.policy
     fitted_on = [at for at in (policy.calibration, policy.validation) if at is not None]
     if split in [at.split for at in fitted_on]:
         raise ConfigError(f"split {split!r} is what the policy was fitted or chosen on; measure it on another")
-    chains = [read_policy_chain(str(found.logits), policy, at.split) for at in fitted_on]
+    chains = [read_policy_chain(found.logits, policy, at.split) for at in fitted_on]
     for chain, at in zip(chains, fitted_on, strict=True):
         _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), found)
     for place, stage in enumerate(policy.stages):
         here = chains[0].logits_fingerprint(place)
         _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, here, found)
-    test = read_policy_chain(str(found.logits), policy, split)
+    test = read_policy_chain(found.logits, policy, split)
     test.require_labels("a report")
     alone = own_answers(test) == test.labels[:, None]
     shares = [share(int(own.sum()), len(test)) for own in alone.T]

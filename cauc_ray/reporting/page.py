@@ -48,14 +48,9 @@ def render(report: Report) -> tuple[str, str]:
     ]
     known = {
         "report": report,
-        "policy": found.policy,
         "method": title_of(found.policy.method),
-        "measured": measured,
-        "measures": measured.evaluation.measures,
         "calibration": calibration,
         "mistakes": mistakes,
-        "n": len(measured.test),
-        "split": split,
         "version": __version__,
         "fit_at_budget": shlex.join([*_fit_command(found, for_budget=True), "--budget"]),
         "commands": "\n".join(map(shlex.join, commands)),

@@ -295,7 +295,7 @@ def broken(folder, how):
         ("no table", "has no logit table", []),
         ("other logits", "model 'm1' in .* is not what .* was fitted on", []),
         ("other examples", "split 'validation' in .* is not what .* was fitted on", []),
-        ("no model", "has no model 'm2'", []),
+        ("no model", "unknown model 'm2'", []),
         ("no test", "unknown split 'test'", []),
         ("truncated logits", "part-0.parquet is not a readable Parquet file", []),
         ("malformed summary", "is not the summary of a run", ["--run", "run"]),
