@@ -40,28 +40,26 @@ class BudgetPoint:
 class Budgets:
     """All operating points that any budget can choose, by rising cost.
 
-    low, high: the costs of the first and the last, as the slider has them.   start: the policy's own budget, or what
-    it costs on validation.   own: the policy as it is.   better: the cheapest point that is as good on validation as
-    that, None unless it is noticeably cheaper.
+    start: the policy's own budget, or what it costs on validation.   own: the policy as it is.   better: the cheapest
+    point that is as good on validation as that, None unless it is noticeably cheaper.
     """
 
     objective: str
     unit: str
     points: tuple[BudgetPoint, ...]
-    low: float
-    high: float
     start: float
     own: BudgetPoint
     better: BudgetPoint | None
 
     def as_json(self) -> dict[str, Any]:
         """Return what the slider's script reads."""
-        step = (self.high - self.low) / N_STEPS
+        low, high = _shown(self.points[0].cost), _shown(self.points[-1].cost)
+        step = (high - low) / N_STEPS
         return {
             "unit": self.unit,
             "tolerance": COST_TOLERANCE,
-            "low": self.low,
-            "high": self.high,
+            "low": low,
+            "high": high,
             "start": self.start,
             "steps": N_STEPS,
             "digits": max(0, -math.floor(math.log10(step))) if step > 0 else 0,
@@ -98,8 +96,6 @@ def find_budgets(measured: Measured) -> Budgets | None:
         objective=objective,
         unit=policy.cost_unit,
         points=points,
-        low=_shown(points[0].cost),
-        high=_shown(points[-1].cost),
         start=_shown(own.cost if policy.budget is None else policy.budget),
         own=own,
         better=as_good if as_good is not None and as_good.cost < _NOTICED * own.cost else None,
