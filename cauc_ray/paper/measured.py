@@ -44,16 +44,9 @@ def comparison_of(value: Written) -> Comparison:
 
 
 def _compared(config: PaperConfig, chain: ComparedChain) -> Written:
-    found = compare(
-        str(config.logits / chain.set),
-        models=chain.models,
-        methods=config.methods,
-        embedding=chain.embedding,
-        texts=None if chain.texts is None else str(config.logits / chain.texts),
-        text_column=chain.text_column,
-        checkpoints=chain.checkpoints,
-        seed=config.seed,
-    )
+    given = chain.model_dump(include={"models", "embedding", "text_column", "checkpoints"})
+    texts = None if chain.texts is None else str(config.logits / chain.texts)
+    found = compare(str(config.logits / chain.set), methods=config.methods, seed=config.seed, texts=texts, **given)
     return Written({"about": found.about, "rows": found.rows, "not_run": found.not_run}, found.curves)
 
 
