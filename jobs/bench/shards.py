@@ -82,8 +82,8 @@ def measure(
         n = sweep_rows
         swept = write_table(folder / "swept", options, calibration=n, validation=n, test=n)
         policy = cauc_ray.fit(swept, models=list(MODELS), method="rf", budget=BUDGET)
-        evaluation = spread(shards, turns, lambda n, _: evaluate_seconds(whole, policy, n))
-        sweep = spread(shards, turns, lambda n, turn: sweep_seconds(swept, seeds, folder / f"{n}-{turn}"))
+        evaluation = scaling(shards, turns, lambda n, _: evaluate_seconds(whole, policy, n))
+        sweep = scaling(shards, turns, lambda n, turn: sweep_seconds(swept, seeds, folder / f"{n}-{turn}"))
         return found | {"evaluation": evaluation, "sweep": sweep}
 
 
@@ -152,7 +152,7 @@ def _numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
-def spread(n: int, turns: int, seconds: Callable[[int, int], float]) -> dict[str, Any]:
+def scaling(n: int, turns: int, seconds: Callable[[int, int], float]) -> dict[str, Any]:
     """Time something on one CPU and on n, by turns.   seconds: of a number of CPUs and a turn."""
     taken: dict[int, list[float]] = {1: [], n: []}
     for turn in range(turns):
