@@ -182,7 +182,7 @@ class Options(BaseModel):
     """Options of a verb, checked.   GROUP: what the help calls those of a class."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    GROUP: ClassVar[str] = "options"
+    GROUP: ClassVar[str] = "input and output"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -91,7 +91,6 @@ def demo(options: Demo, say: Say) -> None:
 class Collect(CollectOptions):
     """Options of `cauc collect`."""
 
-    GROUP = "input and output"
     pool: PoolFile = POOL
     dataset: Annotated[str, BeforeValidator(as_dataset), Flag(metavar="NAME|PATH")] = Field(
         description="a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)"
@@ -123,7 +122,6 @@ def collect(options: Collect, say: Say) -> int:
 class Fit(FitOptions):
     """Options of `cauc fit`."""
 
-    GROUP = "input and output"
     logits: Logits = LOGITS
     output: OutFile = Field(default=Path("policy.json"), description="the policy file to write")
 
@@ -145,7 +143,6 @@ def fit(options: Fit, say: Say) -> None:
 class Evaluate(EvaluateOptions):
     """Options of `cauc evaluate`."""
 
-    GROUP = "input and output"
     logits: Logits = LOGITS
     policy: PolicyFile = Field(description="a policy file")
     predictions: Annotated[OutputPath | None, Flag(metavar="FILE")] = Field(
@@ -169,7 +166,6 @@ def evaluate(options: Evaluate, say: Say) -> None:
 class Check(CheckOptions):
     """Options of `cauc check`."""
 
-    GROUP = "input and output"
     logits: Logits = LOGITS
     policy: PolicyFile = Field(description="a policy file, fitted with labelled validation")
 
@@ -188,7 +184,6 @@ def check(options: Check, say: Say) -> int:
 class Sweep(SweepJobOptions):
     """Options of `cauc sweep`."""
 
-    GROUP = "input and output"
     logits: Annotated[Location | None, Flag(metavar="LOGITS", is_positional=True)] = Field(
         default=None, description="a logit table, by path or URI, unless a config has sets"
     )
@@ -250,7 +245,6 @@ def _sweep_here(options: Sweep, say: Say) -> int:
 class Compare(CompareOptions):
     """Options of `cauc compare`."""
 
-    GROUP = "input and output"
     logits: Logits = LOGITS
     output: OutFolder | None = Field(
         default=None, description="a new folder for rows.parquet, curves.parquet and comparison.json"
@@ -282,7 +276,6 @@ def compare(options: Compare, say: Say) -> None:
 class Run(RunOptions):
     """Options of `cauc run`."""
 
-    GROUP = "input and output"
     pool: PoolFile = POOL
     policy: PolicyFile = Field(description="a policy file")
     input: Annotated[Location, Flag(metavar="DATA")] = Field(
@@ -316,7 +309,6 @@ def run(options: Run, say: Say) -> None:
 class Serve(ServeOptions):
     """Options of `cauc serve`."""
 
-    GROUP = "input"
     pool: PoolFile = POOL
     policy: PolicyFile = Field(description="a policy file")
 
@@ -363,7 +355,6 @@ def set_policy(options: SetPolicy, say: Say) -> None:
 class Plan(PlanOptions):
     """Options of `cauc plan`."""
 
-    GROUP = "input"
     pool: PoolFile = POOL
     policy: PolicyFile = Field(description="a policy file that records how often its stages defer")
 
