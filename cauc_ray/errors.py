@@ -24,7 +24,7 @@ class CaucWarning(UserWarning):
 
 
 class GuardWarning(CaucWarning):
-    """A guard has fired on a policy (docs/guards.md); the message is its name and what it found."""
+    """A guard has fired on a policy (docs/how-to/guards.md); the message is its name and what it found."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checks of every fitted policy for what makes policies disappoint, kept in its file as guards (docs/guards.md)."""
+"""Checks of every fitted policy for what makes policies disappoint; its file keeps them (docs/how-to/guards.md)."""
 
 from __future__ import annotations
 

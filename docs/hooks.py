@@ -1,0 +1,132 @@
+"""What the site generates from the code: the command's verbs and the schemas of files.
+
+A page says `<!-- verbs -->` or `<!-- schema: NAME -->` where a generated part goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cauc_ray import sample_logits
+from cauc_ray.cli.command import VERBS as ABOUT
+from cauc_ray.cli.flags import add_options
+from cauc_ray.cli.verbs import VERBS
+from cauc_ray.schemas import CONFIGS, SCHEMAS
+
+_MARK = re.compile(r"<!-- (verbs|configs|schema: ([a-z]+)) -->")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put generated parts where a page asks for them."""
+    return _MARK.sub(lambda found: "\n".join(_generated(found[1], found[2])), markdown)
+
+
+def _generated(what: str, name: str) -> Iterator[str]:
+    if what == "verbs":
+        for verb in VERBS:
+            yield from _verb(verb)
+    elif what == "configs":
+        for verb in CONFIGS:
+            yield from _schema(SCHEMAS[verb](), f"cauc {verb}", level=2)
+    else:
+        yield from _schema(SCHEMAS[name](), None, level=2)
+
+
+def _verb(name: str) -> Iterator[str]:
+    verb, about = VERBS[name], ABOUT[name]
+    example = verb.example.replace(str(sample_logits()), "LOGITS")
+    yield from ("", f"## cauc {name}", "", f"{about[0].upper()}{about[1:]}.", "", "```sh", example, "```")
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser, verb.options)
+    for group in parser._action_groups:
+        if group._group_actions:
+            yield from ("", f"| {group.title} | |", "| --- | --- |")
+            for action in group._group_actions:
+                yield f"| {_spelling(action)} | {_cell(action.help or '').replace('%%', '%')} |"
+
+
+def _spelling(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or ()))
+    shown = f"{', '.join(action.option_strings)} {value}".strip()
+    return f"`{_cell(shown)}`"
+
+
+def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterator[str]:
+    """Yield a table of an object's keys, then one of each kind of object within it.
+
+    title: its heading; None where the page has it.
+    """
+    definitions = schema.get("$defs", {})
+    if "properties" in schema:
+        if title is not None:
+            yield from ("", f"{'#' * level} {title}")
+        yield from _object(schema, title is not None)
+    for name, definition in definitions.items():
+        if "properties" in definition:
+            yield from ("", f"{'#' * (level if title is None else level + 1)} {name}")
+            yield from _object(definition, True)
+
+
+def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
+    about, of_keys = _described(definition)
+    if described and about:
+        yield from ("", about)
+    yield from ("", "| key | value | default | meaning |", "| --- | --- | --- | --- |")
+    required = definition.get("required", ())
+    for key, value in definition["properties"].items():
+        default = "required" if key in required else _default(value)
+        meaning = value.get("description") or of_keys.get(key, "")
+        yield f"| `{key}` | {_cell(_type(value))} | {default} | {_cell(meaning)} |"
+
+
+def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Return what a docstring says of an object, and of each key after `key:` or `key, other:`."""
+    text = re.sub(r"\n(?!\n)", " ", str(definition.get("description") or "").replace("\n\n", "\0"))
+    keys = "|".join(map(re.escape, definition["properties"]))
+    name = rf"(?:{keys})(?:(?:, | and )(?:{keys}))*"
+    parts = re.split(rf"(?:^|(?<=[\s\0]))({name}): ", text)
+    meanings = {
+        key: f"{meaning.strip(' ' + chr(0)).rstrip('.')}"
+        for names, meaning in zip(parts[1::2], parts[2::2], strict=True)
+        for key in re.split(", | and ", names)
+    }
+    about = parts[0].replace("\0", "\n\n").strip()
+    return ("" if about.startswith("Options of `cauc") else about), meanings
+
+
+def _default(value: Mapping[str, Any]) -> str:
+    default = value.get("default")
+    if default is None or default in ({}, [], ()) or isinstance(default, dict):
+        return ""
+    return f"`{default}`" if not isinstance(default, list) else f"`{', '.join(map(str, default))}`"
+
+
+def _type(value: Mapping[str, Any]) -> str:
+    """Return in words what a key holds."""
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for key in ("anyOf", "oneOf"):
+        if key in value:
+            kinds = [_type(each) for each in value[key] if each.get("type") != "null"]
+            return " or ".join(dict.fromkeys(kinds))
+    if "enum" in value:
+        return ", ".join(f"`{each}`" for each in value["enum"])
+    if "const" in value:
+        return f"`{value['const']}`"
+    kind = value.get("type")
+    if kind == "array":
+        return f"list of {_type(value['items'])}" if value.get("items") else "list"
+    if kind == "object":
+        inner = value.get("additionalProperties")
+        return f"by name: {_type(inner)}" if isinstance(inner, dict) else "mapping"
+    if isinstance(kind, list):
+        return " or ".join(_type({"type": each}) for each in kind if each != "null")
+    return {"string": "text", "integer": "whole number", "boolean": "true or false", None: ""}.get(kind, str(kind))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
