@@ -6,6 +6,7 @@ A page says `<!-- verbs -->` or `<!-- schema: NAME -->` where a generated part g
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -59,27 +60,43 @@ def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterato
 
     title: its heading; None where the page has it.
     """
-    definitions = schema.get("$defs", {})
     if "properties" in schema:
         if title is not None:
             yield from ("", f"{'#' * level} {title}")
         yield from _object(schema, title is not None)
-    for name, definition in definitions.items():
+    for name, definition in _within(schema).items():
         if "properties" in definition:
-            yield from ("", f"{'#' * (level if title is None else level + 1)} {name}")
+            yield from ("", f"{'#' * (level if title is None else level + 1)} {_heading(name)}")
             yield from _object(definition, True)
+
+
+def _within(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the kinds of objects within one by name, in the order in which their names come up."""
+    found: dict[str, Mapping[str, Any]] = {}
+    waiting: list[Any] = [{key: value for key, value in schema.items() if key != "$defs"}]
+    while waiting:
+        for name in re.findall(r"#/\$defs/(\w+)", json.dumps(waiting.pop(0))):
+            if name not in found:
+                found[name] = schema["$defs"][name]
+                waiting.append(found[name])
+    return found
+
+
+def _heading(name: str) -> str:
+    """Return what the reader calls a kind of object."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec"))
+    return words[0] + words[1:].lower() if words[:2].istitle() else words
 
 
 def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
     about, of_keys = _described(definition)
     if described and about:
         yield from ("", about)
-    yield from ("", "| key | value | default | meaning |", "| --- | --- | --- | --- |")
-    required = definition.get("required", ())
+    yield from ("", "| key | value | meaning |", "| --- | --- | --- |")
     for key, value in definition["properties"].items():
-        default = "required" if key in required else _default(value)
+        default = "required" if key in definition.get("required", ()) else _default(value)
         meaning = value.get("description") or of_keys.get(key, "")
-        yield f"| `{key}` | {_cell(_type(value))} | {default} | {_cell(meaning)} |"
+        yield f"| `{key}` | {', '.join(filter(None, (_cell(_type(value)), default)))} | {_cell(meaning)} |"
 
 
 def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -101,20 +118,20 @@ def _default(value: Mapping[str, Any]) -> str:
     default = value.get("default")
     if default is None or default in ({}, [], ()) or isinstance(default, dict):
         return ""
-    return f"`{default}`" if not isinstance(default, list) else f"`{', '.join(map(str, default))}`"
+    return f"default `{', '.join(map(str, default)) if isinstance(default, list) else default}`"
 
 
 def _type(value: Mapping[str, Any]) -> str:
     """Return in words what a key holds."""
     if "$ref" in value:
         name = value["$ref"].rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
+        return f"[{_heading(name)}](#{_heading(name).lower().replace(' ', '-')})"
     for key in ("anyOf", "oneOf"):
         if key in value:
             kinds = [_type(each) for each in value[key] if each.get("type") != "null"]
             return " or ".join(dict.fromkeys(kinds))
     if "enum" in value:
-        return ", ".join(f"`{each}`" for each in value["enum"])
+        return " or ".join(f"`{each}`" for each in value["enum"])
     if "const" in value:
         return f"`{value['const']}`"
     kind = value.get("type")

@@ -14,7 +14,7 @@ from cauc_ray.api.sources import Source, option_names, read_policy_heads
 from cauc_ray.data.logits import ChainHeads
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.sharded import DEADLINE_S, ShardedChain, Sharding, Shards, ShardsWatched, sharded
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.paths import AnyPath, absolute
 from cauc_ray.models.resources import Resources
 from cauc_ray.policies.policy import Policy
 
@@ -42,7 +42,7 @@ def fit_shards(
     A shard holds some 50 bytes a row, and blocks.   options: with a number of shards.   on_pass: called with how often
     all shards have answered. Raises as fit() does; whoever calls warns.
     """
-    source = Source(logits, options)
+    source = Source(absolute(logits), options)  # shards have working folders of their own
     require_fit(options, len(source.models))
     started = time.perf_counter()
     heads = source.read_heads()
@@ -58,7 +58,7 @@ def evaluate_shards(
     logits: str | AnyPath, policy: Policy, options: EvaluateOptions
 ) -> tuple[Evaluation, ShardsWatched]:
     """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
-    heads = read_policy_heads(logits, policy, options)
+    heads = read_policy_heads(absolute(logits), policy, options)
     with _sharded([heads], options) as (held, (chain,)):
         evaluation = Evaluation.of(policy, chain, names=option_names(logits))
     return evaluation, held.watched

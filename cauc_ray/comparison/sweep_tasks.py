@@ -116,7 +116,7 @@ def run_sweep(
     require_methods(options.methods)
     sets = options.sets
     if logits is not None and not sets:
-        sets = (SweptSet(name=absolute(logits).name, logits=logits, chains=_chains(options)),)
+        sets = (SweptSet(name=absolute(logits).name, logits=absolute(logits), chains=_chains(options)),)
     elif logits is not None or not sets:
         raise ConfigError("a sweep is of one logit table, or of the sets of a config; give one of the two")
     require_apart(output, *(each.logits for each in sets))

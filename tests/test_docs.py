@@ -1,0 +1,179 @@
+"""The README and the site: what they show runs, fits the schemas or at least parses, and their links lead somewhere.
+
+A page's snippets run in order, in a folder that holds `logits`, `policy.json`, `pool.yaml` and `inputs.parquet`. Those
+after a comment `not run: why` need what a test lacks: Python is compiled, commands are parsed.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonschema
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import cauc_ray
+from cauc_ray.cli.command import VERBS, parse
+from cauc_ray.data.table_info import TableInfo
+from cauc_ray.schemas import SCHEMAS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- (not run): [^>]+ -->\n+)?^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.DOTALL | re.MULTILINE)
+POOL = """
+name: digits
+task: classification
+labels: ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+stages:
+  - {name: small, model: {kind: saved, logits: logits, model: small, split: test}}
+  - {name: large, model: {kind: saved, logits: logits, model: large, split: test}}
+"""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    language: str
+    text: str
+    runs: bool
+
+
+def snippets(page):
+    for runs, indent, language, text in BLOCK.findall(page.read_text()):
+        lines = [line.removeprefix(indent) for line in text.splitlines()]
+        yield Snippet(language, "\n".join(lines), not runs and page.name != "README.md")
+
+
+def named(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    shutil.copytree(cauc_ray.sample_logits(), folder / "logits")
+    (folder / "pool.yaml").write_text(POOL)
+    cauc_ray.fit(folder / "logits", method="rf", budget=4.0).save(folder / "policy.json")
+    (rows,) = (folder / "logits" / "model=small" / "split=test").glob("*.parquet")
+    pq.write_table(pq.read_table(rows, columns=["example_id", "label"]), folder / "inputs.parquet")
+    return folder
+
+
+@pytest.fixture
+def folder(request, prepared, tmp_path, monkeypatch):
+    """Go to a folder of the page's own; who reads the tutorial has nothing yet."""
+    here = tmp_path / "page"
+    if request.node.callspec.params["page"].name == "tutorial.md":
+        here.mkdir()
+    else:
+        shutil.copytree(prepared, here)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(here)]))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    return here
+
+
+RUN = [page for page in PAGES if any(s.runs and s.language in ("python", "sh") for s in snippets(page))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", RUN, ids=named)
+def test_snippets_run_in_order(page, folder, ray_address, monkeypatch):
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    names = {"__name__": "__main__"}
+    monkeypatch.setenv("RAY_ADDRESS", ray_address)
+    monkeypatch.syspath_prepend(folder)
+    for snippet in snippets(page):
+        titled = re.match(r"# (\S+\.(?:py|yaml))[:\n]", snippet.text)
+        if titled:  # a file that the page tells to write
+            (folder / titled[1]).write_text(snippet.text)
+        elif snippet.runs and snippet.language == "python":
+            exec(compile(snippet.text, named(page), "exec"), names)
+        elif snippet.runs and snippet.language == "sh":
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", snippet.text], capture_output=True, text=True, timeout=200
+            )
+            assert done.returncode == 0, f"{snippet.text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def ray_address(ray_session):
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_commands_are_those_of_cauc(page):
+    for line in commands(page):
+        words = shlex.split(line, comments=True)
+        if "--help" not in words and "VERB" not in words:
+            assert parse(words[1:]).verb in VERBS, line
+
+
+def commands(page):
+    """Yield every cauc command of a page's shell snippets and of its text."""
+    for snippet in snippets(page):
+        if snippet.language == "sh":
+            for line in snippet.text.replace("\\\n", " ").splitlines():
+                found = re.search(r"(?:^|-- |/)(cauc( .*)?)$", line)
+                if found and not line.lstrip().startswith("#"):
+                    yield re.sub(r" (&|\||>).*", "", found[1])
+    text = BLOCK.sub("", page.read_text())
+    yield from (found for found in re.findall(r"`(cauc [a-z][^`…]*)`", text) if found.split()[1] in all_words())
+
+
+def all_words():
+    return {name.split()[0] for name in VERBS}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_a_page_shows_are_valid(page):
+    for snippet in snippets(page):
+        if snippet.language == "json":
+            content = json.loads(snippet.text)
+            if "models" in content and "cost_unit" in content:
+                TableInfo.model_validate(content)
+        elif snippet.language == "yaml":
+            content = yaml.safe_load(snippet.text)
+            config = re.match(r"#.*cauc (\w+) --config", snippet.text)
+            if config:
+                jsonschema.validate(content, SCHEMAS[config[1]]())
+            else:
+                jsonschema.validate({**yaml.safe_load(POOL), **content}, SCHEMAS["pool"]())
+        elif snippet.language == "python":
+            compile(snippet.text, named(page), "exec")
+
+
+LINKS = [(page, target) for page in PAGES for target in re.findall(r"\]\((?!http|#)([^)#\s]+)", page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "target"), LINKS, ids=lambda value: value if isinstance(value, str) else value.name)
+def test_links_lead_somewhere(page, target):
+    if page.name == "README.md" and target.startswith("docs/") and not (ROOT / target).exists():
+        pytest.skip("the README names a page's former path")
+    assert (page.parent / target).exists()
+
+
+@pytest.mark.parametrize("page", PAGES[:1], ids=named)
+def test_the_readmes_python_runs_as_it_stands(page, folder, capsys):
+    (folder / "LOGITS").symlink_to("logits")
+    for snippet in snippets(page):
+        if snippet.language == "python":
+            exec(compile(snippet.text, named(page), "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_every_page_is_in_the_sites_navigation():
+    text = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES[1:]:
+        assert str(page.relative_to(ROOT / "docs")) in text
