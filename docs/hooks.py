@@ -52,7 +52,7 @@ def _verb(name: str) -> Iterator[str]:
 def _spelling(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else action.metavar or "|".join(map(str, action.choices or ()))
     shown = f"{', '.join(action.option_strings)} {value}".strip()
-    return f"`{_cell(shown)}`"
+    return f"`{shown}`"
 
 
 def _schema(schema: Mapping[str, Any], title: str | None, level: int) -> Iterator[str]:
@@ -84,8 +84,8 @@ def _within(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _heading(name: str) -> str:
     """Return what the reader calls a kind of object."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec"))
-    return words[0] + words[1:].lower() if words[:2].istitle() else words
+    first, *others = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec")).split()
+    return " ".join([first, *map(str.lower, others)])
 
 
 def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
