@@ -411,8 +411,6 @@ def paper(options: Paper, say: Say) -> int:
     """Measure all that a config names, task by task, and write tables, figures and a report."""
     from cauc_ray.paper.run import run_paper
 
-    if not isinstance(options.output, Path):
-        raise ConfigError(f"output: a local folder is needed here, got {options.output}")
     with live.tasks_progress("paper") as on_outcome:
         made = run_paper(options, options.output, address=options.address, on_outcome=on_outcome)
     say(made.as_json(), lambda: show.paper(made, str(options.output)))
