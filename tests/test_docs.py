@@ -187,3 +187,9 @@ def test_every_page_is_in_the_sites_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
         assert str(page.relative_to(ROOT / "docs")) in text
+
+
+def test_the_readme_has_the_commands_that_ci_runs():
+    text, run = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    (sought,) = re.findall(r"grep -m1 -F '([^']+)' README.md", run)
+    assert sum(sought in line for line in text.splitlines()) == 1

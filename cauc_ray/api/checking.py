@@ -55,14 +55,26 @@ def check(
     seed: int = 0,
     logit_kind: LogitKinds = None,
 ) -> Check:
-    """Watch a policy, or the one of a file, answer a split of a logit table, or arrays, and say whether it still holds.
+    """Check whether a policy is still valid on a split of a logit table, or on arrays.
 
-    seed: of the order in which examples come; the order in which a table stores them means nothing.
-    labels, example_ids, logit_kind: as for evaluate.
-    Of examples without a label all is watched that needs none. All models have answered all of them, so that each early
-    answer is compared with the whole cascade's.
-    Raises PolicyError where the policy has no reference or its file cannot be read, DataError where the table does not
-    serve, ConfigError for a seed below 0.
+    All models have answered all examples, so each early answer is compared with the whole cascade's. Examples without a
+    label count where no label is needed.
+
+    Args:
+        logits: a table or arrays, as for fit().
+        policy: a policy, or its file.
+        labels: as for evaluate(), like example_ids.
+        example_ids: of arrays.
+        split: of a table.
+        seed: of the order in which examples come; the order in which a table stores them means nothing.
+        logit_kind: as for evaluate().
+
+    Returns:
+        What was seen, and the verdict.
+
+    Raises:
+        CaucError: PolicyError where the policy has no reference or its file cannot be read, DataError for the logits,
+            ConfigError for the arguments.
     """
     options, policy = CheckOptions.of(locals()), policy_of(policy)
     watch = Watch(policy)

@@ -45,16 +45,27 @@ def collect(
     address: str | None = None,
     on_progress: Callable[[Mapping[str, RunProgress]], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Let the models of a pool answer a labelled dataset on Ray and add their logits to a logit table.
+    """Save the logits of a pool's models on a labelled dataset in a logit table, on Ray.
 
-    pool: a pool, or its file.   dataset: one of the paper's nine by name, NAME=PATH for its files, or the path of
-    a file or folder (see data.datasets), or its URI.   out: the table, by path or URI, new or one to go on with: what
-    it holds already of the same rows and models is not collected again.   split: one of the dataset's splits (default:
-    calibration, validation and test; "all" for every row of a dataset in one piece).   models: some of the pool's
-    (default: all).   columns: the dataset's own names of columns, by what they are called here.   embedding: collect
-    these instead of logits: a stage of the pool for what enters its last layer, else a hub id or folder of a
-    sentence or vision encoder.   seed: of the splits.   address: as for run.
-    Returns a summary. Raises CaucError; rows that a model cannot answer do not, they land in out/failed.
+    Args:
+        pool: a pool, or its file.
+        dataset: a benchmark by name, NAME=PATH for its files, or the path or URI of a file or folder.
+        out: the table, by path or URI, new or one to add to: rows and models that it has are not collected again.
+        split: one of the dataset's splits; without it calibration, validation and test; "all" for every row of a
+            dataset in one piece.
+        models: some of the pool's; without them all.
+        columns: the dataset's own names of columns, by what they are called here.
+        embedding: collect these instead of logits: a stage of the pool for what enters its last layer, else a hub id or
+            folder of a sentence or vision encoder.
+        seed: of the splits.
+        address: of a Ray cluster, as for run().
+        on_progress: called with the state of the collection as it goes on.
+
+    Returns:
+        A summary. Rows that a model cannot answer are in out/failed.
+
+    Raises:
+        CaucError: for the pool, the dataset or the table, and where models end.
     """
     started = time.perf_counter()
     options = CollectOptions.of({**locals(), "columns": dict(columns or {})})

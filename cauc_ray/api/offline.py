@@ -56,11 +56,6 @@ def fit(
 ) -> Policy:
     """Fit a policy on arrays of logits or on a logit table.
 
-    >>> import cauc_ray
-    >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
-    >>> policy.models, policy.cost_unit
-    (('small', 'large'), 'k multiply-adds')
-
     An array's numbers are rounded to float32. A table of the same ids, labels and logits gives the same policy file,
     byte for byte.
 
@@ -109,6 +104,12 @@ def fit(
         CaucError: DataError for the logits, ConfigError for the arguments, BudgetError for the budget, RiskError where
             no threshold is certified, GuardError where a guard fires that must not, ExecutionError where shards do not
             fit on the cluster or give no answer.
+
+    Examples:
+        >>> import cauc_ray
+        >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
+        >>> policy.models, policy.cost_unit
+        (('small', 'large'), 'k multiply-adds')
     """
     options = FitOptions.of(locals())
     if options.shards is not None:
@@ -172,17 +173,27 @@ def replace_model(
     seed: int = 0,
     logit_kind: LogitKinds = None,
 ) -> Policy:
-    """Put other models in the place of some of a policy's, and fit it again by its own rule.
+    """Replace some of a policy's models, and fit it again by its own rule.
 
-    policy: or its file.   logits: a table, or arrays, with the remaining and the new models on the examples that the
-    policy was fitted on; labels, example_ids, validation, seed as fit() had
-    them.   replacements: new model by the one that it
-    replaces.   costs: of the new models, by name; without them the table's. Those of the remaining models stay.
-    logit_kind: as for fit; without it that of the policy's models is the policy's.
     Numbers that do not depend on a replaced model stay equal to the bit: the other models' calibrators; for Base,
-    unless the last model was replaced, their complementarity; for RF, all stages before the first replaced one. Warns
-    as fit() does.
-    Raises CaucError.
+    unless the last model was replaced, their complementarity; for RF, all stages before the first replaced one.
+
+    Args:
+        policy: a policy, or its file.
+        logits: a table or arrays, with the remaining and the new models on the examples that the policy was fitted on.
+        replacements: the new model by the one that it replaces.
+        labels: as for fit(), like example_ids.
+        example_ids: of arrays.
+        costs: of the new models, by name; without them the table's. The remaining models keep theirs.
+        validation: as fit() had it, like seed.
+        seed: of the share that validation is.
+        logit_kind: as for fit(); without it the policy's models keep their kinds.
+
+    Returns:
+        The new policy. Warns as fit() does.
+
+    Raises:
+        CaucError: as fit() does.
     """
     policy = policy_of(policy)
     for name in replacements:
@@ -226,17 +237,30 @@ def evaluate(
 ) -> Evaluation:
     """Replay a policy on a split of a logit table, or on arrays.
 
-    >>> import cauc_ray
-    >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
-    >>> measures = cauc_ray.evaluate(cauc_ray.sample_logits(), policy).measures
-    >>> measures.accuracy.value > 0.9, measures.cost < 5.0
-    (True, True)
+    Args:
+        logits: a table or arrays, as for fit().
+        policy: a policy, or its file.
+        labels: int (N,), of arrays; None where there are none, and then there is no accuracy.
+        example_ids: of arrays, as for fit().
+        split: of a table.
+        logit_kind: as for fit(); what is not declared is of the kind that the policy was fitted on.
+        shards: as for fit(), like resources, deadline_s and address.
+        resources: of each shard.
+        deadline_s: for one answer of all shards.
+        address: of the Ray cluster of the shards.
 
-    logits, example_ids: as for fit.   policy: or its file.   labels: int (N,), of arrays; None where there are none,
-    and no accuracy then.   split: of a table.   logit_kind: as for fit; what is not declared is of the kind that the
-    policy was fitted on.   shards, resources, deadline_s, address: as for fit.
-    Warns, with CaucWarning, where examples cost other than the policy expects. Raises DataError where the logits do
-    not serve, PolicyError where the file does not.
+    Returns:
+        The answers and what they are worth. Warns, with CaucWarning, where examples cost other than the policy expects.
+
+    Raises:
+        CaucError: DataError for the logits, PolicyError for the policy's file.
+
+    Examples:
+        >>> import cauc_ray
+        >>> policy = cauc_ray.fit(cauc_ray.sample_logits(), method="rf", budget=4.0)
+        >>> measures = cauc_ray.evaluate(cauc_ray.sample_logits(), policy).measures
+        >>> measures.accuracy.value > 0.9, measures.cost < 5.0
+        (True, True)
     """
     options, policy = EvaluateOptions.of(locals()), policy_of(policy)
     if options.shards is not None:

@@ -44,17 +44,26 @@ def run(
 ) -> dict[str, Any]:
     """Run a policy's chain on every row of an input, on Ray.
 
-    pool: the pool that holds the chain's stages, or its file.   policy: a policy, or its file.
-    input: Parquet file or folder, by path or URI, with example_id and the columns that models read; images; or a
-    ray.data.Dataset, which is executed anew by each run and, to be resumed, must give its rows in the same order.
-    out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
-    summary.json.
-    resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out does
-    not exist or is empty, a new run starts.
-    retry_failed: with resume, of a finished run too, try the rows in out/failed again.
-    address: of a Ray cluster; without it the session of this process, or one of its own for this run.
-    Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows cost other than the
-    policy expects. Returns the summary. Raises CaucError; nothing is written where a fault is found before the start.
+    Args:
+        pool: the pool that has the chain's stages, or its file.
+        policy: a policy, or its file.
+        input: a Parquet, CSV or JSONL file or folder, by path or URI, with example_id and the columns that models read;
+            images; or a ray.data.Dataset. Each run executes a Dataset anew, and resuming needs its rows in the same
+            order.
+        out: a new folder, by path or URI, for predictions/, ledger/, failed/ (only if a row failed), manifest/ and
+            summary.json.
+        resume: continue the run in out that ended early: what it committed stays, the rest is done again. Where out
+            does not exist or is empty, a new run starts.
+        retry_failed: with resume, also of a finished run, try the rows in out/failed again.
+        address: of a Ray cluster; without it the session of this process, or one for this run.
+        on_progress: called with the state of the run as it goes on.
+
+    Returns:
+        The summary. Warns, with CaucWarning, where the pool's costs are not the policy's, and at the end where rows
+        cost other than the policy expects.
+
+    Raises:
+        CaucError: nothing is written where a fault is found before the start.
     """
     options = RunOptions.of(locals())
     pool = pool if isinstance(pool, Pool) else load_pool(pool)

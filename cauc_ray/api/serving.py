@@ -68,10 +68,21 @@ def serve(
 
     For the length of a block with `with serve(…) as service:`, in a notebook until service.stop().
 
-    pool, policy: or their files.   host, port: where to listen; port 0 takes a free one.   name: of the model in
-    URLs, the pool's without one.   local: in this process, without Ray.   address: of a Ray cluster; without it the
-    session of this process, or one of its own for this.   on_wait: told in a few words what is waited for.
-    Raises CaucError where something does not fit, or a stage does not start.
+    Args:
+        pool: a pool, or its file.
+        policy: a policy, or its file.
+        host: the address to listen on.
+        port: the port to listen on; 0 takes a free one.
+        name: of the model in URLs; without one the pool's.
+        local: serve in this process, without Ray.
+        address: of a Ray cluster; without it the session of this process, or one for this service.
+        on_wait: called with a few words on what is waited for.
+
+    Returns:
+        The service, with its url and model.
+
+    Raises:
+        CaucError: where something does not fit, or a stage does not start.
     """
     ServeOptions.of(locals())
     _require_packages()
@@ -105,12 +116,22 @@ def set_policy(
 ) -> dict[str, Any]:
     """Change the policy of a running service, on all of its replicas; no model is loaded again.
 
-    policy: or its file; None keeps the one in force and changes its threshold or budget (mean cost per example).
-    url: of the service.   name: of its model, needed where it has several.
-    The environment's CAUC_POLICY_TOKEN is sent if there is one. Returns policy_id, previous, version and replicas (None
-    where one has not confirmed it: it takes the policy before it answers).
-    Raises PolicyError where the service refuses, also where a change at the same time has replaced this one, and
-    ExecutionError where it cannot be reached.
+    Sends the environment's CAUC_POLICY_TOKEN if there is one.
+
+    Args:
+        policy: a policy, or its file; None keeps the one in force and changes its threshold or budget.
+        url: of the service.
+        name: of its model; needed where it has several.
+        threshold: a threshold to use as it is.
+        budget: mean cost per example, looked up on the policy's curve.
+
+    Returns:
+        policy_id, previous, version and replicas, which is None where one has not confirmed the change: that one takes
+        the policy before it answers.
+
+    Raises:
+        CaucError: PolicyError where the service refuses, also where a change at the same time has replaced this one;
+            ExecutionError where it cannot be reached.
     """
     SetPolicyOptions.of({**locals(), "policy": None})
     change: dict[str, Any] = {"threshold": threshold, "budget": budget}

@@ -175,23 +175,46 @@ def compare(
 ) -> Comparison:
     """Fit methods on one chain, and measure them on a split that none of them has seen.
 
-    >>> import cauc_ray
-    >>> found = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
-    >>> found.row("oracle")["accuracy"] >= found.row("rf")["accuracy"]
-    True
-
-    logits, labels, example_ids, models, costs, cost_unit, logit_kind: as for fit.
-    validation, test: in place of splits of a table, shares of the calibration examples, cut off at random; or for
-    arrays also (logits, labels) or (logits, labels, example_ids).
-    methods: names of METHODS and "single", or "all".
-    embedding: an encoder of the table, whose embeddings routers look at; one that is named like a model of the table
-    is that model, whose call they pay on every example; without one they look at the first model's outputs, and pay
-    for its call.   texts, text_column: a Parquet file of the queries' texts, and checkpoints, by a method's name the
-    hub id or folder of the model that it trains on them: for the methods that train on texts.
-    budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
-    seed: of all random draws.   on_method: called with each method's name, its index and their number before its fit.
     Methods whose packages, texts or checkpoint are missing are left out of "all", and the comparison says so.
-    Raises CaucError as fit does, and ConfigError where a method that was named cannot run.
+
+    Args:
+        logits: a table or arrays, as for fit().
+        labels: as for fit(), like example_ids, models, costs, cost_unit, calibration_split, validation_split and
+            logit_kind.
+        example_ids: of arrays.
+        models: the chain.
+        methods: names of methods and "single", or "all".
+        embedding: an encoder of the table, whose embeddings routers look at. One that is named like a model of the
+            table
+            is that model, whose call they pay on every example; without one they look at the first model's outputs, and
+            pay for its call.
+        texts: a Parquet file of the queries' texts, for the methods that train on them.
+        text_column: of that file.
+        checkpoints: by such a method's name the hub id or folder of the model that it trains.
+        costs: of a call of each model.
+        cost_unit: of costs.
+        calibration_split: what methods are fitted on.
+        validation_split: what they are chosen on.
+        validation: in place of that split a share of the calibration examples, drawn at random; or of arrays a pair, as
+            for fit().
+        split: what they are measured on.
+        test: in place of that split, like validation.
+        budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
+        seed: of all random draws.
+        logit_kind: of the models.
+        on_method: called with each method's name, its index and their number before its fit.
+
+    Returns:
+        The methods, one row each, and their curves.
+
+    Raises:
+        CaucError: as fit() does, and ConfigError where a method that was named cannot run.
+
+    Examples:
+        >>> import cauc_ray
+        >>> found = cauc_ray.compare(cauc_ray.sample_logits(), methods=["base", "rf", "oracle"])
+        >>> found.row("oracle")["accuracy"] >= found.row("rf")["accuracy"]
+        True
     """
     options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
     source = Source(logits, options, labels, example_ids)

@@ -92,18 +92,43 @@ def sweep(
 ) -> pa.Table:
     """Measure methods over budgets: thresholds are chosen on validation, figures are of another split.
 
-    >>> import cauc_ray
-    >>> table = cauc_ray.sweep(cauc_ray.sample_logits(), methods=["rf"], points=5)
-    >>> table.num_rows, max(table["accuracy"].to_pylist()) > 0.9
-    (5, True)
+    Without budgets, relative budgets and points, every operating point of validation is measured.
 
-    Arguments are those of compare, and:
-    chains: several, each cheapest first, in place of models.   budgets: mean costs per example on validation;
-    relative_budgets: the same as shares of the cost of the chain's most expensive model; points: so many budgets,
-    evenly spaced over the validation costs. Without any of these every operating point of validation is measured.
-    seeds: in place of seed.   redrawn: splits that are pooled and, with each seed, cut again into the same sizes;
-    None for calibration and validation where there are several seeds, else none.
-    Returns a row for each chain, method, seed and budget (TABLE). Raises CaucError as fit does.
+    Args:
+        logits: a table or arrays, as for fit().
+        labels: as for compare(), like all that is not named here.
+        example_ids: of arrays.
+        models: the chain.
+        chains: several, each cheapest first, in place of models.
+        methods: names of methods.
+        budgets: mean costs per example on validation.
+        relative_budgets: the same as shares of the cost of the chain's most expensive model.
+        points: so many budgets, evenly spaced over the costs on validation.
+        costs: of a call of each model.
+        cost_unit: of costs.
+        calibration_split: what methods are fitted on.
+        validation_split: what they are chosen on.
+        validation: in place of that split a share, or a pair of arrays.
+        split: what they are measured on.
+        test: in place of that split a share, or a pair of arrays.
+        seed: of all random draws.
+        seeds: several, in place of seed.
+        redrawn: splits that are pooled and, with each seed, cut again into the same sizes; None for calibration and
+            validation where there are several seeds, else none.
+        embedding: what routers look at.
+        logit_kind: of the models.
+
+    Returns:
+        A row for each chain, method, seed and budget.
+
+    Raises:
+        CaucError: as fit() does.
+
+    Examples:
+        >>> import cauc_ray
+        >>> table = cauc_ray.sweep(cauc_ray.sample_logits(), methods=["rf"], points=5)
+        >>> table.num_rows, max(table["accuracy"].to_pylist()) > 0.9
+        (5, True)
     """
     options = SweepOptions.of(locals())
     require_methods(options.methods)

@@ -44,13 +44,25 @@ def plan(
 ) -> dict[str, Any]:
     """Plan the replicas of a policy's chain for a rate of requests a second, one row each, that come independently.
 
-    pool, policy: files, or what they hold; the policy must say what it expects.   slo_p99_s: what the 99th percentile
-    of the latency shall be, in seconds.   ledger: the folder of an earlier run, whose calls tell how long batches
-    take.   input: rows to measure that on now, on Ray, as for run.   Without either, stages must be saved ones, which
-    take the time that they are told to.   address: as for run.   on_step: called with what is being done.
-    What the router takes is measured here, by a local service of a sleeping model.
-    Returns the plan: the stages with their replicas, load and cost, the latency, totals, what drifting deferral
-    rates change, and what the pool's own range of replicas can carry. Raises CaucError.
+    What the router takes is measured here, by a local service of a sleeping model. Without ledger and input, stages
+    must be saved ones, which take the time that they declare.
+
+    Args:
+        pool: a pool, or its file.
+        policy: a policy, or its file, that records how often its stages defer.
+        rate: requests per second.
+        slo_p99_s: seconds within which 99 of 100 requests must be answered.
+        ledger: the folder of an earlier run, whose calls say how long batches take.
+        input: rows to measure that on now, on Ray, as for run().
+        address: of a Ray cluster, as for run().
+        on_step: called with what is being done.
+
+    Returns:
+        The stages with their replicas, load and cost, the latency, totals, what other deferral rates change, and what
+        the pool's own replicas can carry.
+
+    Raises:
+        CaucError: for the pool, the policy, or what says how long batches take.
     """
     started = time.perf_counter()
     PlanOptions.of(locals())

@@ -485,14 +485,3 @@ def test_the_example_of_the_help_runs_on_the_table_in_the_package(command):
     assert 0.9 < json.loads(out)["accuracy"] < 1
     files = [file for file in cauc_ray.sample_logits().rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) < 120_000
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_examples_of_the_docs_run_as_they_stand(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib").use("Agg")
-    monkeypatch.chdir(tmp_path)
-    text, names = (Path(__file__).parents[2] / "docs" / "how-to" / "python.md").read_text(), {}
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(compile(block, "python.md", "exec"), names)
-    assert names["model"].policy_ == cauc_ray.Policy.load("digits.json")
-    assert names["evaluation"].measures.cost < 4.5
