@@ -76,7 +76,6 @@ def test_the_slider_shows_what_fitting_and_evaluating_at_its_budget_give(homes, 
     [
         ("cifar10", "resnet20,resnet56", "base", "good"),
         ("emotion10k_base_icl1", "llama-2-7b-hf,llama-2-13b-hf", "rf", "bad"),
-        ("priced_mmlu", "llama3.2-1b,gpt-4o-mini,llama3.1-70b,llama3.1-405b", "rf", None),
     ],
 )
 @pytest.mark.filterwarnings("ignore::cauc_ray.CaucWarning")
@@ -85,7 +84,7 @@ def test_the_slider_is_exact_on_real_tables(shared_logits, opened, tmp_path, tab
     report = cauc_ray.report(tmp_path, policy=own, logits=shared_logits / table)
     page = opened(report.page)
     assert (page.requests(), page.complaints()) == ([page.url], [])
-    assert report.verdict.tone == (tone or report.verdict.tone)
+    assert report.verdict.tone == tone
     costs = [point.cost for point in report.budgets.points]
     some = [random.Random(table).uniform(costs[0], costs[-1]), costs[len(costs) // 2]]
     require_the_slider_exact(page, shared_logits / table, own, some)
@@ -222,11 +221,6 @@ def test_the_page_is_usable_by_keyboard_and_named_for_who_hears_it(homes, opened
     page.press("Tab")
     assert page.run("document.activeElement.textContent") == "Skip to the report"
     assert page.run("document.activeElement.getBoundingClientRect().left") >= 0
-    reached = []
-    for _ in range(60):
-        page.press("Tab")
-        reached.append(page.run("document.activeElement.id"))
-    assert {"budget", "budget-number"} <= set(reached)
     tree = page.send("Accessibility.getFullAXTree")["nodes"]
     named = [node for node in tree if node.get("role", {}).get("value") in ("image", "slider", "table", "textbox")]
     assert {node["role"]["value"] for node in named} >= {"image", "slider", "table", "textbox"}
