@@ -86,7 +86,7 @@ def read_part(
 ) -> _Read | None:
     """Read a part that a report may lack.
 
-    named: where the caller says that it is; an error is raised where it cannot be used.   usual: where it may be
+    named: the path that the caller gave; an error is raised where it cannot be used.   usual: where it may be
     otherwise; where it cannot be used, a line is added to left_out.   Returns None where there is none.
     """
     if named is not None:
