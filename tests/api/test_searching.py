@@ -61,7 +61,7 @@ def test_no_direct_fit_of_the_whole_pool_or_of_a_pair_is_better(shared_logits, m
     for models in [whole, *combinations(whole, 2)]:
         try:
             other = cauc_ray.fit(shared_logits / name, models=models, **fit)
-        except BudgetError:  # a pair that begins with too dear a model
+        except BudgetError:  # a pair whose first model costs too much
             continue
         assert found.expected.accuracy.value >= other.expected.accuracy.value
     assert found.expected.cost <= budget

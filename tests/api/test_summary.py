@@ -102,9 +102,9 @@ def test_a_run_of_a_few_calls(tmp_path):
     assert (found["degraded"], found["n_failed"]) == (0, 0)
 
 
-def test_rows_that_cost_other_than_foretold_fire_a_guard(tmp_path):
+def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path):
     share = POLICY.expected.stages[1].reached / POLICY.expected.n
-    for n_deferred, name in ((round(2000 * share), "as foretold"), (2000, "all deferred")):
+    for n_deferred, name in ((round(2000 * share), "as predicted"), (2000, "all deferred")):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
         found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
         (guard,) = found["guards"]
