@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from pydantic import BaseModel
 
 from cauc_ray import sample_logits
 from cauc_ray.cli.command import VERBS as ABOUT
@@ -100,18 +102,31 @@ def _object(definition: Mapping[str, Any], described: bool) -> Iterator[str]:
 
 
 def _described(definition: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """Return what a docstring says of an object, and of each key after `key:` or `key, other:`."""
-    text = re.sub(r"\n(?!\n)", " ", str(definition.get("description") or "").replace("\n\n", "\0"))
-    keys = "|".join(map(re.escape, definition["properties"]))
-    name = rf"(?:{keys})(?:(?:, | and )(?:{keys}))*"
-    parts = re.split(rf"(?:^|(?<=[\s\0]))({name}): ", text)
-    meanings = {
-        key: f"{meaning.strip(' ' + chr(0)).rstrip('.')}"
-        for names, meaning in zip(parts[1::2], parts[2::2], strict=True)
-        for key in re.split(", | and ", names)
-    }
-    about = parts[0].replace("\0", "\n\n").strip()
+    """Return what a docstring says of an object, and of each key after `key:` or `key, other:`; inherited ones, too."""
+    about, meanings = _parsed(definition.get("description"), definition["properties"])
+    for parent in _classes(BaseModel).get(definition.get("title", ""), BaseModel).__mro__[1:]:
+        meanings = _parsed(parent.__doc__, definition["properties"])[1] | meanings
     return ("" if about.startswith("Options of `cauc") else about), meanings
+
+
+def _classes(base: type) -> dict[str, type]:
+    """Return by name the classes of the package that are made from one."""
+    found: dict[str, type] = {}
+    for each in base.__subclasses__():
+        found |= _classes(each) | ({each.__name__: each} if each.__module__.startswith("cauc_ray") else {})
+    return found
+
+
+def _parsed(docstring: str | None, names: Iterable[str]) -> tuple[str, dict[str, str]]:
+    text = " ".join(re.sub(r"\n\s*\n\s*", "\0", docstring or "").split())
+    keys = "|".join(map(re.escape, names))
+    parts = re.split(rf"(?:^|(?<=\0)|(?<=\. ))((?:{keys})(?:(?:, | and )(?:{keys}))*): ", text)
+    meanings = {
+        key: meaning.strip(" \0").rstrip(".")
+        for named, meaning in zip(parts[1::2], parts[2::2], strict=True)
+        for key in re.split(", | and ", named)
+    }
+    return parts[0].replace("\0", "\n\n").strip(), meanings
 
 
 def _default(value: Mapping[str, Any]) -> str:

@@ -73,9 +73,11 @@ class CostSpec(Section):
 class StageSpec(Section):
     """One model of a pool as a stage.
 
-    batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch to fill, in seconds.
-    call_timeout_s: a call that takes longer is given up, and with it the replica.   down_after_s: a stage that has
-    had no live replica for so long is down.
+    name: of the model, in tables and policies.   model: what it is; kind decides on the other keys.   cost: of one
+    call on one row; without it counted or measured.   replicas: how many run.   resources: what each occupies.
+    serving: how it is served.   batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch
+    to fill, in seconds.   call_timeout_s: a call that takes longer is given up, and with it the replica.
+    down_after_s: a stage that has had no live replica for so long is down.
     """
 
     name: str
@@ -116,12 +118,16 @@ class StageSpec(Section):
 class Pool(Section):
     """A set of models for one task.
 
-    inputs: the tensors of a request by name, where the models do not tell themselves; a run reads columns of the same
+    name: of the pool, and of the model in a service's URLs.
+    task: what the rows are: images, questions with choices, or rows of columns that models read by their names.
+    inputs: the tensors of a request by name, where the models do not declare them; a run reads columns of the same
     names.
     labels: names of the classes in their order, or in the file the path of a text that has one on each line.
     on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
-    "degrade" answers them as the stages before would have, and says so in the rows.
+    "degrade" answers them as the stages before would have, and marks the rows.
     max_failed: the share of a run's rows that models may fail on before the run ends with an error.
+    serving: how it is served.
+    stages: its models, cheapest first.
     """
 
     name: str

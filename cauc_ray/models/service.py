@@ -16,7 +16,7 @@ Datatype: TypeAlias = Literal[
 
 
 class Replicas(Section):
-    """How many copies of a stage may run."""
+    """How many copies of a stage may run.   min: from the start.   max: under load; min without it."""
 
     min: int = Field(default=1, ge=1)
     max: int = Field(default=1, ge=1)
@@ -54,7 +54,7 @@ class StageServing(Section):
 
 
 class InputSpec(Section):
-    """A tensor of a request: its type in the Open Inference Protocol, its shape without the rows (-1: any size)."""
+    """A tensor of a request.   datatype: in the Open Inference Protocol.   shape: of one row; -1 is any size."""
 
     datatype: Datatype
     shape: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class InputSpec(Section):
 
 
 class RouterSpec(Section):
-    """The deployment that takes requests and holds the policy: how many, and what each occupies."""
+    """The deployment that takes requests and holds the policy.   replicas: how many.   resources: of each."""
 
     replicas: Replicas = Replicas()
     resources: Resources = Resources()
@@ -80,7 +80,7 @@ class PoolServing(Section):
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
     the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
-    configures OpenTelemetry.
+    configures OpenTelemetry.   router: the deployment that takes requests.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class HubModelSpec(KindSpec):
-    """A model by hub id or local folder."""
+    """A model by hub id or local folder.   device: where it computes; auto is a GPU where there is one."""
 
     model: str = Field(min_length=1)
     device: Device = "auto"
@@ -32,7 +32,7 @@ class HubModelSpec(KindSpec):
 
 
 class HubSpec(HubModelSpec):
-    """A model of transformers.   revision: of the hub's repository."""
+    """A model of transformers.   revision: of the hub's repository.   dtype: auto is bfloat16 on GPUs that have it."""
 
     revision: str | None = None
     dtype: Precision = "auto"

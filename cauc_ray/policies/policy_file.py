@@ -36,8 +36,9 @@ FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
 class Stage(FrozenModel):
     """What a policy knows of one model: its name, the mean cost of a call, what it gives, its calibration.
 
-    logit_kind: null in files of earlier versions.   offsets: added to the scaled logits, one for each option; null for
-    none.   isotonic: what becomes of confidences; null where they stay.
+    name: of the model.   cost: mean of a call.   temperature: what logits are divided by.   diagnostics: of the
+    calibration.   logit_kind: what the model gives; null in files of earlier versions.   offsets: added to the scaled
+    logits, one for each option; null for none.   isotonic: what becomes of confidences; null where they stay.
     """
 
     name: str
@@ -71,12 +72,17 @@ POLICY_CLASSES: dict[str, type[PolicyFile]] = {}
 class PolicyFile(FrozenModel):
     """What to do with a chain of models, as plain numbers.
 
-    expected: null where it was not measured at this threshold.   curve: what other thresholds had on validation, the
-    best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is of the objective, else
-    accuracy; empty where validation had no labels.   search: how the chain was found, null where it was given.
-    safe: what was changed to make it safe, null where that was not asked for, or not of this threshold.
-    guards: all checks, fired or not; empty at a threshold where nothing was measured.
-    reference: what answers at this threshold are compared with later; null where validation had not all labels.
+    format: and its version.   method: base or rf.   cost_unit: of all costs.   costs: whether calls of a model cost the
+    same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what the threshold
+    was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what the models
+    give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.   stages: the
+    chain.
+    expected: what validation had; null where it was not measured at this threshold.   curve: what other thresholds
+    had on validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is
+    of the objective, else accuracy; empty where validation had no labels.   search: how the chain was found, null
+    where it was given.   safe: what was changed to make it safe, null where that was not asked for, or not of this
+    threshold.   guards: all checks, fired or not; empty at a threshold where nothing was measured.   reference: what
+    answers at this threshold are compared with later; null where validation had not all labels.
     """
 
     format: Literal["cauc-policy/1"] = FORMAT
