@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
@@ -96,3 +97,15 @@ def _read(fd):
         return os.read(fd, 65536)
     except OSError:  # the other end was closed
         return b""
+
+
+def test_where_nobody_watches_a_line_comes_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr(live, "LINE_EVERY_S", 0.05)
+    with live.counted("compare", "methods") as on_next:
+        on_next("rf", 1, 3)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 5
+    assert all(line.startswith("cauc: compare: 1 of 3 methods, 0:00") for line in lines)
+    time.sleep(0.1)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,97 @@
+"""The wheel alone, without a checkout: every verb works."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cauc_ray.cli.command import VERBS
+
+ROOT = Path(__file__).parents[2]
+PAPER = {
+    "logits": ".",
+    "methods": ["single", "base", "rf"],
+    "tables": {"two-model-image": [{"name": "digits", "set": "logits", "models": ["small", "large"]}]},
+}
+COMMANDS = {
+    "demo": "-o demo",
+    "collect": "demo/pool.yaml --dataset demo/inputs --models small,large -o logits",
+    "fit": "logits --method rf --budget 2 -o policy.json",
+    "evaluate": "logits --policy policy.json --predictions answers.parquet",
+    "check": "logits --policy policy.json",
+    "compare": "logits --methods single,base,rf,margin -o comparison",
+    "sweep": "logits --methods base,rf --relative-budgets 0.2,0.5 --seeds 0,1 -o sweep",
+    "run": "demo/pool.yaml --policy policy.json --input demo/inputs/test.parquet -o run",
+    "plan": "demo/pool.yaml --policy policy.json --rate 5 --ledger run",
+    "report": "--policy policy.json --logits logits --run run --comparison comparison -o report.html",
+    "paper": "--config paper.yaml",
+    "show": ".",
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return an empty folder, and the environment in which the wheel is found and the checkout is not."""
+    folder = tmp_path_factory.mktemp("wheel")
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "build", "--wheel", "-q", "-o", folder / "dist", ROOT], check=True, timeout=240)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "installed")
+    assert not any(name.startswith(("jobs/", "tests/")) for name in zipfile.ZipFile(wheel).namelist())
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    # Not by a virtual environment of its own: its packages would be installed for minutes.
+    paths = os.pathsep.join([str(folder / "installed"), packages])
+    (folder / "here").mkdir()
+    (folder / "here" / "paper.yaml").write_text(yaml.safe_dump(PAPER))
+    return folder / "here", {**os.environ, "PYTHONPATH": paths, "MPLBACKEND": "Agg"}
+
+
+def cauc(*words):
+    return [sys.executable, "-S", "-c", "from cauc_ray.cli.command import main; main()", *words]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_verb_works_without_a_checkout(home):
+    here, env = home
+    assert COMMANDS.keys() | {"serve", "policy set"} == VERBS.keys()
+    where = subprocess.run(
+        [sys.executable, "-S", "-c", "import cauc_ray; print(cauc_ray.__file__)"],
+        cwd=here, env=env, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert Path(where.stdout.strip()).is_relative_to(here.parent / "installed")
+    for verb, words in COMMANDS.items():
+        done = subprocess.run(
+            cauc(verb, *words.split(), "--json"), cwd=here, env=env, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode in ((0, 3) if verb == "check" else (0,)), (verb, done.stderr)
+        assert json.loads(done.stdout), verb
+    assert {"policy.json: policy", "run: run", "comparison: comparison"} <= set(json.loads(done.stdout)["holds"])
+
+
+@pytest.mark.slow
+def test_a_service_and_its_policy_without_a_checkout(home):
+    here, env = home
+    words = ["demo/pool.yaml", "--policy", "demo/policies/rf-20.json", "--local", "--port", "0", "--json"]
+    with subprocess.Popen(cauc("serve", *words), cwd=here, env=env, stdout=subprocess.PIPE, text=True) as service:
+        try:
+            about = json.loads(service.stdout.readline())
+            body = (here / "demo" / "request.json").read_bytes()
+            with urllib.request.urlopen(f"{about['url']}/v2/models/{about['model']}/infer", body, timeout=60) as answer:
+                assert "prediction" in {each["name"] for each in json.load(answer)["outputs"]}
+            change = ["set", "demo/policies/rf-10.json", "--url", about["url"], "--json"]
+            done = subprocess.run(
+                cauc("policy", *change), cwd=here, env=env, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout)["previous"] == about["policy_id"]
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(timeout=30)
