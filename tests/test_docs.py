@@ -116,26 +116,20 @@ def ray_address(ray_session):
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_are_those_of_cauc(page):
-    for line in commands(page):
-        words = shlex.split(line, comments=True)
-        if "--help" not in words and "VERB" not in words:
-            assert parse(words[1:]).verb in VERBS, line
+    for words in commands(page):
+        assert parse(words).verb in VERBS, words
 
 
 def commands(page):
-    """Yield every cauc command of a page's shell snippets and of its text."""
-    for snippet in snippets(page):
-        if snippet.language == "sh":
-            for line in snippet.text.replace("\\\n", " ").splitlines():
-                found = re.search(r"(?:^|-- |/)(cauc( .*)?)$", line)
-                if found and not line.lstrip().startswith("#"):
-                    yield re.sub(r" (&|\||>).*", "", found[1])
-    text = BLOCK.sub("", page.read_text())
-    yield from (found for found in re.findall(r"`(cauc [a-z][^`…]*)`", text) if found.split()[1] in all_words())
-
-
-def all_words():
-    return {name.split()[0] for name in VERBS}
+    """Yield the words after `cauc` of every command in a page's shell snippets and in its text."""
+    shell = [snippet.text for snippet in snippets(page) if snippet.language == "sh"]
+    lines = "\n".join(shell).replace("\\\n", " ").splitlines()
+    written = [found[1] for line in lines if (found := re.search(r"(?:^|-- |/)cauc (.*)", line))]
+    written += re.findall(r"`cauc ([a-z][^`…]*)`", BLOCK.sub("", page.read_text()))
+    for text in written:
+        words = shlex.split(text, comments=True)
+        if "VERB" not in words and "--help" not in words:
+            yield words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
