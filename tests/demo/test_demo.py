@@ -160,7 +160,7 @@ def test_it_is_served_as_it_is_replayed(demo, ray_session):
         with InferenceServerClient(service.url.removeprefix("http://"), network_timeout=120) as client:
             images = InferInput("image", pixels.shape, "FP32")
             images.set_data_from_numpy(pixels)
-            names = ("prediction", "stage", "confidence", "cost", "label")
+            names = ("prediction", "stage", "confidence", "cost", "prediction_label")
             outputs = [InferRequestedOutput(name) for name in names]
             result = client.infer("digits", [images], outputs=outputs)
         request = urllib.request.Request(
@@ -174,7 +174,7 @@ def test_it_is_served_as_it_is_replayed(demo, ray_session):
         for name in ("prediction", "stage", "cost"):
             assert found[name][row] == expected[name]
         assert found["confidence"][row] == pytest.approx(expected["confidence"], abs=1e-5)
-        assert int(found["label"][row]) == expected["prediction"]
+        assert int(found["prediction_label"][row]) == expected["prediction"]
     assert first["prediction"] == found["prediction"][:8]
     assert first["stage"] == found["stage"][:8]
 

@@ -40,7 +40,8 @@ def test_runs_and_services_are_held_against_their_plans():
         assert fitted @ [1, 8] >= 0.9 * told @ [1, 8]
     assert [service["load"] for service in of["services"]] == [0.5, 0.8]
     for service in of["services"]:
-        assert service["n_measured"] == pytest.approx(4 * service["rate"], rel=0.25)
+        # Requests come at random times; those of a busy machine that answers late are not all in the window.
+        assert 2 * service["rate"] < service["n_measured"] < 5 * service["rate"]
         for what in ("mean", "p99"):
             ratio = service["plan_to_measured"][what]
             assert ratio == pytest.approx(service["plan"][what] / service["measured"][what])
