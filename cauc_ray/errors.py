@@ -1,12 +1,12 @@
-"""The errors that cauc-ray raises for what a user can put right.
+"""The errors that cauc-ray raises for problems that the user can fix.
 
 CaucError
-├── DataError      a logit table, an input or an output does not hold what it must
+├── DataError      a logit table, an input or an output folder is missing, damaged or inconsistent
 ├── ConfigError    a pool file, an option or a name is wrong
-├── PolicyError    a policy file is unreadable, of another version or does not fit its chain
-├── BudgetError    no operating point costs so little
-├── RiskError      no threshold's risk is certified
-├── GuardError     a guard has fired where none may
+├── PolicyError    a policy file is unreadable, has another version or does not fit its chain
+├── BudgetError    no operating point is within the budget
+├── RiskError      no threshold meets the risk limit
+├── GuardError     a fitted policy has warnings where none are allowed
 └── ExecutionError a run could not be started or finished
 """
 
@@ -20,16 +20,16 @@ from typing import Any, Protocol
 
 
 class CaucWarning(UserWarning):
-    """Something that works but is seldom meant; the message says what was done."""
+    """Something that works but is probably not intended; the message states what was done."""
 
 
 class GuardWarning(CaucWarning):
-    """A guard has fired on a policy (docs/how-to/guards.md); the message is its name and what it found."""
+    """A check of a fitted policy warns (docs/how-to/guards.md); the message is the check's name and what it found."""
 
 
 @contextmanager
 def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
-    """Give the message of each CaucWarning of the block to hear() as it arises, in place of Python's own report.
+    """Pass the message of each CaucWarning in the block to hear() as it is issued, instead of Python's own report.
 
     Warnings of other categories are left to Python, its filters and its format.
     """
@@ -37,22 +37,22 @@ def own_warnings(hear: Callable[[str], None]) -> Iterator[None]:
         warnings.simplefilter("always", CaucWarning)
         show_other = warnings.showwarning
 
-        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
             if issubclass(category, CaucWarning):
                 hear(str(message))
             else:
-                show_other(message, category, *place, **more)
+                show_other(message, category, *where, **more)
 
         warnings.showwarning = show
         yield
 
 
 class CaucError(Exception):
-    """Something a user can put right; its message is one line that says what and how."""
+    """A problem that the user can fix; the message states in one line what is wrong and what to do."""
 
 
 class DataError(CaucError):
-    """A logit table, an input or an output folder does not hold what it must."""
+    """A logit table, an input or an output folder is missing, damaged or inconsistent."""
 
 
 class ConfigError(CaucError):
@@ -60,25 +60,25 @@ class ConfigError(CaucError):
 
 
 class PolicyError(CaucError):
-    """A policy is unreadable, of another version, or does not fit the chain it is used on."""
+    """A policy is unreadable, has another version, or does not fit the chain it is used on."""
 
 
 class BudgetError(CaucError):
-    """No operating point costs as little as the budget asks."""
+    """No operating point is within the budget."""
 
 
 class RiskError(CaucError):
-    """No threshold's risk is certified to be as low as is asked for."""
+    """No threshold is certified to meet the risk limit."""
 
 
 class GuardError(CaucError):
-    """A fitted policy has something that guards warn of, where that was to be an error.
+    """A fitted policy has warnings, and the caller asked for warnings to be errors.
 
-    guards: those that have fired (policies.evidence.Guard).
+    guards: the checks that warn (policies.evidence.Guard).
     """
 
     def __init__(self, message: str, guards: tuple[Any, ...] = ()) -> None:
-        """Take the message and what fired."""
+        """Take the message and the checks that warn."""
         super().__init__(message)
         self.guards = guards
 
@@ -88,7 +88,7 @@ class ExecutionError(CaucError):
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Say that a name is unknown, with the nearest known one and all that there are.
+    """Return the message for an unknown name, with the nearest known name and a list of all names.
 
     >>> unknown_name("model", "resnet2", ["resnet20", "resnet56"])
     "unknown model 'resnet2'; did you mean 'resnet20'? Available: resnet20, resnet56"
@@ -104,38 +104,38 @@ class _Validation(Protocol):
 
 
 def explain(error: _Validation) -> str:
-    """Say in one line what a file's schema (pydantic) found wrong first: the place, the fault, the value."""
+    """Return one line on the first error that a schema (pydantic) found: the key, the error and the value."""
     faults = error.errors()
-    # A key that is misspelt is also missing: the key that stands there says more.
+    # A misspelt key is also reported as missing; the misspelt one is more useful.
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    place = ".".join(str(part) for part in first["loc"])
+    key = ".".join(str(name) for name in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"unknown key {place!r}"
+        return f"unknown key {key!r}"
     if first["type"] == "missing":
-        return f"missing key {place!r}"
-    if first["type"] == "value_error":  # our own words, which pydantic puts two of its own before
-        said = str(first["ctx"]["error"])
-        return f"{place}: {said}" if place else said
-    said = f"{first['msg'][0].lower()}{first['msg'][1:]}"
+        return f"missing key {key!r}"
+    if first["type"] == "value_error":  # our own message, to which pydantic adds a prefix
+        message = str(first["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    message = f"{first['msg'][0].lower()}{first['msg'][1:]}"
     got = f", got {first['input']!r}" if isinstance(first["input"], str | int | float) else ""
-    return f"{place}: {said}{got}" if place else said
+    return f"{key}: {message}{got}" if key else message
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, its type's name where it has none."""
+    """Return the first line of an error's message, or the error type's name if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message as one line, its type's name where it has none."""
+    """Return an error's message as one line, or the error type's name if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-# Of a foreign message, the letters that are kept.
+# Longer messages of other programs are cut to this many characters.
 MOST_LETTERS = 500
 
 
 def printable(text: str) -> str:
-    """Return a foreign message as any file can hold it: short, and without lone surrogates, which UTF-8 has not."""
+    """Return another program's message in a form that any file can store: short, and valid as UTF-8."""
     whole = text.encode("utf-8", "replace").decode()
     return whole if len(whole) <= MOST_LETTERS else f"{whole[:MOST_LETTERS]}…"

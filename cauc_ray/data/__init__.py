@@ -1,1 +1,1 @@
-"""Logit tables, splits and the files that runs read and write."""
+"""Logit tables, datasets and their splits, and the inputs of runs."""

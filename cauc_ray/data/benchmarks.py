@@ -1,4 +1,4 @@
-"""Where a dataset is: the paper's nine by their names, with what their columns are called, and anybody's by path."""
+"""Finding datasets: the paper's nine by name, with the names of their columns, and any other by path or hub id."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from cauc_ray.data.splits import Rule
 from cauc_ray.errors import ConfigError, DataError, first_line, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute, path_of
 
-# The hub's own conversion to Parquet, of datasets whose repository holds a loading script.
+# The hub's own conversion to Parquet, for datasets whose repository has a loading script.
 _CONVERTED = "refs/convert/parquet"
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One dataset of the paper, or another one of the hub, which has no name here.
+    """One dataset of the paper, or any other dataset of the hub.
 
-    hub, config, revision: what the datasets library loads; hub is "" for a dataset that is not there.
-    files: the files to load, where the other partitions are large and not needed.   tests: its test partitions, a
-    split each.   find: finds its partitions in a folder.   rule: the paper's, if it has one.
-    unsplit: published as one whole, which is cut 25/25/50 where it is given so.
+    hub, config, revision: what the datasets library loads; hub is "" for a dataset that is not on the hub.
+    files: the files to load, if other partitions are large and not needed.   tests: its test partitions, one split
+    each.   find: finds its partitions in a folder.   rule: the paper's split rule, if it has one.
+    unsplit: published without partitions; cut 25/25/50.
     """
 
     name: str = ""
@@ -44,7 +44,7 @@ class Benchmark:
 
 
 def mathqa_choices(text: str) -> list[str] | None:
-    """Split MathQA's text of five options; None where there are not five.
+    """Split MathQA's text of five options; None if there are not exactly five.
 
     >>> mathqa_choices("a ) 38 , b ) 27.675 , c ) rs . 1 , 200 , d ) 5 , e ) none of these")
     ['38', '27.675', 'rs . 1 , 200', '5', 'none of these']
@@ -88,7 +88,7 @@ _PAPER = (
         revision=_CONVERTED,
         published=Published({"choices": "answerA+answerB+answerC"}, first_label=1),
     ),
-    # All 257 folders of 256_ObjectCategories are classes, 257.clutter too.
+    # All 257 folders of 256_ObjectCategories are classes, including 257.clutter.
     Benchmark("caltech256", "ilee0022/Caltech-256", unsplit=True),
     Benchmark("iwildcam", "", tests=("test-id", "test-ood"), find=wilds_partitions),
     Benchmark("imagenet", "ILSVRC/imagenet-1k", files={"validation": "data/validation-*"}, rule="three-way"),
@@ -98,10 +98,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark i
 
 @dataclass(frozen=True, slots=True)
 class FoundDataset:
-    """A dataset's partitions, unopened.
+    """A dataset's partitions, not opened yet.
 
-    dataset: names it, whatever the working folder.   name: for people.   where: where it was found, for errors.
-    benchmark: which of the paper's it is, if it is one.
+    dataset: identifies it, independent of the working folder.   name: for display.   where: where it was found, for
+    messages.   benchmark: the paper's dataset, or a general one.
     """
 
     dataset: str
@@ -115,12 +115,12 @@ def find_dataset(text: str) -> FoundDataset:
     """Find NAME (in the folder $CAUC_DATA, else on the hub), NAME=PATH, PATH, hub:ORG/NAME or hub:ORG/NAME:CONFIG.
 
     A path may be a URI.
-    Raises ConfigError where it is none of these, DataError where nothing is there or nothing that can be read.
+    Raises ConfigError if it is none of these, DataError if nothing is there or nothing there can be read.
     """
     if text.startswith("hub:"):
         hub, _, config = text.removeprefix("hub:").partition(":")
         if not hub or ".." in hub.split("/"):
-            raise ConfigError(f"{text!r} names no dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
+            raise ConfigError(f"{text!r} does not name a dataset: give hub:ORG/NAME or hub:ORG/NAME:CONFIG")
         return _on_hub(text, Benchmark(hub=hub, config=config or None, rule=None))
     name, is_named, path = text.partition("=")
     if name in BENCHMARKS:
@@ -136,13 +136,13 @@ def find_dataset(text: str) -> FoundDataset:
     if isinstance(location, RemotePath) or (text and os.path.exists(location)):
         return _at_path(location, Benchmark(rule=None))
     raise ConfigError(
-        f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of a file or folder that is there, "
+        f"{unknown_name('dataset', name, BENCHMARKS)}; or give the path of an existing file or folder, "
         "NAME=PATH, or hub:ORG/NAME"
     )
 
 
 def _at_path(path: AnyPath, benchmark: Benchmark) -> FoundDataset:
-    # Path.exists raises where a name is too long.
+    # Path.exists raises if a name is too long.
     if not (path.exists() if isinstance(path, RemotePath) else os.path.exists(path)):
         raise DataError(f"there is no file or folder {path}")
     path = absolute(path)
@@ -153,20 +153,20 @@ def _at_path(path: AnyPath, benchmark: Benchmark) -> FoundDataset:
 
 
 def _on_hub(text: str, benchmark: Benchmark) -> FoundDataset:
-    """Load a dataset of the hub.   text: names it."""
+    """Load a dataset from the hub.   text: as the user named it."""
     name, hub, config = benchmark.name, benchmark.hub, benchmark.config
-    remedy = f"give {name}=PATH, its files" if name else "give the path of its files"
+    remedy = f"give the path of its files as {name}=PATH" if name else "give the path of its files"
     if not hub:
         raise DataError(f"{name} is not on the hub: {remedy}")
     try:
         library: Any = importlib.import_module("datasets")
     except ImportError as error:
-        library_missing = "datasets of the hub need the datasets library: pip install 'cauc-ray[datasets]'"
+        library_missing = "loading from the hub needs the datasets library: pip install 'cauc-ray[datasets]'"
         raise ConfigError(f"{library_missing}, or {remedy}") from error
     files = benchmark.files and dict(benchmark.files)
     try:
         loaded = library.load_dataset(hub, config, revision=benchmark.revision, data_files=files)
-    except Exception as error:  # the library, the network and the hub fail in many ways; all are the user's to hear
+    except Exception as error:  # the library, the network and the hub raise errors of many types
         reason = first_line(error.__cause__ or error)
         raise DataError(f"cannot load {hub!r} from the hub: {reason}; {remedy}") from error
     title = f"{hub} ({config})" if config else hub

@@ -1,4 +1,4 @@
-"""Blocks of input rows, and Arrow's columns as models read them."""
+"""Blocks of input rows, and the conversion of Arrow columns to what models read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Bools, Ints
 
-# Blocks that were read before, by number, with the digests of their ids; "" where these could not be read.
+# Blocks that were read before, by number, with the digests of their ids; "" if the ids could not be read.
 Seen: TypeAlias = Mapping[int, str]
 
 
@@ -25,10 +25,10 @@ Seen: TypeAlias = Mapping[int, str]
 class InputBlock:
     """Some rows of the input.
 
-    example_ids: str (n,).   labels: int32 (n,), UNKNOWN_LABEL where there is none, or None without such a column.
-    columns: all of the input's columns as models read them.   n_bytes: what these take in memory.
-    unreadable: why the columns could not be read, in one line; columns is then {} and example_ids still name every row.
-    may_return: the file could not even be opened, so that it may well be there again later.
+    example_ids: str (n,).   labels: int32 (n,), UNKNOWN_LABEL if unknown, or None without such a column.
+    columns: all of the input's columns as models read them.   n_bytes: their size in memory.
+    unreadable: why the columns could not be read, in one line; columns is then {}, and example_ids still has every row.
+    may_return: the file could not be opened, but may be available again later.
     """
 
     example_ids: list[str]
@@ -39,7 +39,7 @@ class InputBlock:
     may_return: bool = False
 
     def where(self, mask: Bools) -> InputBlock:
-        """Return those of the rows that a mask (n,) marks."""
+        """Return the rows selected by a mask (n,)."""
         return replace(
             self,
             example_ids=[example for example, wanted in zip(self.example_ids, mask, strict=True) if wanted],
@@ -50,54 +50,54 @@ class InputBlock:
 
 
 class BlockSource(Protocol):
-    """The blocks of an input in groups; plain, so that any process can read from it.
+    """The blocks of an input in groups; picklable, so that any process can read from it.
 
-    A group is read by one process from its start to its end, different groups by several at once.
+    One process reads a group from start to end; several groups are read in parallel.
     """
 
     @property
     def name(self) -> str:
-        """What it is, for errors."""
+        """A name for messages."""
 
     @property
     def anywhere(self) -> bool:
-        """Return whether every node can read it, not only the one that the run was started on."""
+        """Return whether every node can read it, not only the node on which the run was started."""
 
     @property
     def deadline_s(self) -> float | None:
-        """Return for how long it may give nothing before it is taken to hang; None where that may take any time."""
+        """Return after how long without a block it is considered hung, in seconds; None for no limit."""
 
     @property
     def n_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
 
     def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
         """Yield a group's blocks with their numbers, which rise and are the same every time.
 
-        seen: blocks of which only the ids are needed; they may come without columns, or not at all where what is read
-        cannot have changed. Numbers count all the input's blocks from 0. What cannot be read comes as unreadable
-        blocks. Raises DataError for content that no run can take (a null id, a negative label, a column that no model
-        can read).
+        seen: blocks of which only the ids are needed; they may be yielded without columns, or left out if the source
+        cannot have changed. Numbers count all blocks of the input from 0. Rows that cannot be read are yielded as
+        unreadable blocks. Raises DataError for invalid content (a null id, a negative label, a column that no model can
+        read).
         """
 
 
 def other_rows(where: str, why: str) -> DataError:
-    """Return the error of an input that has changed since it was read first."""
+    """Return the error for an input that has changed since it was first read."""
     return DataError(
-        f"{where} gives other rows than before: {why}. An input must give the same rows in the same order every time: "
-        "leave files as they are, and seed and sort a Ray Dataset, or write it to files first. Resume with the input "
-        "as it was, or start a new run elsewhere"
+        f"{where} returned other rows than before: {why}. An input must return the same rows in the same order every "
+        "time: do not change its files; seed and sort a Ray Dataset, or write it to files first. Resume with the "
+        "original input, or start a new run in another folder"
     )
 
 
 def table_block(
     table: pa.Table, name_of: Callable[[int], str], start: int = 0, names: Sequence[str] | None = None
 ) -> InputBlock:
-    """Return a table's rows as a block.   name_of: names a row by its number, for errors.   start: the first one's.
+    """Return a table's rows as a block.   name_of: names a row by its number.   start: the first row's number.
 
-    names: of the options, by which a column of labels may call them.
+    names: of the options, which the column of labels may use.
 
-    Raises DataError naming a row, or the first for a whole column, for content that no run can take.
+    Raises DataError for invalid content, naming a row, or the block's first row if a column is invalid.
     """
     ids = table.column("example_id")
     if ids.null_count:
@@ -108,7 +108,7 @@ def table_block(
         try:
             columns[name] = id_texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
         except (ValueError, TypeError, pa.ArrowException) as error:
-            raise DataError(f"{name_of(start)}: column {name!r} cannot be given to a model: {error}") from error
+            raise DataError(f"{name_of(start)}: column {name!r} cannot be converted for a model: {error}") from error
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
 
 
@@ -123,13 +123,11 @@ def _labels(
         known = column.cast(pa.int32())
     except pa.ArrowException as error:
         row = next((row for row in range(len(column)) if not _is_int32(column[row])), 0)
-        raise DataError(
-            f"{name_of(start + row)}: column 'label' ({column.type}) does not hold numbers of options"
-        ) from error
+        raise DataError(f"{name_of(start + row)}: column 'label' ({column.type}) is not an integer column") from error
     negative = pc.index(pc.less(known, 0), True).as_py()
     if negative >= 0:
         raise DataError(
-            f"{name_of(start + negative)}: column 'label' holds negative numbers; leave unknown labels null"
+            f"{name_of(start + negative)}: column 'label' has negative numbers; use null for unknown labels"
         )
     labels: Ints = known.fill_null(UNKNOWN_LABEL).to_numpy()
     return labels
@@ -144,23 +142,23 @@ def _is_int32(value: pa.Scalar) -> bool:
 
 
 def ids_digest(example_ids: Sequence[str | None]) -> str:
-    """Return a hash of rows' ids in their order: what a block's next reading is compared with."""
+    """Return a hash of rows' ids in order, with which a block is compared when it is read again."""
     return hashlib.blake2b(json.dumps(list(example_ids)).encode(), digest_size=16).hexdigest()
 
 
 def id_texts(ids: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Return ids as texts, an array of objects (n,). Raises ArrowException where bytes are not UTF-8."""
+    """Return ids as str, an array of objects (n,). Raises ArrowException if bytes are not UTF-8."""
     if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
         return column_to_numpy(ids)
     if pa.types.is_binary(ids.type) or pa.types.is_large_binary(ids.type) or pa.types.is_fixed_size_binary(ids.type):
-        return column_to_numpy(ids.cast(pa.binary()).cast(pa.string()))  # an ArrowException where they are not UTF-8
+        return column_to_numpy(ids.cast(pa.binary()).cast(pa.string()))  # an ArrowException if they are not UTF-8
     return np.array([None if example is None else str(example) for example in ids.to_pylist()], dtype=object)
 
 
 def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
     """Return a column as models read it: (n,), (n, d) for lists of one length, else an array of objects.
 
-    A null is NaN or NaT where its type has one, and of whole numbers, which keep their own type; else it is None.
+    A null becomes NaN or NaT if its type has one, NaN among integers, whose values keep their type, and else None.
 
     >>> column_to_numpy(pa.chunked_array([[[1, 2], [3, 4]]])).shape
     (2, 2)
@@ -173,7 +171,7 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
         values = array.to_numpy_ndarray()
         return values
     if array.null_count and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        # Arrow would change the type of all rows, also of those that go to a model without the null.
+        # Arrow would change the type of all rows, including those that reach a model without the null.
         return nulls_between(
             array, column_to_numpy(column.drop_null()), np.float64(np.nan) if pa.types.is_integer(kind) else None
         )
@@ -185,20 +183,20 @@ def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
         numbers = pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)
         width = kind.list_size if fixed else len(whole) // len(array)
         if fixed or (numbers and not whole.null_count and pc.all(pc.equal(array.value_lengths(), width)).as_py()):
-            # In one piece: row by row takes several times as long.
+            # At once: row by row takes several times as long.
             values = whole.to_numpy(zero_copy_only=False)
             return values.reshape(len(array), width)
     return as_column([row if row is None else np.asarray(row) for row in array.to_numpy(zero_copy_only=False)])
 
 
 def nulls_between(column: pa.Array | pa.ChunkedArray, known: Iterable[Any], null: Any = None) -> npt.NDArray[Any]:
-    """Return a column's known values with another for each null in between, an array of objects (n,)."""
+    """Return a column's values with a replacement for each null, an array of objects (n,)."""
     values = iter(known)
     return objects([next(values) if valid else null for valid in column.is_valid().to_pylist()])
 
 
 def as_column(rows: Sequence[Any]) -> npt.NDArray[Any]:
-    """Stack rows of one shape, numbers or arrays of them; keep other rows as an array of objects."""
+    """Stack rows of numbers or arrays of one shape; return other rows as an array of objects."""
     if len(rows) and all(
         isinstance(row, np.ndarray | np.generic) and row.dtype.kind in "biufmM" and row.shape == rows[0].shape
         for row in rows
@@ -208,7 +206,7 @@ def as_column(rows: Sequence[Any]) -> npt.NDArray[Any]:
 
 
 def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
-    """Return values as an array of objects (n,), whatever they hold."""
+    """Return values of any type as an array of objects (n,)."""
     array = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         array[index] = value
@@ -216,7 +214,7 @@ def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
 
 
 def concat_column(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Join one column's values from several blocks, whatever other rows these blocks have."""
+    """Join one column's values from several blocks."""
     if any(part.dtype == object for part in parts) or len({part.shape[1:] for part in parts}) > 1:
         return as_column([row for part in parts for row in part])
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

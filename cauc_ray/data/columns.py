@@ -1,4 +1,4 @@
-"""How a dataset's own columns become those that models read: an image, or a question with its choices."""
+"""From a dataset's own columns to those that models read: an image, or a question with its choices."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CANONICAL = ("example_id", "image", "question", "choices", "context", "subject",
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """How a benchmark's files were published.
+    """The layout of a benchmark's published files.
 
-    columns: canonical name -> the file's own (several for choices, joined with "+").   first_label: the number
-    that its labels give the first option.   split_choices: the options in a text of all of them, None if unreadable.
+    columns: canonical name -> the file's own name (for choices several, joined with "+").   first_label: the label
+    of the first option.   split_choices: splits a text into options; None if it cannot be read.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -42,10 +42,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Which columns of a partition are read as what.
+    """How a partition's columns are read.
 
-    own: canonical name -> the partition's columns (several for choices only).   benchmark: the name of one of
-    the paper's, whose prompt the questions get, or "".   names: of the options, which labels may be.
+    own: canonical name -> the partition's columns (several for choices only).   benchmark: the name of the paper's
+    dataset whose prompt the questions get, or "".   names: of the options, which labels may use.
     """
 
     task: str
@@ -56,21 +56,21 @@ class Reading:
 
     @property
     def columns(self) -> list[str]:
-        """The partition's columns that are needed, each once."""
+        """The partition's columns that are needed, without duplicates."""
         return list(dict.fromkeys(name for names in self.own.values() for name in names))
 
 
 def find_features(part: Rows, given: Mapping[str, str], names: tuple[str, ...] | None = None) -> Reading:
-    """Take all columns by their own names, but for example_id (or id) and label, which may have others.
+    """Take all columns by their own names, except example_id (or id) and label, which can be renamed.
 
-    Raises ConfigError where other names are given, DataError when a column is not there or there is no feature.
+    Raises ConfigError if other names are given, DataError if a column is missing or there is no feature.
     """
     there, known = part.columns, ("example_id", "label")
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"{unknown_name('column to read', name, known)}; the models of a classification task read all others "
-                "by their own names"
+                f"{unknown_name('column to read', name, known)}; models of a classification task read all other "
+                "columns by their own names"
             )
     same = {"example_id": "id"} if "id" in there else {}
     own = {**same, **{name: name for name in known if name in there}, **given}
@@ -79,7 +79,7 @@ def find_features(part: Rows, given: Mapping[str, str], names: tuple[str, ...] |
         raise DataError(f"{part.source} has no column {absent}; it has {', '.join(there)}")
     features = {name: (name,) for name in there if name not in own.values()}
     if not features:
-        raise DataError(f"{part.source} has no column that a model could read; it has {', '.join(there)}")
+        raise DataError(f"{part.source} has no feature column for models; it has {', '.join(there)}")
     return Reading(TABULAR, {**features, **{name: (column,) for name, column in own.items()}}, Published(), names=names)
 
 
@@ -92,7 +92,7 @@ def find_columns(
 ) -> Reading:
     """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
 
-    Raises ConfigError when a canonical name is unknown, DataError when a column is not there.
+    Raises ConfigError if a canonical name is unknown, DataError if a column is missing.
     """
     for name in given:
         if name not in CANONICAL:
@@ -115,16 +115,16 @@ def find_columns(
     if absent:
         raise DataError(
             f"{part.source} has no column {absent[0]}; it has {', '.join(there)}. "
-            "Name its own with --columns, such as question=stem,choices=opa+opb or image=jpeg"
+            "Give the names that it uses with --columns, such as question=stem,choices=opa+opb or image=jpeg"
         )
     unread = ("image",) if task == "multiple-choice" else ("question", "choices", "context", "subject")
     return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark, names)
 
 
 def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: str) -> InputBlock:
-    """Make rows of a partition, whose numbers are given, the block that models read.
+    """Convert rows of a partition, given by their numbers, to the block that models read.
 
-    name: of the partition, for the ids of rows that have none of their own.
+    name: of the partition, to make ids for rows without ids.
     Raises DataError naming file and row for a label, a choice or an id that cannot be read.
     """
     own = {each: [table.column(column) for column in columns] for each, columns in reading.own.items()}
@@ -163,38 +163,40 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
 
 
 def _feature(name: str, column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
-    """Return a column as models read it. Raises DataError where its type is none that they can."""
+    """Return a column as models read it. Raises DataError if its type is not supported."""
     try:
         return column_to_numpy(column)
     except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{source}: column {name!r} ({column.type}) cannot be given to a model: {error}") from error
+        raise DataError(
+            f"{source}: column {name!r} ({column.type}) cannot be converted for a model: {error}"
+        ) from error
 
 
 def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
-    """Return all rows' ids as text. Raises DataError where one is null or no id."""
+    """Return all rows' ids as str. Raises DataError if one is null or the column cannot hold ids."""
     if column.null_count:
         raise DataError(f"{part.name_of(pc.index(column.is_null(), True).as_py())}: the row has no example_id")
     if not (_is_text(column.type) or pa.types.is_integer(column.type) or len(column) == 0):
-        raise DataError(f"{part.source}: the column of example ids holds {column.type}, not text or whole numbers")
+        raise DataError(f"{part.source}: the column of example ids has type {column.type}, expected text or integers")
     return column.cast(pa.string())
 
 
 def _images(column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
-    """Return images as stored, None for null; of a struct {bytes, path}, as image datasets have, the bytes."""
+    """Return images as stored, None for null; from a struct {bytes, path}, as image datasets use, the bytes."""
     kind = column.type
     if pa.types.is_struct(kind) and "bytes" in kind.names:
         return objects([_image_bytes(value) for value in column.to_pylist()])
     if _is_text(kind) or pa.types.is_struct(kind):
-        raise DataError(f"{source}: column 'image' holds {kind}; images are bytes or arrays")
+        raise DataError(f"{source}: column 'image' has type {kind}, expected bytes or arrays")
     try:
         known = column_to_numpy(column.drop_null())
     except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{source}: column 'image' ({kind}) cannot be given to a model: {error}") from error
+        raise DataError(f"{source}: column 'image' ({kind}) cannot be converted for a model: {error}") from error
     return nulls_between(column, known) if column.null_count else known
 
 
 def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
-    """Return the bytes, else those of the file at `path`; None where there are neither."""
+    """Return the bytes, else those of the file at `path`; None if both are missing."""
     if value is None:
         return None
     stored: bytes | None = value["bytes"]
@@ -202,14 +204,14 @@ def _image_bytes(value: Mapping[str, Any] | None) -> bytes | None:
 
 
 def _texts(column: pa.ChunkedArray, what: str, source: str) -> list[str | None]:
-    """Return text, None for null; numbers as they are written."""
+    """Return text, None for null; numbers as text."""
     _require_plain(column, what, "text", source)
     texts: list[str | None] = column.cast(pa.large_string()).to_pylist()
     return texts
 
 
 def _choices(own: Mapping[str, pa.ChunkedArray], source: str) -> list[Any]:
-    """Return each row's list of texts, or one text that is still to be split; None where it has none."""
+    """Return each row's list of texts, or one text to be split later; None for null."""
     if len(own) > 1:
         columns = [_texts(column, f"column {name!r}", source) for name, column in own.items()]
         return [_until_last(row) for row in zip(*columns, strict=True)]
@@ -219,13 +221,13 @@ def _choices(own: Mapping[str, pa.ChunkedArray], source: str) -> list[Any]:
         options: list[Any] = column.to_pylist()
         return options
     if inner is None or not (_is_text(inner) or pa.types.is_integer(inner) or pa.types.is_null(inner)):
-        raise DataError(f"{source}: column {name!r} holds {column.type}; choices are lists of texts")
-    # Not by a cast: Arrow's, of a list_view, may lose the last row.
+        raise DataError(f"{source}: column {name!r} has type {column.type}, expected lists of texts")
+    # No cast: Arrow's cast of a list_view may lose the last row.
     return [row and [v if v is None else str(v) for v in row] for row in column.to_pylist()]
 
 
 def _until_last(options: tuple[str | None, ...]) -> list[str | None] | None:
-    # Only the null cells at the end are no options: without one in between, the label would name another option.
+    # Only null cells at the end are dropped: dropping one in between would change the option that the label names.
     n = max((n for n, option in enumerate(options, 1) if option is not None), default=0)
     return list(options[:n]) or None
 
@@ -236,7 +238,7 @@ def _json_list(text: str) -> list[str]:
     except ValueError:
         value = None
     if not isinstance(value, list) or not all(isinstance(option, str) for option in value):
-        raise ValueError(f"choices are not a JSON list of texts: {text!r:.60}")
+        raise ValueError(f"choices must be a JSON list of texts, got {text!r:.60}")
     return value
 
 
@@ -247,9 +249,9 @@ def _label(
     first: int = 0,
     names: Sequence[str] | None = None,
 ) -> int:
-    """Return a label counted from 0, UNKNOWN_LABEL for null and -1, which published test sets have for it.
+    """Return a label counted from 0, UNKNOWN_LABEL for null and for -1, which published test sets use.
 
-    names: of the options, None where they have none.
+    names: of the options, None if they have none.
 
     >>> [_label(value) for value in (2, 2.0, "2", " c", None)]
     [2, 2, 2, 2, -1]
@@ -261,7 +263,7 @@ def _label(
         return UNKNOWN_LABEL
     if number != number // 1 or not first <= number < 2**31:
         known = "nor its letter" if names is None else f"nor one of the pool's labels: {', '.join(names[:20])}"
-        raise ValueError(f"label {value!r} is neither the number of an option, counted from {first}, {known}")
+        raise ValueError(f"label {value!r} is neither an option's number, counted from {first}, {known}")
     label = int(number) - first
     if options is not None and label >= len(options):
         raise ValueError(f"label {label}, counted from 0, is outside its {len(options)} choices")
@@ -269,7 +271,7 @@ def _label(
 
 
 def _number(text: str, first: int) -> float | None:
-    """Return the number that a text or a letter means: None for an empty text, NaN for any other."""
+    """Return the number that a text or a letter denotes: None for an empty text, NaN if it denotes none."""
     if re.fullmatch("[A-Za-z]", text):
         return first + ord(text.upper()) - ord("A")
     return (float(text) if re.fullmatch(r"-?\d{1,9}(\.0*)?", text) else np.nan) if text else None
@@ -282,4 +284,4 @@ def _is_text(kind: pa.DataType) -> bool:
 def _require_plain(column: pa.ChunkedArray, what: str, wanted: str, source: str) -> None:
     kind = column.type
     if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)):
-        raise DataError(f"{source}: {what} holds {kind}, not {wanted}")
+        raise DataError(f"{source}: {what} has type {kind}, expected {wanted}")

@@ -1,4 +1,4 @@
-"""The datasets that models' logits are collected on: the paper's nine by name, and anybody's own by path."""
+"""The datasets on which logits are collected: the paper's nine by name, any other by path or hub id."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from cauc_ray.files.paths import readable
 
 @dataclass(frozen=True, slots=True)
 class DatasetSource:
-    """What a dataset is opened from; plain, so that any process can.
+    """The arguments to open a dataset; picklable, so that any process can open it.
 
-    dataset: "NAME" of one of the paper's nine, "NAME=PATH" for its files at a path, "PATH" of anybody's own, or
-    "hub:ORG/NAME" or "hub:ORG/NAME:CONFIG".   columns: canonical name -> the file's own, several for choices joined
-    with "+".   seed: of the splits.   tabular: models read all columns by their own names, but for ids and labels.
-    names: of the options, by which a column of labels may call them.
+    dataset: "NAME" of one of the paper's nine, "NAME=PATH" for its files at a path, "PATH" of any other dataset, or
+    "hub:ORG/NAME" or "hub:ORG/NAME:CONFIG".   columns: canonical name -> the file's own name, for choices several
+    joined with "+".   seed: of the splits.   tabular: models read all columns by their own names, except ids and
+    labels. names: of the options, which the column of labels may use.
     """
 
     dataset: str
@@ -47,12 +47,12 @@ class DatasetSource:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labelled examples in splits, read a block of rows at a time; plain, so that any process can read it.
+    """Labelled examples in splits, read in blocks of rows; picklable, so that any process can read it.
 
-    source: opens the same dataset in another folder, too.   name: for people.
-    rule: how its splits came about, in one phrase.   ids: a digest of all rows' ids, in their order.
-    parts, readings: its partitions, and how each is read.   splits: the rows of each.   only: the partition that is
-    the only one, if one is.
+    source: opens the same dataset from any working folder.   name: for display.
+    rule: how its splits were made, in one phrase.   ids: a digest of all rows' ids, in order.
+    parts, readings: its partitions, and how each is read.   splits: the rows of each.   only: the name of the only
+    partition, None if there are several.
     """
 
     source: DatasetSource
@@ -71,12 +71,12 @@ class Dataset:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether its files have a URI, so that every machine can read them."""
+        """Return whether its files are at a URI, so that every machine can read them."""
         return "://" in self.source.dataset
 
     @property
     def streamed(self) -> bool:
-        """Return whether some partition is read from its first row on, whichever are wanted."""
+        """Return whether some partition can only be read from its first row on."""
         return any(part.streamed for part in self.parts.values())
 
     @property
@@ -86,7 +86,7 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash that changes when files, their sizes or row counts, columns, seed or rule do; not with their path."""
+        """A hash that changes with the files' names, sizes or rows, columns, seed or rule; not with their path."""
         parts = {name: part.identity for name, part in self.parts.items()}
         readings = {name: [reading.benchmark, dict(reading.own)] for name, reading in self.readings.items()}
         names = [list(self.source.names)] if self.source.names else []
@@ -94,11 +94,11 @@ class Dataset:
         return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()[:16]
 
     def blocks(self, split: str, rows: int, done: Container[int] = frozenset()) -> Iterator[tuple[int, InputBlock]]:
-        """Yield a split's rows in the order of the files, in numbered blocks of at most so many, the same every time.
+        """Yield a split's rows in the order of the files, in numbered blocks of at most `rows` rows, always the same.
 
-        A block whose number is in `done` is left out, and what only it needs is not read. The split `all` is every
-        row of a dataset that has one partition.
-        Raises ConfigError for an unknown split; DataError naming file and row where something cannot be read.
+        Blocks whose numbers are in `done` are left out and, where possible, not read. The split `all` has all rows
+        of a dataset with a single partition.
+        Raises ConfigError for an unknown split; DataError naming file and row if something cannot be read.
         """
         whole = {} if self.only is None else {"all": SplitRows(self.only, np.arange(self.parts[self.only].n_rows))}
         splits = {**self.splits, **whole}
@@ -117,10 +117,10 @@ class Dataset:
 
 
 def open_dataset(source: DatasetSource) -> Dataset:
-    """Open a dataset: find its partitions, split them by the paper's rule or by what there is, check the ids.
+    """Open a dataset: find its partitions, split them by the paper's or a general rule, check the ids.
 
-    Raises DataError, in one line, for what is unreadable, missing or contradictory in the files; ConfigError for
-    an unknown name or column and where a library is missing.
+    Raises DataError, in one line, if files are unreadable, missing or inconsistent; ConfigError for an unknown name or
+    column and for a missing library.
     """
     with readable(source.dataset):
         return _opened(source, find_dataset(source.dataset))
@@ -131,7 +131,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     parts = {name: (typed(found.openers[name]) if source.tabular else found.openers[name])() for name in names}
     for part in parts.values():
         if part.n_rows == 0:
-            raise DataError(f"{part.source} holds no rows")
+            raise DataError(f"{part.source} has no rows")
     benchmark = found.benchmark
     readings = {
         name: find_features(part, source.columns, source.names)
@@ -140,7 +140,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
         for name, part in parts.items()
     }
     if len({reading.task for reading in readings.values()}) > 1:
-        raise DataError(f"{found.name}: the partitions {' and '.join(names)} are of different tasks")
+        raise DataError(f"{found.name}: the partitions {' and '.join(names)} have different tasks")
     return Dataset(
         replace(source, dataset=found.dataset),
         name=found.name,
@@ -154,7 +154,7 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
 
 
 def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
-    """Return the rule and the partitions that it takes rows from."""
+    """Return the split rule and the partitions that it uses."""
     there, benchmark = tuple(found.openers), found.benchmark
     alone = len(there) == 1
     rule = benchmark.rule
@@ -168,7 +168,7 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
         return rule, needed
     remedy = f"give {found.name}=PATH, a folder that has all of them"
     if "=" in found.dataset:
-        remedy = f"add it, or give the path alone for {'a 25/25/50 cut' if alone else 'what there is'}"
+        remedy = f"add it, or give only the path for {'a 25/25/50 cut' if alone else 'the partitions that exist'}"
     raise DataError(
         f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.where} has no {missing} "
         f"(it has {', '.join(there) or 'none'}); {remedy}"
@@ -176,7 +176,7 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
 
 
 def _unique_ids(part: Rows, reading: Reading) -> str:
-    """Return the digest of a partition's ids. Raises DataError where one is null or is a duplicate."""
+    """Return the digest of a partition's ids. Raises DataError if one is null or a duplicate."""
     if "example_id" not in reading.own:
         return ids_digest([])
     own = reading.own["example_id"]
@@ -187,7 +187,7 @@ def _unique_ids(part: Rows, reading: Reading) -> str:
         example = counts.field(0)[pc.index(pc.greater(counts.field(1), 1), True).as_py()]
         first, second = np.flatnonzero(pc.equal(ids, example).to_numpy())[:2]
         raise DataError(
-            f"{part.name_of(int(second))}: example id {example.as_py()!r} is a duplicate of that at "
-            f"{part.name_of(int(first))}; leave one, or name a column of other ids with --columns example_id=NAME"
+            f"{part.name_of(int(second))}: example id {example.as_py()!r} is a duplicate of "
+            f"{part.name_of(int(first))}; remove one, or name a column with unique ids with --columns example_id=NAME"
         )
     return ids_digest(ids.to_pylist())

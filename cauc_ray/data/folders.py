@@ -1,4 +1,4 @@
-"""What lies at a path: the partitions of a dataset, by the names of its files and folders."""
+"""The partitions of a dataset at a path, found by the names of its files and folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cauc_ray.errors import DataError
 from cauc_ray.files.listing import files_below, visible
 from cauc_ray.files.paths import AnyPath, RemotePath, readable
 
-# Partitions are opened one by one, where a rule takes rows from them: a train set may be large.
+# Partitions are opened one by one, when a rule needs them: a train set may be large.
 Openers: TypeAlias = dict[str, Callable[[], Rows]]
 
 _PARTITIONS = {"train", "validation", "val", "valid", "test", "dev", "calibration"}
@@ -26,8 +26,9 @@ _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<total>\d{5})(-[0-9a
 def find_partitions(path: AnyPath) -> Openers:
     """Find the partitions at a path: one file; a folder of tables; a folder of images, a subfolder for each class.
 
-    In a folder of tables each file's stem or subfolder names a partition; above class folders, a folder does.
-    A lone subfolder that names no partition is looked into. Raises DataError where nothing fits or much does.
+    In a folder of tables, each file's stem or subfolder names a partition; with images, the folder above the class
+    folders does. A single subfolder whose name is not a partition is searched. Raises DataError if nothing matches or
+    the match is ambiguous.
     """
     with readable(path):
         if not path.is_file():
@@ -40,8 +41,8 @@ def find_partitions(path: AnyPath) -> Openers:
 def wilds_partitions(path: AnyPath) -> Openers:
     """Find the partitions of a WILDS folder of images: metadata.csv (split, filename, y) and train/ with all images.
 
-    Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. A folder without such a file is read
-    as find_partitions does.
+    Of its five splits, `val` is validation, `id_test` test-id and `test` test-ood. A folder without metadata.csv is
+    read as find_partitions does.
     """
     folders = [path, *(_visible_folders(path) if path.is_dir() else [])]
     folder = next((folder for folder in folders if (folder / "metadata.csv").is_file()), None)
@@ -60,7 +61,7 @@ def wilds_partitions(path: AnyPath) -> Openers:
         for number, name, label in own:
             if not name or not label or not label.isdecimal():
                 named = f"filename {name!r} and y {label!r}"
-                raise DataError(f"{file}, row {number}: {named} do not name an image and a class")
+                raise DataError(f"{file}, row {number}: {named} are not an image's path and a class")
         if own:
             names, labels = [name for _, name, _ in own], [int(label) for _, _, label in own]
             found[ours] = partial(ImageRows, folder / "train", names, labels, f"{file} ({theirs})")
@@ -78,13 +79,13 @@ def _in_folder(folder: AnyPath) -> Openers:
 
     if any(is_image(file) for file in files) or (classes and all(sub.name.lower() in _PARTITIONS for sub in classes)):
         where = folder if not classes else classes[0]
-        raise DataError(f"{where} holds images directly; put each into a folder of its class, whose name is the label")
+        raise DataError(f"{where} contains images directly; put each into a folder named after its class")
     sorts = [found[0] for found in (tables + table_folders, classes, above_classes) if found]
     if not sorts:
-        raise DataError(f"{folder} holds no .parquet, .jsonl or .csv files and no folders of images")
+        raise DataError(f"{folder} has no .parquet, .jsonl or .csv files and no folders of images")
     if len(sorts) > 1:
         raise DataError(
-            f"{folder} is mixed: {sorts[0].name} and {sorts[1].name} hold different kinds of data; give one of them"
+            f"{folder} is mixed: {sorts[0].name} and {sorts[1].name} have different kinds of data; give one of them"
         )
     if classes:
         name = (folder if isinstance(folder, RemotePath) else folder.resolve()).name
@@ -119,21 +120,21 @@ def typed(opener: Callable[[], Rows]) -> Callable[[], Rows]:
 
 
 def _by_name(paths: Iterable[AnyPath]) -> dict[str, list[AnyPath]]:
-    """Group files and folders by the partition that they are of: one of each name, or all of a file's shards."""
+    """Group files and folders by partition: one file or folder of each name, or all shards of a file."""
     named: dict[str, list[AnyPath]] = {}
     for path in paths:
         named.setdefault(_stem(path), []).append(path)
     for name, group in named.items():
         shards = [match for match in (_SHARD.fullmatch(path.stem) for path in group) if match]
         if len(group) > max(len(shards), 1):
-            raise DataError(f"{group[0]} and {group[1].name} are both the partition {name!r}; leave one of them")
+            raise DataError(f"{group[0]} and {group[1].name} are both named as partition {name!r}; remove one of them")
         if shards and len(group) != int(shards[0]["total"]):
             raise DataError(f"{group[0].parent} has {len(group)} of the {int(shards[0]['total'])} files of {name!r}")
     return named
 
 
 def _of_images(folders: dict[str, AnyPath]) -> Openers:
-    # A class keeps its number in partitions where it has no images.
+    # Classes have the same numbers in all partitions, even in those without images of a class.
     classes = sorted({sub.name for folder in folders.values() for sub in _visible_folders(folder)})
     numbers = {name: number for number, name in enumerate(classes)}
     return {name: partial(_open_images, folder, numbers) for name, folder in folders.items()}
@@ -145,9 +146,9 @@ def _open_images(folder: AnyPath, numbers: dict[str, int]) -> Rows:
 
 
 def _kind(folder: AnyPath, seen: set[str]) -> str | None:
-    """Return what a folder holds first: "images", "tables", or "deeper images" below its subfolders.
+    """Return the kind of a folder: "images", "tables", or "deeper images" if its subfolders have images.
 
-    seen: real paths of the folders that were looked into, which grow; what a link leads to again holds nothing new.
+    seen: real paths of the folders visited so far, which this function adds to, so that links form no cycles.
     """
     if (real := _real(folder)) in seen:
         return None
@@ -162,7 +163,7 @@ def _kind(folder: AnyPath, seen: set[str]) -> str | None:
 
 
 def _real(folder: AnyPath) -> str:
-    """Return where a folder really is, whatever links lead there."""
+    """Return a folder's real path, with links resolved."""
     return str(folder) if isinstance(folder, RemotePath) else os.path.realpath(folder)
 
 
@@ -171,7 +172,7 @@ def _visible_folders(folder: AnyPath) -> list[AnyPath]:
 
 
 def _stem(path: AnyPath) -> str:
-    """Return the partition that a file or folder is named after: `val-00000-of-00002.parquet` is of validation."""
+    """Return the partition that a file or folder is named after: validation for `val-00000-of-00002.parquet`."""
     stem = path.name if path.is_dir() else path.stem
     shard = _SHARD.fullmatch(stem)
     return _canonical(shard["name"] if shard else stem)

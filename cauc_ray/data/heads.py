@@ -1,4 +1,4 @@
-"""Rows of several files joined into a model's, and rows of several models into a chain's."""
+"""Joins of rows without logits: several files of a model, and several models of a chain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.numbers.types import Bools, Ints
 
 
 def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
-    """Read all columns but the logits of a model's files. Raises DataError, which may begin with where."""
+    """Read all columns but the logits of a model's files. Raises DataError, which may be prefixed with where."""
     heads = [head_of(*read_seen(file, ("example_id", "label", "cost")), model) for file in files]
     return joined_head(heads, where)
 
@@ -25,7 +25,7 @@ def read_head(files: Sequence[AnyPath], model: str, where: str) -> ModelHead:
 def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
     """Return the rows of several files in order of example_id.
 
-    Raises DataError, which begins with where, for an empty split, an id that is a duplicate, costs in some files only.
+    Raises DataError, prefixed with where, for an empty split, a duplicate id, or costs in only some of the files.
     """
     ids = pa.chunked_array([head.example_ids for head in heads], type=pa.string()).combine_chunks()
     if len(ids) == 0:
@@ -51,9 +51,9 @@ def joined_head(heads: Sequence[ModelHead], where: str) -> ModelHead:
 
 
 def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelHead]) -> Ints:
-    """Return the labels that models' rows have together, int32 (N,).
+    """Return the labels that the models' rows agree on, int32 (N,).
 
-    Raises DataError naming an example that one model lacks, or that two models have different labels for.
+    Raises DataError naming an example that a model lacks, or for which two models have different labels.
     """
     first = rows[0]
     labels = first.labels.copy()
@@ -63,7 +63,7 @@ def joined_labels(source: str, models: Sequence[str], rows: Sequence[ModelHead])
         if differ.any():
             row = int(differ.argmax())
             raise DataError(
-                f"{source}: example {first.example_ids[row].as_py()!r} has {labels[row]} as label for model "
+                f"{source}: example {first.example_ids[row].as_py()!r} has label {labels[row]} for model "
                 f"{models[0]!r} and {own.labels[row]} for model {model!r}"
             )
         labels = np.where(labels == UNKNOWN_LABEL, own.labels, labels)
@@ -82,17 +82,17 @@ def _require_same_ids(source: str, first: str, expected: ModelHead, model: str, 
             example = a[pc.index(missing, True).as_py()].as_py()
             raise DataError(
                 f"{source}: example {example!r} of model {has!r} is missing from model {lacks!r} "
-                f"({pc.sum(missing).as_py()} such)"
+                f"({pc.sum(missing).as_py()} in all)"
             )
 
 
 def unfit_row(
     models: Sequence[str], n_options: Sequence[Ints], part: ChainPart, *, gaps: bool
 ) -> tuple[int, str] | None:
-    """Return the lowest rank of a row that cannot be used, and why; None where all can.
+    """Return the lowest rank of a row that cannot be used, and why; None if there is none.
 
-    Such a row has other options in one model than in the first, or none that all models leave possible: nothing could
-    be fused.   n_options: int (n,), of each model.   gaps: whether some row of some model has a logit of -inf.
+    Such a row has another number of options in one model than in the first, or shares no possible option among all
+    models.   n_options: int (n,), of each model.   gaps: whether some row of some model has a logit of -inf.
     """
     found, first = [], n_options[0]
     for model, own in zip(models[1:], n_options[1:], strict=True):
@@ -104,5 +104,5 @@ def unfit_row(
     for block in part.blocks() if gaps else ():
         shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits]).any(axis=1)
         if not shared.all():
-            found.append((int(part.ranks[block][~shared].min()), "has no option that all models leave possible"))
+            found.append((int(part.ranks[block][~shared].min()), "has no option that is possible for all models"))
     return min(found, default=None)

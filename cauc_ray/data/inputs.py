@@ -21,46 +21,46 @@ from cauc_ray.numbers.types import Ints
 
 # The column that names rows.
 ID = "example_id"
-# Files of which a block takes longer are taken to hang.
+# Reading is considered hung if a block takes longer.
 DEADLINE_S = 600.0
 
 
 class RunInput(Protocol):
-    """What a run reads its rows from."""
+    """The input of a run."""
 
     @property
     def path(self) -> AnyPath:
-        """Where the rows come from, for people."""
+        """Where the rows come from, for display."""
 
     @property
     def columns(self) -> Sequence[str] | None:
-        """The columns that there are; None where they are unknown until they are read."""
+        """The columns; None if they are unknown until they are read."""
 
     @property
     def n_rows(self) -> int | None:
-        """How many rows there are; None where that is unknown until they are read."""
+        """The number of rows; None if it is unknown until they are read."""
 
     @property
     def row_bytes(self) -> float:
-        """A row's mean size in bytes, uncompressed; 0 where it is unknown."""
+        """A row's mean size in bytes, uncompressed; 0 if unknown."""
 
     @property
     def identity(self) -> dict[str, int]:
-        """Rows by a text that changes when what is read does: what a resumed run compares."""
+        """Numbers of rows by a text that changes with the content; a resumed run compares it."""
 
     def source(self, block_rows: int, columns: frozenset[str] | None = None) -> BlockSource:
-        """Return the blocks of at most so many rows.   columns: those that are read if they are there, None for all."""
+        """Return blocks of at most `block_rows` rows.   columns: those to read if they exist, None for all."""
 
 
 def open_input(path: str | AnyPath, names: Sequence[str] | None = None) -> RunInput:
-    """Open a run's input by its path or URI: one file, or all of one kind in a folder and below.
+    """Open a run's input by its path or URI: one file, or all files of one kind in a folder and its subfolders.
 
-    names: of the options, by which a column of labels may call them.
+    names: of the options, which the column of labels may use.
 
-    In a folder these are Parquet files if there are any, else images, else CSV or JSONL files. Of tables the identity
-    is the rows by file, named relative to the folder; of images, all names and sizes. CSV and JSONL are read through,
-    once, to count the rows and to find the types. Raises DataError, in one line, where there is nothing of the kind,
-    and for files that are unreadable or do not fit together.
+    In a folder these are Parquet files if there are any, else images, else CSV or JSONL files. The identity of tables
+    is the number of rows by file, named relative to the folder; that of images is all names and sizes. CSV and JSONL
+    files are read once to count rows and to find types. Raises DataError, in one line, if no such file exists, and for
+    files that are unreadable or inconsistent.
 
     >>> open_input("absent.parquet")
     Traceback (most recent call last):
@@ -71,7 +71,7 @@ def open_input(path: str | AnyPath, names: Sequence[str] | None = None) -> RunIn
         if not path.is_dir():
             alone = path.is_file() and is_image(path)
             return _images(path, path.parent, [path]) if alone else _tables(path, parquet_files(path), names)
-        # Links to folders are not followed: they may form a cycle, or lead, as in /proc, to the whole machine.
+        # Links to folders are not followed: they may form cycles, or, as in /proc, lead to all of the machine.
         files = list(files_below(path))
         images = list(filter(is_image, files))
         texts = [] if images else [file for file in files if file.suffix.lower() in TABLES]
@@ -87,12 +87,12 @@ def open_input(path: str | AnyPath, names: Sequence[str] | None = None) -> RunIn
 def _tables(path: AnyPath, files: Sequence[AnyPath], labels: Sequence[str] | None) -> FileInput:
     require_one_format(files)
     rows = open_tables(list(map(absolute, files)), ID)
-    rows.schema(rows.columns)  # whose columns must fit together
+    rows.schema(rows.columns)  # raises if the files' columns are inconsistent
     if rows.n_rows == 0:
-        raise DataError(f"{path} holds no rows")
+        raise DataError(f"{path} has no rows")
     names = [path_inside(file, path) or file.name for file in files]
     identity = dict(zip(names, np.diff(rows.starts).tolist(), strict=True))
-    # A group is cut after so many blocks, so that most blocks do not end before their time at a group's end.
+    # A group ends after at least this many blocks, since the last block of a group may be short.
     return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.ends, 8, labels)
 
 
@@ -100,7 +100,7 @@ def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInp
     rows = ImageRows(absolute(folder), sorted(path_inside(file, folder) for file in files))
     n, digest = rows.identity
     row_bytes = sum(size for size in rows.sizes if size > 0) / n
-    # Files cost alike wherever they are, so groups are small: several processes share even a small input.
+    # Reading files costs the same in any order, so groups are small and several processes share even a small input.
     return FileInput(path, n, row_bytes, {f"{n} images, {digest[:16]}": n}, rows, np.arange(1, n + 1), 4)
 
 
@@ -108,7 +108,7 @@ def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInp
 class FileInput:
     """Files as a run's input.
 
-    ends: int64, the rows after which a group of blocks may end.   group_blocks: how many a group has at least.
+    ends: int64, the numbers of rows after which a group may end.   group_blocks: the least blocks in a group.
     labels: names of the options, by which a column of labels may call them.
     """
 
@@ -123,16 +123,16 @@ class FileInput:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The columns that there are."""
+        """The columns."""
         return self.rows.columns
 
     @property
     def ids(self) -> str | None:
-        """The column that names the rows, None where there is none: then their numbers do."""
+        """The column of example ids, None if rows are named by their numbers."""
         return next((name for name in (ID, "id") if name in self.columns), None)
 
     def source(self, block_rows: int, columns: frozenset[str] | None = None) -> FileBlocks:
-        """Return the blocks of at most so many rows; files are opened again where they are read."""
+        """Return blocks of at most `block_rows` rows; the process that reads them opens the files again."""
         starts, firsts = [0], [0]
         while starts[-1] < self.n_rows:
             end = int(np.searchsorted(self.ends, starts[-1] + self.group_blocks * block_rows))
@@ -144,10 +144,10 @@ class FileInput:
 
 @dataclass(frozen=True, slots=True)
 class FileBlocks:
-    """Blocks of files; plain.
+    """Blocks of files; picklable.
 
-    columns: those that are read.   starts: the first row of each group, and the number of all rows.   firsts: the
-    number of each group's first block, and of all blocks.
+    columns: those to read.   starts: each group's first row, then the number of all rows.   firsts: the number of each
+    group's first block, then the number of all blocks.
     """
 
     files: FileInput
@@ -174,16 +174,16 @@ class FileBlocks:
 
     @property
     def n_groups(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self.starts) - 1
 
     def blocks(self, group: int, seen: Collection[int] = ()) -> Iterator[tuple[int, InputBlock]]:
-        """Yield a group's blocks, read as a stream; of seen ones before and after the others, only the ids are read."""
+        """Yield a group's blocks, read as a stream; for seen blocks at its start and end, only the ids are read."""
         numbers = range(self.firsts[group], self.firsts[group + 1])
         wanted = [number for number in numbers if number not in seen]
 
         def columns(number: int) -> tuple[str, ...]:
-            # To leave columns out before what is wanted would have a file that is streamed read twice.
+            # A streamed file would be read twice if the blocks before were read with fewer columns.
             among = bool(wanted) and (self.rows.streamed or wanted[0] <= number <= wanted[-1])
             return self.columns if among else () if self.files.ids is None else (self.files.ids,)
 
@@ -216,20 +216,20 @@ class FileBlocks:
                 yield number, table_block(table, self.rows.name_of, start, self.files.labels)
 
     def _ids(self, table: pa.Table, start: int, end: int) -> pa.ChunkedArray:
-        """Return what names the rows of a table, whose numbers are given."""
+        """Return the ids of a table's rows from start to end."""
         if self.files.ids is not None:
             return table.column(self.files.ids)
         return pa.chunked_array([self._names(start, end)], pa.string())
 
     def _names(self, start: int, end: int) -> list[str]:
-        """Name rows that have no ids: by their numbers, with the file's name where there are several."""
+        """Return ids for rows without ids: their numbers, prefixed with the file's name if there are several files."""
         assert isinstance(self.rows, TableRows)
         names = list(self.files.identity)
         located = map(self.rows.locate, range(start, end))
         return [str(row) if len(names) == 1 else f"{names[file]}:{row}" for file, row in located]
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
-        """Name the rows of a block that cannot be read: by ids where these can be, else by file and row."""
+        """Return a block that cannot be read, with its ids if these can be read, else named by file and row."""
         assert isinstance(self.rows, TableRows)
         ids: list[str] = []
         names = list(self.files.identity)

@@ -28,18 +28,18 @@ from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats
 
-# LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, and why.
+# LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
 FAILED = "failed"
-# What is declared of a table's logits: one kind of all models, or kinds by model.
+# The declared kind of a table's logits: one for all models, or by model.
 LogitKinds: TypeAlias = str | Mapping[str, str] | None
-# What calls cost: of each model of a chain; each call's own where a table has them, else pool.json's ("per-call");
-# pool.json's ("per-model"); None, as "per-call" where a table has any.
+# Costs of calls: one number for each model of a chain; "per-call" for each call's own cost where the table has them,
+# else pool.json's; "per-model" for pool.json's; None for "per-call" if the table has any.
 CallCosts: TypeAlias = Sequence[float] | Literal["per-call", "per-model"] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ChainHeads:
-    """A chain on a split without its logits.   known: the arguments of a Chain.   heads: of each model."""
+    """A chain on a split without its logits.   known: the arguments of a Chain.   heads: each model's rows."""
 
     known: dict[str, Any]
     heads: tuple[ModelHead, ...]
@@ -54,8 +54,8 @@ _Rows = TypeVar("_Rows", bound=ModelHead)
 class LogitTable:
     """A folder of logit tables, opened by its path.
 
-    models: those that it has rows of, by name.   info: what its pool.json declares, None where there is none.
-    kinds: of each model's logits: as given, as pool.json declares it, else raw.
+    models: the names of the models with rows.   info: its pool.json, None without one.   kinds: of each model's logits:
+    as given, else as declared in pool.json, else raw.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class LogitTable:
         *,
         undeclared: Mapping[str, LogitKind] = MappingProxyType({}),
     ) -> None:
-        """Open a table. Raises DataError where there is none or its pool.json is malformed.
+        """Open a table. Raises DataError if there is none or its pool.json is malformed.
 
-        logit_kind: of all models or by model, which counts before what pool.json declares.   undeclared: of models
-        whose kind neither declares; the rest hold raw logits.
+        logit_kind: of all models or by model, takes precedence over pool.json.   undeclared: the kind of models for
+        which neither declares one; by default raw.
         """
         self.path = path_of(path)
         if not self.path.is_dir():
-            raise DataError(f"there is no logit table at {self.path}: not a folder")
+            raise DataError(f"there is no logit table at {self.path}: it is not a folder")
         self.models = hive_values(self.path, "model")
         if not self.models:
             raise DataError(f"{self.path} is not a logit table: it has no folders model=<name>")
@@ -83,11 +83,11 @@ class LogitTable:
 
     @property
     def declared_costs(self) -> dict[str, float]:
-        """Return the cost of a call of each model as pool.json has it, nothing where there is none."""
+        """Return the cost of each model's call from pool.json, empty without one."""
         return self.info.costs if self.info else {}
 
     def read_failed(self, model: str, split: str) -> pa.Array:
-        """Return the ids of the rows of a split that a model could not answer, str (n,)."""
+        """Return the ids of a split's rows that a model could not answer, str (n,)."""
         folder = self.path / FAILED / f"model={model}" / f"split={split}"
         if not folder.is_dir():
             return pa.array([], pa.string())
@@ -101,10 +101,10 @@ class LogitTable:
     def read_model(self, model: str, split: str, *, as_stored: bool = False) -> ModelRows:
         """Read one model's rows of one split.
 
-        as_stored: leave masks and probabilities as they are, as a model that answers from the table does.
+        as_stored: leave masks and probabilities unchanged, as needed for a model that answers from the table.
         Raises DataError, naming file, model and example, for NaN or +inf, a duplicate id, a label outside the
-        row's options, a row without options, an empty split, a wrong column type or an unreadable file; and for rows
-        that are probabilities, or are not, other than declared.
+        row's options, a row without options, an empty split, a wrong column type or an unreadable file; and for
+        probabilities that are not declared, or declared ones that are none.
         """
         where = f"{self.path}: model {model!r}, split {split!r}"
         files = self._files(model, split)
@@ -119,7 +119,7 @@ class LogitTable:
         return head.with_logits(logits if in_order else logits[head.positions], n_options, sums)
 
     def read_head(self, model: str, split: str) -> ModelHead:
-        """Read one model's rows of one split but the logits. Raises DataError as read_model does."""
+        """Read one model's rows of one split without logits. Raises DataError as read_model does."""
         return read_head(self._files(model, split), model, f"{self.path}: model {model!r}, split {split!r}")
 
     def _files(self, model: str, split: str) -> list[AnyPath]:
@@ -131,10 +131,10 @@ class LogitTable:
     def read_chain(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainLogits:
         """Read a chain of models on one split, joined on example_id.
 
-        costs: of calls, of each model in the order of models or as the table has them; see CallCosts.
-        Examples on record as failed for some model of the chain are left out, with a CaucWarning that counts them.
-        Raises DataError as read_model does, and when the models' ids, lengths or labels disagree or no
-        costs are to be had; ConfigError when costs and models differ in number or a model is a duplicate.
+        costs: of calls, for each model in the order of models or from the table; see CallCosts.
+        Examples recorded as failed for some model of the chain are left out, with a CaucWarning that counts them.
+        Raises DataError as read_model does, and if the models' ids, lengths or labels disagree or costs are unknown;
+        ConfigError if the numbers of costs and models differ or a model is a duplicate.
         """
         known, tables = self._read_joined(models, split, self.read_model, costs)
         width = max(t.logits.shape[1] for t in tables)
@@ -145,21 +145,21 @@ class LogitTable:
         return ChainLogits(logits=logits, **known)
 
     def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
-        """Read a chain as read_chain does, but for the logits, which stay where they are. Raises as it does."""
+        """Read a chain as read_chain does, without its logits. Raises as read_chain does."""
         known, heads = self._read_joined(models, split, self.read_head, costs)
         return ChainHeads(known, tuple(heads))
 
     def _read_joined(
         self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows], costs: CallCosts
     ) -> tuple[dict[str, Any], list[_Rows]]:
-        """Return the arguments of a Chain but for its logits, and each model's rows of the examples of all."""
+        """Return the arguments of a Chain except its logits, and each model's rows of the common examples."""
         if not models:
             raise ConfigError("a chain needs at least one model")
         twice = next((m for m in models if list(models).count(m) > 1), None)
         if twice is not None:
             raise ConfigError(f"model {twice!r} is a duplicate in the chain")
         if costs is not None and not isinstance(costs, str) and len(costs) != len(models):
-            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one for each, in their order")
+            raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
         tables = self._answered_by_all(models, split, read)
         source = f"{self.path}, split {split!r}"
         labels = joined_labels(source, models, tables)
@@ -177,7 +177,7 @@ class LogitTable:
         }, tables
 
     def _answered_by_all(self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows]) -> list[_Rows]:
-        """Read each model's rows without the examples that another one failed on."""
+        """Read each model's rows without the examples on which another model failed."""
         tables = [read(model, split) for model in models]
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
         if not len(failed):
@@ -188,22 +188,22 @@ class LogitTable:
             raise DataError(f"{self.path}, split {split!r}: no example was answered by all of {', '.join(models)}")
         if n_lost:
             warnings.warn(
-                f"{self.path}, split {split!r}: {len(failed):,} examples that some model of the chain failed on are "
-                "left out (see failed/)",
+                f"{self.path}, split {split!r}: {len(failed):,} examples are left out because some model of the chain "
+                "failed on them (see failed/)",
                 CaucWarning,
                 stacklevel=4,
             )
         return kept
 
     def _costs(self, models: Sequence[str], costs: CallCosts, own: Sequence[Floats | None], n: int) -> Costs:
-        """Return the costs of n examples' calls.   own: of each model's calls, where its table has them."""
+        """Return the costs of n examples' calls.   own: of each model's calls, if its table has them."""
         unit = self.info.cost_unit if self.info else UNNAMED_UNIT
         if not isinstance(costs, str):
             return Costs(unit, np.array(costs, dtype=np.float64))
         if self.info is None:
             raise DataError(
-                f"{self.path} has no pool.json with the cost of a call of each model; "
-                "give --costs, one number for each of --models"
+                f"{self.path} has no pool.json with the cost of each model's call; "
+                "give --costs, one number for each model of --models"
             )
         columns: list[Floats] = []
         for model, calls in zip(models, own, strict=True):
@@ -228,7 +228,7 @@ def model_kinds(
 ) -> dict[str, LogitKind]:
     """Return the kind of each model's logits: as given, as declared, else raw.
 
-    Raises ConfigError where an unknown model or kind is given.
+    Raises ConfigError for an unknown model or kind.
     """
     kinds = dict.fromkeys(models, given) if isinstance(given, str) else dict(given or {})
     for model, kind in kinds.items():
@@ -240,7 +240,7 @@ def model_kinds(
 
 
 def require_fit_rows(known: Mapping[str, Any], unfit: Iterable[tuple[int, str] | None]) -> None:
-    """Raise DataError for the first row that cannot be used.   known: of the chain.   unfit: as unfit_row has them."""
+    """Raise DataError for the first row that cannot be used.   known: of the chain.   unfit: results of unfit_row."""
     row = min((each for each in unfit if each is not None), default=None)
     if row is not None:
         raise DataError(f"{known['source']}: example {known['example_ids'][row[0]]!r} {row[1]}")

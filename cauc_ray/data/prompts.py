@@ -1,7 +1,7 @@
-"""The prompts of multiple-choice questions, one place for all tasks and models.
+"""The prompts of multiple-choice questions, for all tasks and models.
 
-Two renderings: with lettered options, for models that answer with a letter; and without, for models whose
-likelihood of each option's text is compared.
+There are two formats: with lettered options, for models that answer with a letter; and without options, for models
+that are compared by their likelihood of each option's text.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# What options are called; a single token each in the vocabularies that models use.
+# The names of options; each is a single token in the vocabularies of common models.
 LETTERS = string.ascii_uppercase + string.ascii_lowercase
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A multiple-choice question.   task: whose prompt it gets, "" for the general one."""
+    """A multiple-choice question.   task: selects the prompt, "" for the general one."""
 
     question: str
     choices: tuple[str, ...]
@@ -27,7 +27,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """How a task's questions are written: templates of what comes before the options."""
+    """The templates of a task's prompt before its options."""
 
     intro: str = ""
     context: str = "{context}\n"

@@ -1,4 +1,4 @@
-"""What is known of the queries themselves: their embeddings in a logit table, their texts in a file next to it."""
+"""Data on the queries themselves: their embeddings in a logit table, their texts in a separate file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.numbers.types import Floats
 
 
 def encoders(logits: AnyPath) -> list[str]:
-    """Return the names of the encoders whose embeddings a logit table has."""
+    """Return the names of the encoders with embeddings in a logit table."""
     return hive_values(logits, "embedding")
 
 
@@ -25,15 +25,16 @@ def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequ
     """Return the embeddings of examples of a split, float32 (N, d), in the order of their ids.
 
     Raises ConfigError for an encoder that the table does not have; DataError, naming the encoder and the example,
-    where one is missing, is a duplicate, is of another length than the others, or holds a number that is not finite.
+    if one is missing, duplicate, of another length than the others, or not finite.
     """
     known = encoders(logits)
     if encoder not in known:
-        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; cauc collect --embedding makes them")
+        remedy = "compute embeddings with cauc collect --embedding"
+        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; {remedy}")
     folder = logits / f"embedding={encoder}" / f"split={split}"
     where = f"{logits}: encoder {encoder!r}, split {split!r}"
     if not folder.is_dir():
-        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it, too")
+        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it")
     ids, lists = _read_column(parquet_files(folder), "embedding", pa.large_list(pa.float32()))
     vectors = lists.take(_positions(ids, example_ids, where)).combine_chunks()
     lengths = pc.list_value_length(vectors).fill_null(0).to_numpy(zero_copy_only=False)
@@ -46,7 +47,7 @@ def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequ
     values: Floats = vectors.flatten().to_numpy(zero_copy_only=False).reshape(len(vectors), lengths[0])
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
     if len(bad):
-        raise DataError(f"{where}: example {example_ids[bad[0]]!r} has a number that is not finite")
+        raise DataError(f"{where}: the embedding of example {example_ids[bad[0]]!r} is not finite")
     return values
 
 
@@ -54,12 +55,12 @@ class Texts:
     """The texts of queries by example_id, from a Parquet file or folder."""
 
     def __init__(self, path: str | AnyPath, column: str) -> None:
-        """Read them. Raises DataError where the file, or a column example_id or that of the texts, is missing."""
+        """Read them. Raises DataError if the file, its column example_id or its column of texts is missing."""
         self._where = f"{path}, column {column!r}"
         self._ids, self._texts = _read_column(parquet_files(path_of(path)), column, pa.string())
 
     def of(self, example_ids: Sequence[str]) -> tuple[str, ...]:
-        """Return the texts of examples. Raises DataError naming one that has none, or several."""
+        """Return the texts of examples. Raises DataError naming one without a text, or with several."""
         found = self._texts.take(_positions(self._ids, example_ids, self._where))
         if found.null_count:
             example = example_ids[pc.index(found.is_null(), True).as_py()]
@@ -68,25 +69,25 @@ class Texts:
 
 
 def _read_column(files: Iterable[AnyPath], name: str, kind: pa.DataType) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """Return the ids and one column of files. Raises DataError where a column is missing or of another type."""
+    """Return the ids and one column of files. Raises DataError if a column is missing or has another type."""
     ids, values = [], []
     for file in files:
         table = read_parquet(file)
         missing = next((each for each in ("example_id", name) if each not in table.column_names), None)
         if missing is not None:
-            raise DataError(f"{file}: no column {missing!r}; it has {', '.join(table.column_names)}")
+            raise DataError(f"{file}: column {missing!r} is missing; the file has {', '.join(table.column_names)}")
         ids.append(typed_column(table, "example_id", pa.string(), str(file)))
         values.append(typed_column(table, name, kind, str(file)))
     return pa.chunked_array(ids, pa.string()), pa.chunked_array(values, kind)
 
 
 def _positions(ids: pa.ChunkedArray, wanted: Sequence[str], where: str) -> pa.Array:
-    """Return the positions of the wanted ids. Raises DataError naming one that is missing or is a duplicate."""
+    """Return the positions of the wanted ids. Raises DataError naming one that is missing or a duplicate."""
     asked = pa.array(wanted, pa.string())
     positions = pc.index_in(asked, value_set=ids)
     if positions.null_count:
         example = wanted[pc.index(positions.is_null(), True).as_py()]
-        raise DataError(f"{where}: example {example!r} is missing ({positions.null_count:,} such)")
+        raise DataError(f"{where}: example {example!r} is missing ({positions.null_count:,} in all)")
     rows = ids.filter(pc.is_in(ids, value_set=asked))
     if len(rows) > len(asked):
         counts = pc.value_counts(rows.combine_chunks())

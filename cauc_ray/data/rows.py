@@ -1,4 +1,4 @@
-"""Numbered rows, of which only some are read: tables in Parquet, JSONL and CSV, images, and splits of the hub."""
+"""Random access to numbered rows: tables in Parquet, JSONL and CSV, images, and splits of the hub."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 
 class Rows(Protocol):
-    """Numbered rows with named columns; plain, so that any process can read them.
+    """Numbered rows with named columns; picklable, so that any process can read them.
 
-    source: the file or folder, for errors.   columns: the names that the rows have there.   streamed: they are read
-    from the first one on, whichever are wanted.
+    source: the file or folder, for messages.   columns: the names of the columns there.   streamed: whether rows can
+    only be read from the first one on.
     """
 
     source: str
@@ -41,24 +41,24 @@ class Rows(Protocol):
 
     @property
     def identity(self) -> list[Any]:
-        """Values of JSON that change when the content does: names, sizes, row counts."""
+        """JSON values that change with the content: names, sizes, numbers of rows."""
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Yield these columns of the given rows, which rise, in tables of `size` rows; the last may be shorter.
+        """Yield these columns of the given rows, in ascending order, in tables of `size` rows; the last may be shorter.
 
-        Their types are plain: no dictionaries, no views. Raises DataError naming a file that cannot be read.
+        Types are plain: no dictionaries, no views. Raises DataError naming a file that cannot be read.
         """
 
     def name_of(self, row: int) -> str:
-        """Name a row's file and its number there."""
+        """Return a name for a row: its file and its number there."""
 
 
 @dataclass(frozen=True, slots=True)
 class _About:
-    """A file of a table as it was first seen.
+    """The state of a table's file when it was first opened.
 
-    group_rows: rows of each piece that can be read without what is before it.   n_bytes: of all rows, uncompressed.
-    digest: another one where the file was written anew.
+    group_rows: rows of each piece that can be read independently.   n_bytes: of all rows, uncompressed.
+    digest: changes if the file is rewritten.
     """
 
     schema: pa.Schema
@@ -68,18 +68,18 @@ class _About:
 
 
 class TableRows(ABC):
-    """Files of one table, which have the same columns.
+    """The files of one table, which have the same columns.
 
-    ends: int64 (G,), rows up to the end of each piece that can be read without what is before it.   n_bytes: of all
+    ends: int64 (G,), the number of rows up to the end of each piece that can be read independently.   n_bytes: of all
     rows, uncompressed.
     """
 
     streamed = False
 
     def __init__(self, files: Sequence[AnyPath], ids: str | None = None) -> None:
-        """Look at the files.   ids: a column that names every row, if it is there; None leaves cells of CSV as text.
+        """Open the files and check their columns.   ids: the column of ids, if it exists; None keeps CSV cells as text.
 
-        Raises DataError when a file is unreadable, or has columns other than the first or types that do not fit.
+        Raises DataError if a file is unreadable, or has other columns than the first file or incompatible types.
         """
         lengths: list[int] = []
         ends: list[int] = []
@@ -87,13 +87,13 @@ class TableRows(ABC):
         self._schemas: dict[pa.Schema, AnyPath] = {}
         self._digests: list[str] = []
         with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-            # Opening a remote file is waiting; local ones would take twice as long in threads.
+            # Opening a remote file is mostly waiting; local files would take twice as long in threads.
             each = pool.map if isinstance(files[0], RemotePath) else map
             for file, about in zip(files, each(partial(self._look, ids=ids), files), strict=True):
                 names = about.schema.names
                 first = next(iter(self._schemas), about.schema).names
                 if ids in names and pa.types.is_nested(about.schema.field(ids).type):
-                    raise DataError(f"{file}: column {ids!r} ({about.schema.field(ids).type}) holds no ids")
+                    raise DataError(f"{file}: column {ids!r} ({about.schema.field(ids).type}) cannot hold ids")
                 if sorted(names) != sorted(first):
                     raise DataError(f"{file} has the columns {', '.join(names)}, but {files[0]} has {', '.join(first)}")
                 self._schemas.setdefault(about.schema, file)
@@ -110,36 +110,36 @@ class TableRows(ABC):
 
     @property
     def identity(self) -> list[Any]:
-        """Return the files' names, sizes and rows."""
+        """Return the files' names, sizes and numbers of rows."""
         sizes = [_size(file) for file in self.files]
         names = [file.name for file in self.files]
         return [list(each) for each in zip(names, sizes, np.diff(self.starts).tolist(), strict=True)]
 
     def locate(self, row: int) -> tuple[int, int]:
-        """Return the number of a row's file, and the row's number there."""
+        """Return the index of a row's file, and the row's number there."""
         file = int(np.searchsorted(self.starts, row, side="right")) - 1
         return file, row - int(self.starts[file])
 
     def name_of(self, row: int) -> str:
-        """Name a row's file and its number there."""
+        """Return a name for a row: its file and its number there."""
         file, own = self.locate(row)
         return f"{self.files[file]}, row {own}"
 
     def schema(self, columns: Sequence[str]) -> pa.Schema:
-        """Return columns with the types that those of all files widen to. Raises DataError where there are none."""
+        """Return columns with types that fit all files. Raises DataError if there are none."""
         fitting = pa.schema([])
         for schema, file in self._schemas.items():
             own = pa.schema([schema.field(name) for name in columns])
             try:
                 fitting = pa.unify_schemas([fitting, own], promote_options="permissive")
             except pa.ArrowException as error:
-                raise DataError(f"{file} does not fit the files before it: {first_line(error)}") from error
+                raise DataError(f"{file} has other types than the files before it: {first_line(error)}") from error
         return fitting
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Read the wanted rows, a little at a time, from the nearest places before them from which that can be.
+        """Read the wanted rows in small pieces, each from the nearest preceding position that can be read directly.
 
-        Raises UnreadableError where a file cannot be opened or decoded, DataError where it was rewritten since.
+        Raises UnreadableError if a file cannot be opened or decoded, DataError if it was rewritten since it was opened.
         """
         held: list[pa.Table] = []
         n = 0
@@ -161,22 +161,22 @@ class TableRows(ABC):
                 try:
                     fitted = cast_table(table, schema)
                 except pa.ArrowException as error:
-                    raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
+                    raise DataError(f"{file} has other types than the other files: {first_line(error)}") from error
                 yield fitted
 
     @staticmethod
     @abstractmethod
     def _look(file: AnyPath, ids: str | None) -> _About:
-        """Look at a file. Raises DataError where it is unreadable, or some row's id is known to be null."""
+        """Return a file's state. Raises DataError if it is unreadable, or some row's id is known to be null."""
 
     @staticmethod
     @abstractmethod
     def _read(file: AnyPath, digest: str, rows: Ints, schema: pa.Schema, size: int) -> Iterator[pa.Table]:
-        """Yield some rows of a file, given by their numbers there, which rise; tables of any length."""
+        """Yield some rows of a file, given by their ascending numbers there, as tables of any length."""
 
 
 class ParquetRows(TableRows):
-    """Parquet files, of which only row groups are read that hold wanted rows."""
+    """Parquet files; only row groups with wanted rows are read."""
 
     @staticmethod
     def _look(file: AnyPath, ids: str | None) -> _About:
@@ -201,11 +201,10 @@ class ParquetRows(TableRows):
 
 
 class StreamedRows(TableRows):
-    """CSV and JSONL files, each read from its start on.
+    """CSV and JSONL files, each read from its start.
 
-    A file's columns have the types that all of its values have: of JSON, what they are, and text where they are of
-    several kinds; of CSV, whole numbers, numbers or text where ids are named, which are text. Where none are, all
-    cells are text, for a reader that knows what they mean.
+    A column's type fits all values of a file: for JSON their own type, or text if they have several; for CSV integers,
+    numbers or text if `ids` is given (ids are text). Without `ids`, all CSV cells are text, to be parsed by the caller.
     """
 
     streamed = True
@@ -242,12 +241,12 @@ class StreamedRows(TableRows):
 
 def _changed(file: AnyPath) -> DataError:
     return DataError(
-        f"{file} has changed since it was first opened; restore it and go on with --resume, or start a new run"
+        f"{file} has changed since it was first opened; restore it and continue with --resume, or start a new run"
     )
 
 
 def narrowest(texts: pa.ChunkedArray, at_least: pa.DataType | None = None) -> pa.DataType:
-    """Return the first type that texts are all of: null, whole numbers, numbers, text.   at_least: where to begin.
+    """Return the narrowest type of all texts, one of null, int64, double, string.   at_least: the narrowest to try.
 
     >>> [str(narrowest(pa.chunked_array([texts]))) for texts in (["1", None], ["1", "2.5"], ["1", "A"])]
     ['int64', 'double', 'string']
@@ -262,7 +261,7 @@ def narrowest(texts: pa.ChunkedArray, at_least: pa.DataType | None = None) -> pa
 
 
 def wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """Return the type that the values of two types have together: text where there is no other.
+    """Return a type that fits values of both types; string if there is no other.
 
     >>> [str(wider(pa.int64(), other)) for other in (pa.null(), pa.float64(), pa.bool_())]
     ['int64', 'double', 'string']
@@ -275,27 +274,27 @@ def wider(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def open_tables(files: Sequence[AnyPath], ids: str | None = None) -> TableRows:
-    """Open files of tables by the names' endings, all but CSV and JSONL as Parquet. Raises DataError as TableRows."""
+    """Open files of tables by their suffixes: CSV, JSONL, else Parquet. Raises DataError as TableRows does."""
     return (StreamedRows if TABLES.get(files[0].suffix.lower(), "Parquet") != "Parquet" else ParquetRows)(files, ids)
 
 
 def require_one_format(files: Iterable[AnyPath]) -> None:
-    """Raise DataError where files of tables are of different formats by their names' endings."""
+    """Raise DataError if the suffixes of a table's files are of different formats."""
     formats = {TABLES.get(file.suffix.lower()): file for file in files}
     if len(formats) > 1:
         one, other = list(formats.values())[:2]
-        raise DataError(f"{one} and {other} are of different formats; give files of one")
+        raise DataError(f"{one} and {other} have different formats; give files of one format")
 
 
 class ImageRows:
-    """Image files: example_id (the file's path relative to the folder), image (its bytes) and label, where known."""
+    """Image files as rows: example_id (the path relative to the folder), image (the bytes) and label, if known."""
 
     streamed = False
 
     def __init__(
         self, folder: AnyPath, names: Sequence[str], labels: Sequence[int] | None = None, source: str = ""
     ) -> None:
-        """Take the files' relative paths as they are; nothing is read. Raises DataError for one that is not UTF-8."""
+        """Take the files' relative paths without reading them. Raises DataError for one that is not valid UTF-8."""
         try:
             self.names = pa.array(names, pa.string())
         except UnicodeEncodeError as error:
@@ -308,7 +307,7 @@ class ImageRows:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Return all files' sizes in bytes, -1 for a file that is not there."""
+        """Return all files' sizes in bytes, -1 for a missing file."""
         return [_size(self.folder / name) for name in self.names.to_pylist()]
 
     @cached_property
@@ -319,7 +318,7 @@ class ImageRows:
         return [self.n_rows, hashlib.sha256("".join(lines).encode()).hexdigest()]
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Read the wanted files' bytes if `image` is among the columns; none where a file cannot be read."""
+        """Read the wanted files' bytes if `image` is among the columns; null if a file cannot be read."""
         for start in range(0, len(rows), size):
             here = rows[start : start + size]
             made = {"example_id": self.names.take(here)}
@@ -331,7 +330,7 @@ class ImageRows:
             yield pa.table({column: made[column] for column in columns})
 
     def name_of(self, row: int) -> str:
-        """Name the row's file."""
+        """Return the row's file."""
         return str(self.folder / self.names[row].as_py())
 
 
@@ -341,7 +340,7 @@ class HubRows:
     streamed = False
 
     def __init__(self, rows: Any, source: str) -> None:
-        """Take a datasets.Dataset. As Arrow tables its images stay encoded."""
+        """Take a datasets.Dataset; as Arrow tables, images stay encoded."""
         self.source = source
         self.columns: Sequence[str] = rows.column_names
         self.n_rows: int = rows.num_rows
@@ -350,7 +349,7 @@ class HubRows:
         self._rows = rows.with_format("arrow")
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Read the rows. Raises DataError where a cached file is damaged."""
+        """Read the rows. Raises DataError if a cached file is damaged."""
         picked = self._rows.select_columns(list(columns))
         for start in range(0, len(rows), size):
             try:
@@ -359,19 +358,19 @@ class HubRows:
                 raise DataError(f"{self.source} cannot be read: {first_line(error)}") from error
 
     def name_of(self, row: int) -> str:
-        """Name the row."""
+        """Return a name for a row."""
         return f"{self.source}, row {row}"
 
 
 def is_image(file: AnyPath) -> bool:
-    """Return whether a file is an image by its name."""
+    """Return whether a file's name is that of an image."""
     return file.name.lower().endswith(IMAGE_SUFFIXES)
 
 
 def read_image(file: AnyPath) -> bytes | None:
-    """Return a file's bytes, None where it cannot be read."""
+    """Return a file's bytes, None if it cannot be read."""
     try:
-        return file.read_bytes() if file.is_file() else None  # a pipe would be waited for
+        return file.read_bytes() if file.is_file() else None  # reading a pipe would block
     except (OSError, DataError):
         return None
 

@@ -1,8 +1,8 @@
 """Calibration, validation and test splits by the paper's appendix ("Dataset splits"): seeded, disjoint.
 
 Every split is a set of row numbers of one partition of the dataset as published (train, validation, test).
-Three rules are the paper's, for its nine datasets. Two are for other datasets: their own three partitions as they
-are, and a train set that is sampled as by sample-train, next to a test set.
+Three rules are the paper's, for its nine datasets. Two are for other datasets: the three published partitions, and
+a sample of the train set as in sample-train, with a published test set.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from cauc_ray.numbers.types import Ints
 
 Rule: TypeAlias = Literal["halve-validation", "sample-train", "three-way", "as-published", "sample-train-with-test"]
 
-# What each rule takes rows from, those drawn from first; three-way also cuts the only partition there is, whatever its
-# name.
+# The partitions that each rule uses, first the one that it samples or cuts; three-way also cuts a single partition of
+# any name.
 RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
     "halve-validation": ("validation", "test"),
     "sample-train": ("train", "validation"),
@@ -31,16 +31,16 @@ RULE_PARTITIONS: Mapping[Rule, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """One split: the published partition that it is taken from, and its row numbers there, rising, int64."""
+    """One split: its published partition, and its ascending row numbers there, int64."""
 
     partition: str
     rows: Ints
 
 
 def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rule:
-    """Return the rule for a dataset that has these partitions and that is not one of the paper's.
+    """Return the rule for a dataset with these partitions that is not one of the paper's.
 
-    Raises DataError, which begins with the source, where none fits.
+    Raises DataError, prefixed with the source, if no rule fits.
 
     >>> choose_rule(["train", "validation"]), choose_rule(["questions"])
     ('sample-train', 'three-way')
@@ -52,12 +52,12 @@ def choose_rule(partitions: Collection[str], source: str = "the dataset") -> Rul
             return rule
     raise DataError(
         f"{source}: no rule splits the partitions {', '.join(sorted(partitions))}; name them calibration, validation "
-        "and test (or two of train, validation and test), or give one file alone for a 25/25/50 cut"
+        "and test (or two of train, validation and test), or give a single file for a 25/25/50 cut"
     )
 
 
 def describe_rule(rule: Rule, partitions: Sequence[str], seed: int = 0) -> str:
-    """Say in one phrase how a rule splits a dataset, given the partitions that it takes rows from.
+    """Return a phrase that describes how a rule splits a dataset, given the partitions that it uses.
 
     >>> describe_rule("halve-validation", ["validation", "test"])
     'validation halved into calibration and validation (seed 0)'
@@ -74,13 +74,13 @@ def describe_rule(rule: Rule, partitions: Sequence[str], seed: int = 0) -> str:
 def split_by_rule(
     rule: Rule, partition_sizes: Mapping[str, int], seed: int = 0, source: str = "the dataset"
 ) -> dict[str, SplitRows]:
-    """Return where the calibration, validation and test examples of a dataset come from.
+    """Split a dataset into calibration, validation and test examples.
 
-    partition_sizes: rows of each partition that the rule takes rows from, in the order of RULE_PARTITIONS; where there
-    are several test partitions, each is a split of its own name. Tasks with a labelled test set halve their validation
+    partition_sizes: rows of each partition that the rule uses, in the order of RULE_PARTITIONS; each of several test
+    partitions is a split with its own name. Tasks with a labelled test set halve their validation
     set; PIQA and MedMCQA are tested on validation and halve as many rows sampled from train; ImageNet's
     validation set is cut 25/25/50. An odd row goes to calibration.
-    Raises DataError, which begins with the source, when a partition is too small.
+    Raises DataError, prefixed with the source, if a partition is too small.
 
     >>> splits = split_by_rule("sample-train", {"train": 16113, "validation": 1838})
     >>> {name: (split.partition, len(split.rows)) for name, split in splits.items()}
@@ -113,7 +113,7 @@ def split_by_rule(
 
 
 def split_shares(n: int, shares: Mapping[str, float], seed: int = 0) -> dict[str, Ints]:
-    """Split n rows into disjoint named parts of the given shares, which sum to 1; rows rising, int64.
+    """Split n rows at random into disjoint named parts of the given shares, which sum to 1; ascending rows, int64.
 
     >>> {name: len(rows) for name, rows in split_shares(10, {"train": 0.5, "test": 0.5}).items()}
     {'train': 5, 'test': 5}

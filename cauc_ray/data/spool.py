@@ -1,4 +1,4 @@
-"""Logits of some rows on local disk, read back a block at a time: what a shard of a large table holds."""
+"""Logits of some rows on local disk, read back in blocks: the storage of a shard of a large table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cauc_ray.files.parquet import SeenFile, footer_digest, open_parquet, read_r
 from cauc_ray.numbers.logits import LogitKind, SumsToOne
 from cauc_ray.numbers.types import Floats, Ints
 
-# What is decoded of a Parquet file at once.
+# Bytes of a Parquet file that are decoded at once.
 _DECODED_BYTES = 4 << 20
 
 
@@ -22,8 +22,8 @@ _DECODED_BYTES = 4 << 20
 class WantedRows:
     """Rows of a model's files, without their logits.
 
-    model: its name.   positions: int64 (n,), of each row among those of all files, one after the other.   kind: of
-    what is stored.
+    model: its name.   positions: int64 (n,), of each row in the concatenation of all files.   kind: of the stored
+    values.
     """
 
     model: str
@@ -33,15 +33,15 @@ class WantedRows:
 
 
 class SpooledLogits:
-    """Logits float32 (n, K) in a file of the process's own, which vanishes with it; -inf beyond a row's options.
+    """Logits float32 (n, K) in a temporary file that is deleted with the process; -inf beyond a row's options.
 
-    It holds 20 bytes a row in memory, and what it is asked for.
-    n_options: int32 (n,).   width: K, the most options of a row until it is set to another model's or shard's.
-    has_gaps: whether some row has an option that its model leaves impossible.   sums: as ModelRows has them.
+    It needs 20 bytes of memory a row, and the rows that are read.
+    n_options: int32 (n,).   width: K, the most options of a row until it is set to that of another model or shard.
+    has_gaps: whether some row has an option with a logit of -inf.   sums: as in ModelRows.
     """
 
     def __init__(self, wanted: WantedRows) -> None:
-        """Read the wanted rows. Raises DataError as LogitTable.read_model does, or for files that have changed."""
+        """Read the wanted rows. Raises DataError as LogitTable.read_model does, and if files have changed."""
         self._file = tempfile.TemporaryFile(prefix="cauc-")  # noqa: SIM115
         self.has_gaps, self.sums = False, SumsToOne()
         order, lengths = np.argsort(wanted.positions), [np.empty(0, dtype=np.int32)]
@@ -53,7 +53,7 @@ class SpooledLogits:
             lengths.append(part.n_options.astype(np.int32))
         self._file.flush()
         in_file = np.concatenate(lengths)
-        # The file has the rows in the order of their positions: the index of each there, and where its options begin.
+        # The file has the rows in order of their positions: each row's index there, and the offset of its options.
         self._positions = np.argsort(order)
         self._starts = np.append(0, np.cumsum(in_file, dtype=np.int64))
         self.n_options = in_file[self._positions]
@@ -80,7 +80,7 @@ class SpooledLogits:
         return laid_out(values[0] if len(runs) == 1 else np.concatenate(values), self.n_options[rows], self.width)
 
     def _read(self, run: Ints) -> Floats:
-        """Return the options of neighbouring rows, or of none, end to end."""
+        """Return the options of neighbouring rows, or of none, concatenated."""
         if not len(run):
             return np.empty(0, np.float32)
         first, last = int(self._starts[run[0]]), int(self._starts[run[-1] + 1])
@@ -92,7 +92,7 @@ class SpooledLogits:
 
 
 def _parts(wanted: WantedRows, positions: Ints) -> Iterator[ModelRows]:
-    """Yield the rows at rising positions, decoding little at a time and only row groups that hold some."""
+    """Yield the rows at ascending positions in small pieces, decoding only row groups with such rows."""
     start = 0
     for file in wanted.files:
         end = start + file.n_rows
@@ -100,7 +100,7 @@ def _parts(wanted: WantedRows, positions: Ints) -> Iterator[ModelRows]:
         if first < last:
             with open_parquet(file.path, streamed=True) as opened:
                 if footer_digest(opened) != file.digest:
-                    raise DataError(f"{file.path} has changed since its example ids were read; start again")
+                    raise DataError(f"{file.path} has changed since its example ids were read; start the command again")
                 names = [name for name in ("example_id", "label", "logits") if name in opened.schema_arrow.names]
                 for rows in read_rows(opened, file.path, positions[first:last] - start, names, 65_536, _DECODED_BYTES):
                     yield part_of(rows, file, wanted.model, wanted.kind)

@@ -1,4 +1,4 @@
-"""LOGITS/pool.json: what a logit table's models cost and what kind of logits they gave."""
+"""LOGITS/pool.json: the costs of a logit table's models and the kind of their logits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cauc_ray.files.documents import read_model, write_json
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.logits import LogitKind, kind_of
 
-# What pool.json holds where nobody has declared a kind.
+# pool.json's value if no kind was declared.
 UNDECLARED = "unknown"
 
 
 class PoolModel(BaseModel):
-    """One model of a logit table: its name, the cost of a call and where its logits come from."""
+    """One model of a logit table: its name, the cost of a call and the origin of its logits."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -26,7 +26,7 @@ class PoolModel(BaseModel):
 class TableInfo(BaseModel):
     """LOGITS/pool.json.
 
-    logit_kind: of the models that have none of their own.   labels: names of the options in their order.
+    logit_kind: of models without a kind of their own.   labels: names of the options in order.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,19 +50,19 @@ class TableInfo(BaseModel):
         return {model.name: model.cost for model in self.models}
 
     def kind(self, model: str) -> LogitKind | None:
-        """Return the kind of a model's logits, None where nobody has declared it."""
+        """Return the declared kind of a model's logits, None if none was declared."""
         own = next((one for one in self.models if one.name == model), None)
         if own is not None and own.logit_kind is not None:
             return own.logit_kind
         if self.logit_kind == UNDECLARED:
             return None
-        # Where models differed, earlier versions wrote each one's kind at the end of its source.
+        # If models differed, earlier versions wrote each model's kind at the end of its source.
         source = own.source or "" if own is not None else ""
         return kind_of(self.logit_kind) or kind_of(source.rpartition("; ")[2])
 
 
 def read_info(table: str | AnyPath) -> TableInfo | None:
-    """Return a table's pool.json, None where there is none. Raises DataError if it is malformed."""
+    """Return a table's pool.json, None without one. Raises DataError if it is malformed."""
     path = path_of(table) / "pool.json"
     return read_model(path, TableInfo, strict=True) if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Tables in text files, CSV and JSONL, read a little at a time."""
+"""Tables in text files, CSV and JSONL, read in small pieces."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cauc_ray.errors import DataError, first_line
 from cauc_ray.files.parquet import UnopenedError
 from cauc_ray.files.paths import AnyPath, open_bytes
 
-# So much of a file is read at once; a row of CSV is no longer.
+# Bytes of a file that are read at once; the limit of a CSV row.
 BLOCK_BYTES = 16 << 20
-# A JSON line takes several times its length while it is read.
+# A JSON line needs several times its length in memory while it is parsed.
 JSON_LETTERS = 4 << 20
 
 
 def is_csv(file: AnyPath) -> bool:
-    """Return whether a text file is CSV by its name; else it is JSONL."""
+    """Return whether a text file's name is that of a CSV file; else it is JSONL."""
     return file.suffix.lower() == ".csv"
 
 
 def text_tables(file: AnyPath, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
-    """Yield a CSV or JSONL file's rows in tables of some megabytes, at least one.
+    """Yield a CSV or JSONL file's rows in tables of a few megabytes, at least one.
 
-    schema: the columns that are wanted, with the types that all of the file's values have or can be converted to; None
-    for all columns, with every cell of CSV as text and the types of JSON as each table's rows have them.
-    Raises DataError naming file and row, or line, where one is malformed; UnopenedError where the file is out of reach.
+    schema: the wanted columns, with types to which all of the file's values can be converted; None for all columns,
+    with CSV cells as text and JSON types inferred for each table.
+    Raises DataError naming file and row, or line, if one is malformed; UnopenedError if the file cannot be reached.
     """
     return (_csv_tables if is_csv(file) else _jsonl_tables)(file, schema)
 
@@ -57,7 +57,7 @@ def _opened(file: AnyPath, kind: str) -> Iterator[BinaryIO]:
 
 
 def _csv_tables(file: AnyPath, schema: pa.Schema | None) -> Iterator[pa.Table]:
-    # One thread: Arrow then names the row that is malformed, and reads ahead of nobody.
+    # One thread: Arrow then names the malformed row and does not read ahead.
     options = pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES, use_threads=False)
     parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
     with _opened(file, "CSV") as content, pyarrow.csv.open_csv(content, options, parsing) as opened:
@@ -65,7 +65,7 @@ def _csv_tables(file: AnyPath, schema: pa.Schema | None) -> Iterator[pa.Table]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DataError(f"{file} has two columns named {twice!r}")
-    # Arrow would guess types from the first block: "007" is no number where another row has "A1".
+    # Arrow would guess types from the first block: "007" is not a number if a later row has "A1".
     kinds = pa.schema([(name, pa.string()) for name in names]) if schema is None else schema
     converting = pyarrow.csv.ConvertOptions(
         column_types=kinds,
@@ -93,7 +93,7 @@ def _jsonl_tables(file: AnyPath, schema: pa.Schema | None) -> Iterator[pa.Table]
                 raise DataError(f"{file}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 kind = type(row).__name__
-                raise DataError(f"{file}, line {number}: one JSON object a line is expected, got a {kind}")
+                raise DataError(f"{file}, line {number}: expected a JSON object, got a {kind}")
             rows.append(row)
             n_letters += len(line)
             if n_letters >= JSON_LETTERS:
@@ -108,9 +108,9 @@ def _table(file: AnyPath, rows: list[dict[str, Any]], schema: pa.Schema | None) 
     try:
         return pa.table({name: _array([row.get(name) for row in rows], kinds.get(name)) for name in names})
     except UnicodeEncodeError as error:
-        raise DataError(f"{file} holds half a surrogate pair (such as \\ud800), which is no text") from error
+        raise DataError(f"{file} has half a surrogate pair (such as \\ud800), which is not valid text") from error
     except pa.ArrowException as error:
-        raise DataError(f"{file} has values that its column's type cannot hold: {first_line(error)}") from error
+        raise DataError(f"{file} has values that do not fit their column's type: {first_line(error)}") from error
 
 
 def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
@@ -119,5 +119,5 @@ def _array(values: list[Any], kind: pa.DataType | None) -> pa.Array:
     except (pa.ArrowException, OverflowError):
         if kind not in (None, pa.string()):
             raise
-        # Values of several kinds: a label column may hold "A" and 1, and columns that are not read may hold anything.
+        # Values of several types: a label column may have "A" and 1, and unused columns may have anything.
         return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())

@@ -17,7 +17,7 @@ from cauc_ray.numbers.costs import UNNAMED_UNIT
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Floats, Ints
 
-# Of one Arrow list array with int32 offsets.
+# The limit of one Arrow list array with int32 offsets.
 MOST_VALUES = 2**31 - 1
 
 
@@ -37,29 +37,29 @@ def write_logits(
     """Write one model's rows of one split as LOGITS/model=<model>/split=<split>/part-0.parquet.
 
     Args:
-        path: The table: a local folder or a URI. It is made where it is not there.
+        path: The table: a local folder or a URI. It is created if it does not exist.
         model: The model's name.
         split: The split's name, such as "calibration", "validation" or "test".
         example_ids: (N,), unique in the split; models are joined on them.
         logits: float (N, K), or N vectors of any lengths; -inf where a row has no such option.
-        labels: int (N,), the index of the right option, -1 where it is unknown; None where none is known.
-        costs: float (N,), of each call, where calls cost differently.
-        cost: Of a call of this model; recorded with cost_unit and logit_kind in LOGITS/pool.json.
+        labels: int (N,), the index of the right option, -1 if unknown; None if no label is known.
+        costs: float (N,), of each call, if calls have different costs.
+        cost: The cost of one call of this model; recorded with cost_unit and logit_kind in LOGITS/pool.json.
         cost_unit: Such as "GFLOPs"; the same for all models of a table.
         logit_kind: "raw", "log-probabilities", "probabilities" or "surrogate".
 
     Returns:
-        The file. It replaces one of that name, whole or not at all.
+        The file. A file of that name is replaced atomically.
 
     Raises:
-        ConfigError: A name that cannot name a folder, arrays of different lengths, another unit than the table's, or
-            a kind or unit without a cost.
+        ConfigError: For a name that cannot be a folder's, arrays of different lengths, another unit than the table's,
+            or a kind or unit without a cost.
     """
     for name in (model, split):
         if not name or "/" in name or "=" in name:
-            raise ConfigError(f"{name!r} cannot name a folder of a logit table: it is empty or holds '/' or '='")
+            raise ConfigError(f"{name!r} cannot be a folder's name in a logit table: empty, or with '/' or '='")
     if cost is None and (cost_unit is not None or logit_kind is not None):
-        raise ConfigError(f"model {model!r}: a cost unit or a kind of logits is recorded with the cost; give cost=")
+        raise ConfigError(f"model {model!r}: cost_unit and logit_kind need a cost; give cost=")
     table = logit_columns(example_ids, labels, logits, costs)
     if cost is not None:
         _record(path_of(path), PoolModel(name=model, cost=cost, logit_kind=logit_kind), cost_unit)
@@ -70,10 +70,10 @@ def write_logits(
 
 
 def _record(table: AnyPath, model: PoolModel, unit: str | None) -> None:
-    """Declare a model in pool.json, in place of one of that name."""
+    """Declare a model in pool.json, replacing one of that name."""
     info = read_info(table) or TableInfo(cost_unit=unit or UNNAMED_UNIT, models=[])
     if unit is not None and unit != info.cost_unit:
-        raise ConfigError(f"{table}: its costs are in {info.cost_unit}, those of model {model.name!r} in {unit}")
+        raise ConfigError(f"{table} has costs in {info.cost_unit}, but those of model {model.name!r} are in {unit}")
     others = [other for other in info.models if other.name != model.name]
     make_folder(table)
     write_info(table, info.model_copy(update={"models": [*others, model]}))
@@ -82,7 +82,7 @@ def _record(table: AnyPath, model: PoolModel, unit: str | None) -> None:
 def logit_columns(
     example_ids: Iterable[str], labels: Ints | None, logits: Floats | Sequence[Floats], costs: Floats | None
 ) -> pa.Table:
-    """Return rows of a logit table; arguments and errors as of write_logits."""
+    """Return rows of a logit table; arguments and errors as for write_logits."""
     ids, rows = pa.array(example_ids, pa.string()), list(logits)
     known = np.full(len(ids), UNKNOWN_LABEL) if labels is None else np.asarray(labels)
     for name, n in (
@@ -103,7 +103,7 @@ def logit_columns(
 
 
 def float_lists(rows: Sequence[Floats]) -> pa.Array:
-    """Return rows as list<float32>; as large lists where they are more values than int32 offsets count."""
+    """Return rows as list<float32>, or as large lists if there are more values than int32 offsets can address."""
     rows = [np.asarray(row, dtype=np.float32) for row in rows]
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     values = np.concatenate(rows) if rows else np.empty(0, np.float32)

@@ -1,1 +1,1 @@
-"""Files on any filesystem: local paths and URIs, read, listed, and written whole or not at all."""
+"""Files on any filesystem: local paths and URIs, read, listed, and written atomically."""

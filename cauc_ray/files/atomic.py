@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, on any filesystem."""
+"""Atomic writes: a file appears complete or not at all, on any filesystem."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 
 
 def require_writable(path: AnyPath) -> None:
-    """Raise ConfigError where a file cannot be written: no such folder, or the path is a folder, a device or a pipe."""
+    """Raise ConfigError if a file cannot be written: no such folder, or the path is a folder, a device or a pipe."""
     try:
         target = path if isinstance(path, RemotePath) else path.resolve()
         if isinstance(target, Path) and not target.parent.is_dir():
@@ -29,42 +29,42 @@ def require_writable(path: AnyPath) -> None:
 
 
 def _require_bucket(path: AnyPath) -> None:
-    """Raise ConfigError where a path's bucket is absent; an object store has no other folders that must be there."""
+    """Raise ConfigError if a path's bucket does not exist; object stores need no other folders."""
     if isinstance(path, RemotePath) and path.root.startswith("s3://") and not path_of(path.root).is_dir():
         raise ConfigError(f"cannot write {path}: there is no bucket {path.root}")
 
 
 def require_new(path: AnyPath) -> None:
-    """Raise ConfigError when a folder to be made exists and is not an empty folder, or has no bucket to be in."""
+    """Raise ConfigError if a new folder's path exists and is not an empty folder, or its bucket does not exist."""
     try:
         _require_bucket(path)
         taken = path.exists() and (not path.is_dir() or any(True for _ in path.iterdir()))
     except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"output {path} cannot be created: {error.strerror}") from error
     if taken:
-        raise ConfigError(f"output {path} exists and is not an empty folder; choose another or remove it")
+        raise ConfigError(f"output {path} exists and is not an empty folder; choose another path or remove it")
 
 
 def require_folder(path: AnyPath) -> None:
-    """Raise ConfigError where no folder is or can be made."""
+    """Raise ConfigError unless a path is a folder that can be written to, or one can be created there."""
     try:
         _require_bucket(path)
         if isinstance(path, RemotePath):
             return
         there = next(folder for folder in (path, *path.parents) if folder.exists())
     except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"output {path} cannot be created: {error.strerror}") from error
     if not there.is_dir():
-        raise ConfigError(f"output {path} cannot be made: {there} is not a folder")
+        raise ConfigError(f"output {path} cannot be created: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK) or there.is_relative_to("/proc"):
-        raise ConfigError(f"output {path} cannot be made: {there} cannot be written to")
+        raise ConfigError(f"output {path} cannot be created: {there} is not writable")
 
 
 @contextmanager
 def new_folder(path: AnyPath) -> Iterator[None]:
-    """Make a folder, and the ones above it, for the length of the block; take back all that stay empty if it fails.
+    """Create a folder and its parents for the block; if the block fails, remove those that are still empty.
 
-    Raises ConfigError when the folder exists and is not empty, or cannot be made.
+    Raises ConfigError if the folder exists and is not empty, or cannot be created.
     """
     require_new(path)
     if isinstance(path, RemotePath):
@@ -75,7 +75,7 @@ def new_folder(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # Deepest first; one that is not empty stays, and with it all above.
+        # Deepest first; a folder that is not empty stays, and so do its parents.
         below = sorted((p for p in path.rglob("*") if p.is_dir()), reverse=True)
         with suppress(OSError):
             for folder in (*below, *made):
@@ -85,10 +85,10 @@ def new_folder(path: AnyPath) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: AnyPath) -> Iterator[Path]:
-    """Yield a local path to write a file to; if the block succeeds, put that file at the given path.
+    """Yield a local path to write a file to; if the block succeeds, move that file to the given path.
 
-    Of a local path the file lies in the same folder and is renamed; a symbolic link keeps pointing at what is then the
-    new file. Of a remote path it is uploaded in one put. Raises ConfigError as require_writable does.
+    For a local path, the file is written in the same folder and renamed; a symbolic link then points at the new file.
+    For a remote path, it is uploaded in one put. Raises ConfigError as require_writable does.
     """
     require_writable(path)
     if isinstance(path, RemotePath):
@@ -100,11 +100,11 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
         return
     try:
         target = path.resolve()
-        # A name of its own: the target's may be as long as names can be.
+        # A name of its own: the target's name may already have the maximum length.
         temporary = target.with_name(f".cauc-{os.getpid()}-{uuid.uuid4().hex[:8]}.part")
         try:
             yield temporary
-            # Without this a crash of the machine may leave the new name with no content, or the old content.
+            # Without this, a crash of the machine may leave the new name with no content, or with the old content.
             _sync(temporary, os.O_RDWR)
             temporary.replace(target)
             _sync_folder(target.parent)
@@ -116,7 +116,7 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
 
 
 def _sync(path: Path, flags: int) -> None:
-    """Have what is written to a file, or the names in a folder, on the disk before going on."""
+    """Flush a file's content, or a folder's names, to disk."""
     opened = os.open(path, flags)
     try:
         os.fsync(opened)
@@ -125,14 +125,14 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some file systems cannot, and then keep names in their own way
+    with suppress(OSError):  # some file systems cannot
         _sync(folder, os.O_RDONLY)
 
 
 def make_folder(path: AnyPath) -> None:
-    """Make a folder and the ones above it, unless they are there. Raises ConfigError where that cannot be.
+    """Create a folder and its parents where they do not exist. Raises ConfigError if that fails.
 
-    An object store has no folders: the first file makes them.
+    An object store has no folders: the first file creates them.
     """
     if isinstance(path, RemotePath):
         return
@@ -142,4 +142,4 @@ def make_folder(path: AnyPath) -> None:
         for folder in new:
             _sync_folder(folder.parent)
     except OSError as error:
-        raise ConfigError(f"output {path} cannot be made: {error.strerror}") from error
+        raise ConfigError(f"output {path} cannot be created: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Text files: JSON that programs write for people too, and YAML that people write."""
+"""Text files: JSON that programs write and YAML that people write."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_json(path: AnyPath, value: Any) -> None:
 
 
 def read_json(path: AnyPath) -> Any:
-    """Read a JSON file. Raises DataError when it is missing or not JSON."""
+    """Read a JSON file. Raises DataError if it is missing or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError as error:
@@ -36,15 +36,15 @@ def read_json(path: AnyPath) -> Any:
 
 
 def read_model(path: AnyPath, kind: type[Model], file_format: str | None = None, *, strict: bool = False) -> Model:
-    """Read a JSON file as a pydantic model.   file_format: what its key "format" holds, if it has one.
+    """Read a JSON file as a pydantic model.   file_format: the expected value of its key "format", if it has one.
 
-    Raises DataError where it is missing, not JSON, or does not fit; ConfigError where it is of another format.
+    Raises DataError if it is missing, not JSON, or does not fit the model; ConfigError if it has another format.
     """
     content = read_json(path)
     found = content.get("format", file_format) if isinstance(content, dict) else file_format
     if file_format is not None and found != file_format:
         raise ConfigError(
-            f"{path} is of the format {found}, this version's is {file_format}; remove its folder or choose another -o"
+            f"{path} has format {found}, this version reads {file_format}; remove its folder or choose another -o"
         )
     try:
         return kind.model_validate(content, strict=strict)
@@ -57,15 +57,15 @@ def _refuse_constant(text: str) -> None:
 
 
 def read_yaml(path: AnyPath, kind: str) -> Any:
-    """Read a YAML file.   kind: what it is, for messages, as "pool file".
+    """Read a YAML file.   kind: what to call it in messages, such as "pool file".
 
-    Raises ConfigError in one line where it is missing, not a file, or not YAML.
+    Raises ConfigError in one line if it is missing, not a file, or not YAML.
     """
     import yaml
 
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} is not a file")  # a pipe would be waited for, a device read indefinitely
+            raise ConfigError(f"{path} is not a file")  # reading a pipe would block, and a device never ends
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"there is no {kind} {path}") from error

@@ -1,4 +1,4 @@
-"""What lies in a folder: its visible files, and a digest of their content."""
+"""The visible files of a folder, and digests of their content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, open_bytes, path
 
 
 def visible(folder: SomePath) -> list[SomePath]:
-    """List a folder by name, without hidden files: those are other programs' (half-written files, checkpoints)."""
+    """List a folder sorted by name, without hidden files, which belong to other programs (such as partial writes)."""
     return sorted(
         (cast("SomePath", path) for path in folder.iterdir() if not path.name.startswith(".")),
         key=lambda path: path.name,
@@ -21,7 +21,7 @@ def visible(folder: SomePath) -> list[SomePath]:
 
 
 def hive_values(folder: AnyPath, key: str) -> list[str]:
-    """Return the values of a folder's partitions by a key, sorted: those of its folders <key>=<value>."""
+    """Return the sorted values of a folder's partitions by a key: those of its subfolders <key>=<value>."""
     return [
         name.partition("=")[2]
         for path in visible(folder)
@@ -30,9 +30,9 @@ def hive_values(folder: AnyPath, key: str) -> list[str]:
 
 
 def files_below(folder: SomePath, *, follow_links: bool = False) -> Iterator[SomePath]:
-    """Yield the visible files of a folder and below it, sorted by their paths' components.
+    """Yield the visible files in a folder and its subfolders, sorted by the components of their paths.
 
-    follow_links: also into folders that links lead to; one that was reached before is passed over.
+    follow_links: also enter folders behind links, each folder once.
     """
     found: Iterator[AnyPath] = (
         (file for file in folder.files_below() if "/." not in f"/{path_inside(file, folder)}")
@@ -52,15 +52,15 @@ def _walked(folder: str, follow_links: bool, seen: set[str]) -> Iterator[Path]:
         if entry.is_dir():
             if follow_links or not entry.is_symlink():
                 yield from _walked(entry.path, follow_links, seen)
-        elif entry.is_file() or not os.path.exists(entry.path):  # not a pipe or a device; a link that leads nowhere is
+        elif entry.is_file() or not os.path.exists(entry.path):  # not a pipe or a device, but broken links count
             yield Path(entry.path)
 
 
 def content_digest(path: AnyPath) -> str | None:
-    """Return a digest of a file's bytes, or of the names and bytes of all files in a folder; None if there is neither.
+    """Return a digest of a file's bytes, or of the names and bytes of all files in a folder; None if neither exists.
 
-    Hidden files are other programs' and do not count; nor do dates, nor the path's own name. All bytes are read: a
-    file that is replaced by one of the same size and date has another digest. Raises DataError where one cannot be.
+    Hidden files, dates and the path's own name are ignored. All bytes are read, so a file that is replaced by one of
+    the same size and date has another digest. Raises DataError if a file cannot be read.
     """
     with readable(path):
         if path.is_file():

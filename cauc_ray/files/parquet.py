@@ -1,4 +1,4 @@
-"""Parquet files: found, opened, read by rows, and written whole."""
+"""Parquet files: finding, opening, reading by rows, and writing atomically."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STREAM_BYTES = 1 << 18
 
 
 class UnreadableError(DataError):
-    """A file cannot be read, or not from some row on."""
+    """A file cannot be read, or only up to some row."""
 
 
 class UnopenedError(UnreadableError):
-    """A file is missing or cannot even be opened, so that it may well be readable later."""
+    """A file is missing or cannot be opened; it may be readable later."""
 
 
 def write_parquet(path: AnyPath, table: pa.Table) -> None:
@@ -36,7 +36,7 @@ def write_parquet(path: AnyPath, table: pa.Table) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SeenFile:
-    """A Parquet file as it was when it was read.   digest: of its footer."""
+    """A Parquet file with the state in which it was read.   digest: of its footer."""
 
     path: AnyPath
     n_rows: int
@@ -44,15 +44,15 @@ class SeenFile:
 
 
 def read_parquet(path: AnyPath, columns: Collection[str] | None = None) -> pa.Table:
-    """Read one Parquet file, or those of some columns that it has.
+    """Read one Parquet file, or those of the given columns that it has.
 
-    Raises UnreadableError naming the file when it is missing, truncated or of another format.
+    Raises UnreadableError naming the file if it is missing, truncated or not Parquet.
     """
     return read_seen(path, columns)[0]
 
 
 def read_seen(path: AnyPath, columns: Collection[str] | None = None) -> tuple[pa.Table, SeenFile]:
-    """Read a file as read_parquet does, and note what it was like."""
+    """Read a file as read_parquet does, and return it with the file's state."""
     with open_parquet(path) as file:
         names = None if columns is None else [name for name in file.schema_arrow.names if name in columns]
         try:
@@ -62,9 +62,9 @@ def read_seen(path: AnyPath, columns: Collection[str] | None = None) -> tuple[pa
 
 
 def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
-    """Open a Parquet file to read parts of it. Raises UnopenedError naming it; DataError for two columns of a name.
+    """Open a Parquet file to read some of its rows. Raises UnopenedError naming it; DataError for duplicate columns.
 
-    streamed: take row groups from the disk a little at a time, which may be larger than memory; else each at once.
+    streamed: read row groups, which may be larger than memory, in small pieces; else each row group at once.
     """
     try:
         if not path.is_file():
@@ -87,7 +87,7 @@ def open_parquet(path: AnyPath, *, streamed: bool = False) -> pq.ParquetFile:
 
 
 def footer_digest(file: pq.ParquetFile) -> str:
-    """Return a digest of an open file's footer, which differs where the file was rewritten with other rows."""
+    """Return a digest of an open file's footer, which changes when the file is rewritten with other rows."""
     footer = pa.BufferOutputStream()
     file.metadata.write_metadata_file(footer)
     return hashlib.blake2b(footer.getvalue(), digest_size=16).hexdigest()
@@ -101,10 +101,10 @@ def read_rows(
     size: int,
     most_bytes: int = 1 << 62,
 ) -> Iterator[pa.Table]:
-    """Yield some rows of an open file, decoding only row groups that hold some, and those a little at a time.
+    """Yield some rows of an open file. Only row groups with such rows are decoded, in small batches.
 
-    rows: int64 (n,), the rows' numbers in the file, rising.   size, most_bytes: how much is decoded at once.
-    Their types are plain (see plain_schema). Raises UnreadableError naming the file and the row group.
+    rows: int64 (n,), the rows' numbers in the file, ascending.   size, most_bytes: limits of what is decoded at once.
+    Column types are plain (see plain_schema). Raises UnreadableError naming the file and the row group.
     """
     start = 0
     schema = plain_schema(opened.schema_arrow)
@@ -118,10 +118,10 @@ def read_rows(
         try:
             batches = opened.iter_batches(at_once, [group], columns, use_threads=False) if first < last else ()
             for batch in batches:
-                batch.validate(full=True)  # damage may decode to anything
+                batch.validate(full=True)  # damaged files may decode to invalid values
                 upto = np.searchsorted(rows, start + len(batch))
                 if first < upto:
-                    # Parquet also gives a column "a.b" to who asks for "a". Arrow cannot take rows of views.
+                    # Parquet also returns a column "a.b" for "a". Arrow cannot take rows of view types.
                     table = cast_table(pa.Table.from_batches([batch]).select(columns), schema)
                     yield table if upto - first == len(table) else table.take(rows[first:upto] - start)
                 first, start = upto, start + len(batch)
@@ -135,25 +135,25 @@ def read_rows(
 
 
 def cast_table(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return a table in other types; where they are its own, without the import of pandas that Arrow's cast begins."""
+    """Return a table cast to a schema; Arrow's cast imports pandas, so it is skipped where nothing changes."""
     return table if table.schema.equals(schema) else table.cast(schema)
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema without dictionaries and views: how values are laid out differs between files of one kind."""
+    """Return a schema without dictionary and view types, which differ between files of one dataset."""
     return pa.schema([pa.field(field.name, _plain(field.type)) for field in schema])
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
         return _plain(kind.value_type)
-    if pa.types.is_list(kind):  # without the name of its items
+    if pa.types.is_list(kind):  # drops the name of its items
         return pa.list_(_plain(kind.value_type))
     return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
 
 
 def count_rows(path: AnyPath) -> int:
-    """Return the rows of a Parquet file, 0 where there is none. Raises DataError as read_parquet does."""
+    """Return a Parquet file's number of rows, 0 if it does not exist. Raises DataError as read_parquet does."""
     if not path.exists():
         return 0
     with open_parquet(path) as file:
@@ -162,7 +162,7 @@ def count_rows(path: AnyPath) -> int:
 
 
 def parquet_files(path: SomePath) -> list[SomePath]:
-    """Return a Parquet file, or all visible ones of a folder and below it, sorted. Raises DataError if none."""
+    """Return a Parquet file, or all visible ones in a folder and its subfolders, sorted. Raises DataError if none."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -174,11 +174,11 @@ def parquet_files(path: SomePath) -> list[SomePath]:
 
 
 def parquet_below(folder: SomePath) -> list[SomePath]:
-    """Return the visible Parquet files of a folder and below it, sorted; none where there are none."""
+    """Return the visible Parquet files in a folder and its subfolders, sorted; possibly none."""
     with readable(folder):
         return list(filter(is_parquet, files_below(folder)))
 
 
 def is_parquet(file: AnyPath) -> bool:
-    """Return whether a file is Parquet by its name."""
+    """Return whether a file's name is that of a Parquet file."""
     return file.name.endswith(".parquet")

@@ -1,4 +1,4 @@
-"""Paths: local ones, and URIs such as s3://bucket/folder through the filesystems of pyarrow and fsspec.
+"""Paths: local paths, and URIs such as s3://bucket/folder through the filesystems of pyarrow and fsspec.
 
 Endpoints and credentials come from each filesystem's usual environment variables, such as AWS_ENDPOINT_URL_S3,
 AWS_REGION and AWS_ACCESS_KEY_ID.
@@ -29,10 +29,10 @@ _NO_ACCESS = re.compile("ACCESS_DENIED|FORBIDDEN|Unauthorized|credential|Invalid
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """A file or folder behind a URI, with those methods of pathlib.Path that readers of files need.
+    """A file or folder at a URI, with the methods of pathlib.Path that readers of files need.
 
     root: scheme and authority, such as "s3://bucket".   key: the path below it.
-    Methods raise DataError, in one line, where the filesystem cannot be reached or refuses; ConfigError where a
+    Methods raise DataError, in one line, if the filesystem cannot be reached or refuses access; ConfigError if a
     package for it is missing.
     """
 
@@ -57,7 +57,7 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """Return the end of the last component from its last dot on."""
+        """Return the last component's suffix, from its last dot."""
         return self.key.suffix
 
     @property
@@ -71,15 +71,15 @@ class RemotePath:
         return (self.root, *self.key.parts)
 
     def exists(self) -> bool:
-        """Return whether there is a file or a folder."""
+        """Return whether a file or a folder exists here."""
         return bool(self._type() != pyarrow.fs.FileType.NotFound)
 
     def is_file(self) -> bool:
-        """Return whether there is a file."""
+        """Return whether a file exists here."""
         return bool(self._type() == pyarrow.fs.FileType.File)
 
     def is_dir(self) -> bool:
-        """Return whether there is a folder; on object stores, whether some object lies below."""
+        """Return whether a folder exists here; on object stores, whether some object has this prefix."""
         return bool(self._type() == pyarrow.fs.FileType.Directory)
 
     def size(self) -> int:
@@ -89,33 +89,33 @@ class RemotePath:
             return n_bytes
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what lies in the folder, sorted."""
+        """Yield the folder's entries, sorted."""
         return (path for path, _ in self._list(recursive=False))
 
     def files_below(self) -> Iterator[RemotePath]:
-        """Yield the files in the folder and below it, sorted."""
+        """Yield the files in the folder and its subfolders, sorted."""
         return (path for path, kind in self._list(recursive=True) if kind == pyarrow.fs.FileType.File)
 
     def open_input(self) -> Any:
-        """Open the file for reading at any position. Raises FileNotFoundError where there is none."""
+        """Open the file for reading at any position. Raises FileNotFoundError if it does not exist."""
         with self._reached("read") as (filesystem, path):
             return filesystem.open_input_file(path)
 
     def read_bytes(self) -> bytes:
-        """Return the file's content. Raises FileNotFoundError where there is none."""
+        """Return the file's content. Raises FileNotFoundError if it does not exist."""
         with self._reached("read") as (filesystem, path), filesystem.open_input_file(path) as opened:
             content: bytes = opened.read()
             return content
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Return the file's text. Raises FileNotFoundError, or UnicodeDecodeError where it is not text."""
+        """Return the file's text. Raises FileNotFoundError, or UnicodeDecodeError if it is not UTF-8."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, content: bytes | pa.Buffer) -> None:
-        """Put a whole file: readers see the old one or the new one."""
+        """Write a file atomically: readers see the old content or the new."""
         with self._reached("written", ConfigError) as (filesystem, path):
             stream = filesystem.open_output_stream(path)
-            # One write: closing a stream, even after an error between two writes, would publish a half file.
+            # One write: closing a stream, even after an error between two writes, would publish a partial file.
             stream.write(content)
             stream.close()
 
@@ -138,16 +138,16 @@ class RemotePath:
 
     @contextmanager
     def _reached(self, done: str, kind: type[ConfigError | DataError] = DataError) -> Iterator[tuple[Any, str]]:
-        """Yield the filesystem and the path there.   done: what is done to it, for errors, which are of a kind."""
+        """Yield the filesystem and the path there.   done: the operation, for messages.   kind: of errors."""
         settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_SETTINGS)))
         try:
             filesystem, base = _filesystem(self.root, settings)
             yield filesystem, "/".join(part for part in (base, *self.key.parts) if part)
         except (FileNotFoundError, ConfigError, DataError):
             raise
-        except Exception as error:  # every library of a filesystem, and the network, fails in its own ways
+        except Exception as error:  # filesystem libraries and the network raise errors of many types
             reason = first_line(error)
-            remedy = "; give credentials that may do so" if _NO_ACCESS.search(reason) else ""
+            remedy = "; set credentials that allow it" if _NO_ACCESS.search(reason) else ""
             raise kind(f"{self} cannot be {done}: {reason}{remedy}") from error
 
 
@@ -156,7 +156,7 @@ SomePath = TypeVar("SomePath", bound=AnyPath)
 
 
 def path_of(location: str | AnyPath) -> AnyPath:
-    """Return the path that a text or a URI names.
+    """Return the path that a string names: a local path or a URI.
 
     >>> path_of("s3://bucket/LOGITS") / "pool.json"
     RemotePath(root='s3://bucket', key=PurePosixPath('LOGITS/pool.json'))
@@ -171,15 +171,15 @@ def path_of(location: str | AnyPath) -> AnyPath:
 
 
 def absolute(location: str | AnyPath) -> AnyPath:
-    """Return the path that a text or a URI names, whatever the working folder becomes. Raises ConfigError for none."""
+    """Return the absolute path that a string names. Raises ConfigError for an empty string."""
     if not str(location):
-        raise ConfigError("a path is missing: it is an empty text")
+        raise ConfigError("a path is empty; give a local path or a URI")
     path = path_of(location)
     return path if isinstance(path, RemotePath) else path.absolute()
 
 
 def path_from(folder: AnyPath, location: str | Path) -> AnyPath:
-    """Return the path that a text in a file names: a URI or an absolute path as it is, else one from the file's folder.
+    """Return the path that a string in a file names; relative paths are relative to the file's folder.
 
     >>> str(path_from(path_of("s3://bucket/pools"), "LOGITS"))
     's3://bucket/pools/LOGITS'
@@ -192,7 +192,7 @@ def path_from(folder: AnyPath, location: str | Path) -> AnyPath:
 
 
 def path_inside(path: AnyPath, folder: AnyPath) -> str:
-    """Return the path of what lies in a folder, from there, with slashes.
+    """Return a path relative to a folder that contains it, with slashes.
 
     >>> path_inside(path_of("s3://bucket/LOGITS/pool.json"), path_of("s3://bucket"))
     'LOGITS/pool.json'
@@ -201,13 +201,13 @@ def path_inside(path: AnyPath, folder: AnyPath) -> str:
 
 
 def open_bytes(path: AnyPath) -> BufferedReader:
-    """Open a file to be read from its start on, buffered. Raises OSError, and DataError as RemotePath does."""
+    """Open a file for sequential, buffered reading. Raises OSError, and DataError as RemotePath does."""
     return BufferedReader(path.open_input(), 1 << 20) if isinstance(path, RemotePath) else path.open("rb")
 
 
 @contextmanager
 def readable(source: object) -> Iterator[None]:
-    """Raise DataError, in one line, where the system cannot read a file or folder of the source."""
+    """Turn an OSError in the block into a DataError in one line that names the file, or the source."""
     try:
         yield
     except OSError as error:
@@ -216,11 +216,11 @@ def readable(source: object) -> Iterator[None]:
 
 @lru_cache(maxsize=32)
 def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, str]:
-    """Return the filesystem of a root, as the environment's settings have it, and the root's path there."""
+    """Return the filesystem of a root, configured by environment variables, and the root's path there."""
     try:
         filesystem, base = pyarrow.fs.FileSystem.from_uri(root)
         return filesystem, base.strip("/")
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ImportError):  # pyarrow has none for this scheme
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ImportError):  # pyarrow has no filesystem for this scheme
         scheme, _, authority = root.partition("://")
     try:
         from fsspec import filesystem as fsspec_filesystem
@@ -231,6 +231,6 @@ def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, 
         missing = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
         raise ConfigError(f"{missing}: pip install fsspec {package}".rstrip()) from error
     except ValueError as error:
-        known = "a path, s3://, gs://, abfs:// or hf://"
-        raise ConfigError(f"{root}: no filesystem is known for {scheme}://; give {known}") from error
+        known = "a local path, s3://, gs://, abfs:// or hf://"
+        raise ConfigError(f"{root}: no filesystem supports {scheme}://; use {known}") from error
     return pyarrow.fs.PyFileSystem(handler), authority

@@ -1,7 +1,7 @@
 """Single numbers that sum up a whole curve: of quality over the share of last-model calls, and over cost.
 
-Each depends on choices that its name does not state: where a curve starts and ends, what is between its points, what
-equal points count as. CONVENTIONS states them in one sentence each, to be stored next to the number.
+Each depends on conventions that its name does not state: where a curve starts and ends, what lies between its points,
+how equal points are counted. CONVENTIONS states them in one sentence each, to be stored with the number.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ CONVENTIONS: Mapping[str, str] = {
     ),
 }
 
-# Shares are counts over n, some of them sums of such: digits beyond these are rounding.
+# Shares are counts over n, or sums of such: further digits are rounding errors.
 _SHARE_DIGITS = 12
-# Two means over the same rows may differ by so much from rounding alone.
+# Two equal means over the same rows may differ by this much through rounding.
 _ROUNDING = 1e-12
 
 
@@ -58,9 +58,9 @@ def deferral_area(
     shares: float (P,) in [0, 1], in any order.   quality: float (P,).   first, last: quality of the two models alone.
     oracle_area: by oracle_deferral_area, to normalise: (area - chance) / (oracle area - chance), where deferral at
     random has chance = (first + last) / 2; None for the area itself.
-    Chance and oracle know these two models only: where a method fuses, or calls others in between, neither 0 nor 1
-    is a bound, and the number compares methods on one chain.
-    Returns None where the oracle does no better than chance, as with models that are right on the same rows.
+    Chance and oracle use these two models only: if a method fuses, or calls models in between, neither 0 nor 1 is a
+    bound, and the number only compares methods on one chain.
+    Returns None if the oracle is no better than chance, for example if both models are right on the same rows.
 
     >>> deferral_area(np.array([0.0, 0.5, 1.0]), np.array([0.6, 0.8, 0.8]), first=0.6, last=0.8)
     0.75
@@ -76,7 +76,7 @@ def deferral_area(
 
 
 def oracle_deferral_area(first_correct: Bools, last_correct: Bools) -> float:
-    """Return the largest deferral_area there can be: gains are deferred first, then ties, losses last.
+    """Return the largest possible deferral_area: gains are deferred first, then ties, losses last.
 
     first_correct, last_correct: bool (N,), whether the first and the last model are right on each row.
     With g and l the shares of gains and losses, the curve rises by g, stays level and falls by l, each at slope 1:
@@ -93,8 +93,8 @@ def apgr(shares: Floats, quality: Floats, first: float, last: float) -> float | 
     """Return the average performance gap recovered of two models (Ong et al., RouteLLM, ICLR 2025).
 
     Arguments as deferral_area's. The gap recovered at a point is (quality - first) / (last - first); it may
-    exceed 1. Returns None unless the last model is better: with no gap it is undefined, and with a negative one a
-    better router would have the lower value.
+    exceed 1. Returns None unless the last model is better: without a gap it is undefined, and with a negative
+    one a better router would have a lower value.
 
     >>> apgr(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75)
     0.75
@@ -109,7 +109,7 @@ def cpt(shares: Floats, quality: Floats, first: float, last: float, q: float) ->
     Arguments as deferral_area's; q: share of the gap, as 0.5 for CPT(50%).
     Quality need not rise with the share, and interpolating the share over a quality that is not monotone gives
     a value that depends on the order of the points. The running maximum is monotone, and can be realised: the last
-    model need not be called more often than at the best point so far. Returns None where q is never reached, and where
+    model need not be called more often than at the best point so far. Returns None if q is never reached, and if
     apgr is undefined.
 
     >>> cpt(np.array([0.5]), np.array([0.75]), first=0.5, last=0.75, q=0.5)
@@ -131,7 +131,7 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     """Return the average improvement in quality (Hu et al., RouterBench, 2024), by CONVENTIONS["aiq"].
 
     costs, quality: float (P,), of a method's operating points.   largest_cost: among all methods compared.
-    Returns None where everything is free.
+    Returns None if all costs are 0.
 
     >>> aiq(np.array([1.0, 2.0, 3.0]), np.array([0.5, 0.75, 0.5]), largest_cost=4.0)
     0.53125
@@ -141,15 +141,15 @@ def aiq(costs: Floats, quality: Floats, largest_cost: float) -> float | None:
     hull = upper_hull(costs, quality)
     best = hull[-1]
     area = np.trapezoid(np.append(quality[hull], quality[best]), np.append(costs[hull], largest_cost))
-    return round(float(area / largest_cost), 12)  # points of the largest cost leave an area of rounding
+    return round(float(area / largest_cost), 12)  # at the largest cost, only a rounding error is left
 
 
 def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints:
     """Return the indices of the points on the upper concave hull, by rising cost, int (H,).
 
-    costs, quality: float (P,). From the cheapest point, the best of equal cost, to the best one, the cheapest of
-    equal quality, or, if falling, to the most expensive one. Mixing two neighbours at random gives what lies between
-    them.
+    costs, quality: float (P,). The hull runs from the cheapest point (the best of equal cost) to the best one (the
+    cheapest of equal quality), or, if falling, to the most expensive one. Mixing two neighbours at random realises
+    the points between them.
 
     >>> upper_hull(np.array([3.0, 2.0, 1.0]), np.array([0.9, 0.6, 0.5]))
     array([2, 0])
@@ -166,7 +166,7 @@ def upper_hull(costs: Floats, quality: Floats, *, falling: bool = False) -> Ints
 
 
 def _above(costs: Floats, quality: Floats, left: int, middle: int, right: int) -> bool:
-    """Say whether the middle point lies above the line from the left one to the right one."""
+    """Return whether the middle point lies above the line from the left one to the right one."""
     run, rise = costs[right] - costs[left], quality[right] - quality[left]
     return bool((quality[middle] - quality[left]) * run > rise * (costs[middle] - costs[left]))
 

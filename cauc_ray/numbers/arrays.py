@@ -1,4 +1,4 @@
-"""Rows of logits as they come, in arrays or from a table: the same checks, and a chain of them."""
+"""Checks of logits from arrays or from a table, and chains made of arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 
 
 def refuse_rows(where: str, ids: Sequence[Any], bad: Bools, why: Callable[[int], str]) -> None:
-    """Raise DataError naming the first example of which bad, bool (N,), is true."""
+    """Raise DataError naming the first example for which bad, bool (N,), is true."""
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         raise DataError(f"{where}, example {str(ids[row])!r}: {why(row)}")
@@ -39,14 +39,14 @@ def check_rows(
     known: Bools,
     kind: LogitKind | None,
 ) -> tuple[Floats, SumsToOne]:
-    """Return rows as logits, and how near they are to undeclared probabilities.
+    """Check rows of logits; return them as logits, and statistics that detect undeclared probabilities.
 
     ids: (N,), for messages.   logits: float32 (N, K), -inf beyond a row's options.   n_options: int (N,).
-    labels: int (N,).   known: bool (N,), which examples have one.   kind: of the rows, None to leave them as they are.
+    labels: int (N,).   known: bool (N,), which examples have one.   kind: of the rows, None to leave them unchanged.
     Raises DataError naming the example for NaN or +inf, a row without options, a label outside its row's options, and
-    for rows that were declared as probabilities and are not.
+    rows that are declared as probabilities but are not.
     """
-    refuse_rows(where, ids, n_options == 0, lambda row: "it has no logits")
+    refuse_rows(where, ids, n_options == 0, lambda row: "the row has no logits")
     # Each row's largest logit is NaN or +inf if any of them is, and -inf if no option is left.
     largest = logits.max(axis=1, initial=-np.inf)
     refuse_rows(where, ids, ~np.isfinite(largest), lambda row: "a logit is NaN or +inf, or all are -inf")
@@ -64,10 +64,10 @@ def check_rows(
 
 
 def require_no_probabilities(where: str, sums: SumsToOne) -> None:
-    """Raise DataError, which begins with where, for rows that are probabilities without being declared so."""
+    """Raise DataError, prefixed with where, for rows that are probabilities without being declared so."""
     if sums.certain:
         raise DataError(
-            f"{where}: its rows are probabilities (none below 0, each row sums to one), not logits; declare them with "
+            f"{where}: the rows are probabilities (none below 0, each row sums to one), not logits; declare them with "
             '--logit-kind probabilities (Python: logit_kind="probabilities"), or as the "logit_kind" of the model in '
             "the table's pool.json"
         )
@@ -83,12 +83,12 @@ def array_chain(
     example_ids: Any = None,
     source: str = "the arrays",
 ) -> ChainLogits:
-    """Return a chain of arrays, checked and rounded to float32 as a logit table's rows are.
+    """Return a chain made of arrays, checked and rounded to float32 as a logit table's rows are.
 
-    arrays: by model, (N, K): numpy arrays, lists, frames with a column for each option, or N vectors of any lengths;
-    row i of each is example i.   models: the chain, cheapest first.   labels: int (N,), None for none.
-    kinds: of each model's rows.   example_ids: (N,), each once, taken as text; without them row i is "i".
-    Raises ConfigError for a model that has no array, DataError as check_rows does and where shapes disagree.
+    arrays: by model, (N, K): numpy arrays, lists, data frames with a column for each option, or N vectors of any
+    lengths; row i of each is example i.   models: the chain, cheapest first.   labels: int (N,), None if unknown.
+    kinds: of each model's rows.   example_ids: (N,), unique, converted to str; without them row i is named "i".
+    Raises ConfigError for a model that has no array, DataError as check_rows does and if shapes disagree.
     """
     missing = next((model for model in models if model not in arrays), None)
     if missing is not None:
@@ -124,15 +124,15 @@ def array_chain(
 
 
 def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
-    """Return rows as float32 (N, K), -inf beyond a row's options, and how many each has, int (N,)."""
+    """Return rows as float32 (N, K), -inf beyond a row's options, and each row's number of options, int (N,)."""
     if isinstance(values, np.ma.MaskedArray):
-        raise DataError(f"{where}: masked arrays are not read; fill in -inf where a row has no such option")
+        raise DataError(f"{where}: masked arrays are not supported; use -inf where a row has no such option")
     try:
         if hasattr(values, "__array__"):  # arrays, tensors, frames and columns
             values = np.asarray(values)
             if values.dtype == object and values.ndim == 1:
                 values = list(values)  # a column of vectors
-        with np.errstate(over="ignore"):  # what is out of float32's reach is refused, or a mask
+        with np.errstate(over="ignore"):  # values outside float32's range are refused later, or are masks
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
                 lengths = np.array([len(row) for row in values])
                 padded = np.full((len(values), lengths.max()), -np.inf, dtype=np.float32)
@@ -141,17 +141,17 @@ def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
                 return padded, lengths
             given = np.asarray(values)
             if given.dtype.kind not in "biufOV":  # V: bfloat16
-                raise TypeError(f"they are {given.dtype}")
+                raise TypeError(f"their dtype is {given.dtype}")
             logits = given.astype(np.float32, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
-        raise DataError(f"{where}: its logits are not numbers (N, K): {error}") from error
+        raise DataError(f"{where}: the logits are not an array of numbers (N, K): {error}") from error
     if logits.ndim != 2 or not len(logits):
-        raise DataError(f"{where}: logits are an array (N, K) of at least one row, got shape {logits.shape}")
+        raise DataError(f"{where}: logits must be an array (N, K) with at least one row, got shape {logits.shape}")
     return logits, np.full(len(logits), logits.shape[1])
 
 
 def _columns(values: Any) -> list[str]:
-    """Return the names of a frame's columns, none of an array."""
+    """Return the column names of a data frame, None for an array."""
     return list(map(str, values.columns)) if hasattr(values, "to_numpy") and hasattr(values, "columns") else []
 
 
@@ -165,9 +165,9 @@ def _labels(source: str, labels: Any, n: int) -> Ints:
         try:
             whole = given.astype(np.int32)
         except (TypeError, ValueError, OverflowError) as error:
-            raise DataError(f"{source}: labels are indexes of options, integers: {error}") from error
-    if (whole != given).any():  # also where int32 has no such number
-        raise DataError(f"{source}: labels are indexes of options, integers; got {given[whole != given][0]}")
+            raise DataError(f"{source}: labels must be integers, the indices of options: {error}") from error
+    if (whole != given).any():  # also if the number does not fit int32
+        raise DataError(f"{source}: labels must be integers, the indices of options; got {given[whole != given][0]}")
     return whole
 
 

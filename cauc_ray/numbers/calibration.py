@@ -22,9 +22,9 @@ from cauc_ray.numbers.types import Floats, Ints
 
 T = TypeVar("T")
 
-# Odds that are wrong by a factor of e are one standard deviation of the prior of a bias.
+# One standard deviation of a bias's prior changes odds by a factor of e.
 PRIOR_VARIANCE = 1.0
-# The curvature in the biases is of K x K numbers: 134 MB.
+# The curvature in the biases has K x K numbers: 134 MB.
 MOST_OPTIONS = 4096
 
 # Weights are searched from the first multiple of 1/spread to the second one of 1/margin: in these units T scales with
@@ -34,22 +34,22 @@ MOST_OPTIONS = 4096
 _LOWEST, _HIGHEST = 1e-8, 1e3
 _LARGEST_GROWTH = 8.0
 _MAX_STEPS = 100
-# A step of this relative size is the last: it leaves an error of about its square, and float32 one of 1e-7.
+# The search stops at a step of this relative size: the error is then about its square, and float32's is 1e-7.
 _LAST_STEP, _LAST_FLOAT32_STEP = 1e-5, 3e-4
 
-# Fits of at least so many rows begin at the minimum of a sample of 512 to 1,023.
+# Fits of at least this many rows start from the minimum on a sample of 512 to 1,023 rows.
 _SAMPLED_ROWS, _SAMPLE_ROWS = 3_000, 512
-# Passes over at least so many float32 logits compute with them as they are.
+# Passes over at least this many float32 logits compute in float32.
 _FLOAT32_ELEMENTS = 4_000_000
-# Rounding may raise the NLL by so much, relatively, where a step lowers it by less.
+# Relative rounding error of the NLL: steps may seem to raise it by this much.
 _NOISE = 1e-7
 
 
 class FitStatus(StrEnum):
     """How a fit ended.
 
-    CONVERGED: at the minimum.   SEPARABLE: the likelihood still rises where confidences are all 1; clamped.
-    UNINFORMATIVE: the likelihood falls as soon as these logits count; clamped to next to no weight.
+    CONVERGED: at the minimum.   SEPARABLE: the likelihood still rises when all confidences are 1; clamped.
+    UNINFORMATIVE: any weight on these logits lowers the likelihood; clamped to almost no weight.
     """
 
     CONVERGED = "converged"
@@ -61,10 +61,10 @@ class FitStatus(StrEnum):
 class TemperatureFit:
     """Fitted temperatures of P logit arrays.
 
-    weights: P numbers 1 / (P T).   standard_errors: of the temperatures, P sandwich estimates in their unit; NaN where
+    weights: P numbers 1 / (P T).   standard_errors: of the temperatures, P sandwich estimates in their unit; NaN if
     a temperature was clamped.   nll_before, nll_after: mean NLL in nats, at temperatures of 1 without biases and at the
-    fitted ones, without the prior's part.   statuses: P.   biases: of K options, which sum to 0; None if none were
-    fitted.
+    fitted ones, without the prior's part.   statuses: P.   biases: of K options, which sum to 0; None if
+    none were fitted.
     """
 
     weights: tuple[float, ...]
@@ -81,24 +81,24 @@ class TemperatureFit:
 
     @property
     def temperature(self) -> float:
-        """Return the temperature of the only array."""
+        """Return the temperature of a fit of one array."""
         (temperature,) = self.temperatures
         return temperature
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of the only temperature."""
+        """Return the standard error of the temperature of a fit of one array."""
         (error,) = self.standard_errors
         return error
 
     @property
     def status(self) -> FitStatus:
-        """Return how the fit of the only temperature ended."""
+        """Return the status of a fit of one array."""
         (status,) = self.statuses
         return status
 
     def diagnostics(self, *prefixes: str) -> dict[str, Any]:
-        """Return the fit's entries of a policy file, with None for NaN.   prefixes: of each array's keys."""
+        """Return the fit's entries in a policy file, with None for NaN.   prefixes: of each array's keys."""
         named = zip(prefixes or ("",), self.statuses, self.standard_errors, strict=True)
         found: dict[str, Any] = {"nll_before": self.nll_before, "nll_after": self.nll_after}
         for prefix, status, error in named:
@@ -146,7 +146,7 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
 
 
 class Each(Protocol):
-    """Asks every part the same, and returns the answers in the parts' order."""
+    """Asks every part the same question and returns the answers in the order of the parts."""
 
     def __call__(self, ask: Callable[[ChainPart], T], /) -> list[T]:
         """Ask all parts."""
@@ -154,10 +154,10 @@ class Each(Protocol):
 
 
 class Parts:
-    """The rows of a fit in one part or in several, here or elsewhere, of which only sums and some rows are asked.
+    """The rows of a fit in one or more parts, local or remote; a fit asks only for sums and for a few rows.
 
-    each: asks every part the same.   n: rows of all parts.   lowest, highest: between which the weights are sought,
-    (P,).   flat: which arrays are constant, (P,).
+    each: asks every part the same question.   n: rows of all parts.   lowest, highest: bounds of the weights, (P,).
+    flat: which arrays are constant, (P,).
     """
 
     def __init__(self, each: Each, n: int) -> None:
@@ -176,14 +176,14 @@ class Parts:
         self._dtype: type[np.floating] = np.float32 if narrow else np.float64
         self.last_step = _LAST_FLOAT32_STEP if narrow else _LAST_STEP
         spreads, margins = np.array([_scales(own) for own in arrays]).T
-        # Constant logits have neither.
+        # Constant logits have neither spread nor margin.
         self.flat = spreads <= 0
         self.lowest = _LOWEST * (1.0 / np.where(self.flat, 1.0, spreads))
         self.highest = _HIGHEST / np.where(self.flat, 1.0, np.minimum(margins, spreads))
 
     @classmethod
     def of(cls, part: ChainPart) -> Parts:
-        """Return rows that are all here."""
+        """Return rows in memory as one part."""
 
         def each(ask: Callable[[ChainPart], T], /) -> list[T]:
             return [ask(part)]
@@ -191,12 +191,12 @@ class Parts:
         return cls(each, len(part))
 
     def means(self, at: Floats) -> Sums:
-        """Visit all rows once at these weights and biases, and return the means."""
+        """Return the means over all rows at these weights and biases, in one pass."""
         dtype = self._dtype if len(at) == len(self.lowest) else np.float64
         return reduce(Sums.__add__, self.each(partial(sums, at=at, dtype=dtype))) / self.n
 
     def means_of_some(self, at: Floats) -> Sums:
-        """Visit the rows that were asked for, and return their means."""
+        """Return the means over the chosen rows at these weights and biases."""
         return sums(self.some, at, self._dtype) / len(self.some)
 
     def nll(self, at: Floats) -> float:
@@ -225,10 +225,10 @@ def _scales(logits: Floats) -> tuple[float, float]:
 
 
 def solve_temperatures(parts: Parts) -> TemperatureFit:
-    """Fit the temperatures of the arrays that parts hold."""
+    """Fit the temperatures of the arrays in the parts."""
     p = len(parts.lowest)
     start = np.full(p, 1.0 / p)
-    # Constant logits say nothing, and nothing would move their weight.
+    # Constant logits carry no information: the likelihood does not depend on their weight.
     initial: Floats = np.where(parts.flat, parts.lowest, parts.clipped(start))
     if parts.n >= _SAMPLED_ROWS:
         initial = _newton(parts.means_of_some, initial, parts).at
@@ -239,18 +239,20 @@ def solve_temperatures(parts: Parts) -> TemperatureFit:
     return _fit(found, parts, squares, nll_before, found.means.value)
 
 
-def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = PRIOR_VARIANCE) -> TemperatureFit:
+def solve_bias_corrected(
+    parts: Parts, without_biases: TemperatureFit, variance: float = PRIOR_VARIANCE
+) -> TemperatureFit:
     """Fit T and a bias for each option of softmax(z / T + b) by the likelihood and a normal prior of every bias.
 
     Alexandari, Kundaje and Shrikumar, Maximum likelihood with bias-corrected calibration, ICML 2020; the prior also
     fixes what the likelihood leaves open, a constant added to all biases.
     parts: of one array of logits z whose rows have all options.   variance: of the prior.
-    alone: what the temperature is without biases. Where it is clamped as separable so is this one, and biases are 0:
-    there is no error left that they could correct.
+    without_biases: the fit of the temperature without biases. If it is clamped as separable, so is this one, and biases
+    are 0: there is no error left for them to correct.
     """
     k = parts.n_options
-    if alone.status is FitStatus.SEPARABLE:
-        return replace(alone, biases=(0.0,) * k)
+    if without_biases.status is FitStatus.SEPARABLE:
+        return replace(without_biases, biases=(0.0,) * k)
     strength = 1.0 / (variance * parts.n)
 
     def means(at: Floats) -> Sums:
@@ -259,10 +261,10 @@ def solve_bias_corrected(parts: Parts, alone: TemperatureFit, variance: float = 
         found.curvature[1:, 1:] += strength * np.eye(k)
         return replace(found, value=found.value + strength * float(biases @ biases) / 2)
 
-    start = np.concatenate([parts.clipped(np.array(alone.weights)), np.zeros(k)])
+    start = np.concatenate([parts.clipped(np.array(without_biases.weights)), np.zeros(k)])
     found = _newton(means, start, parts)
     nll_after, squares = parts.squares(found.at, _inverse(found.means, 1))
-    fit = _fit(found, parts, squares, alone.nll_before, nll_after)
+    fit = _fit(found, parts, squares, without_biases.nll_before, nll_after)
     return replace(fit, biases=tuple(found.at[1:].tolist()))
 
 
@@ -278,8 +280,8 @@ def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_
         else FitStatus.CONVERGED
         for weight, low, high in zip(weights, parts.lowest, parts.highest, strict=True)
     )
-    # White, Maximum likelihood estimation of misspecified models, Econometrica 1982: they are valid for a misspecified
-    # softmax too.
+    # White, Maximum likelihood estimation of misspecified models, Econometrica 1982: these standard errors are valid
+    # even if the softmax model is wrong.
     errors = np.sqrt(np.maximum(squares / parts.n, 0.0)) * p * (1.0 / p / weights) ** 2
     errors = np.where([status is FitStatus.CONVERGED for status in statuses], errors, np.nan)
     return TemperatureFit(tuple(weights.tolist()), tuple(errors.tolist()), nll_before, nll_after, statuses)
@@ -287,9 +289,9 @@ def _fit(found: _Minimum, parts: Parts, squares: Floats, nll_before: float, nll_
 
 @dataclass(frozen=True, slots=True)
 class _Minimum:
-    """Weights and biases (D,), means there or within the last step of there, and whether the data are separable.
+    """Weights and biases (D,), the means there or within one step of them, and whether the data are separable.
 
-    first_value: the value where the search began.
+    first_value: the value at the start of the search.
     """
 
     at: Floats
@@ -299,7 +301,7 @@ class _Minimum:
 
 
 def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Minimum:
-    """Minimise by Newton's method, with the weights between parts' bounds.   at: where to start, (D,).
+    """Minimise by Newton's method, with the weights between parts' bounds.   at: the start, (D,).
 
     A step that raises the value is halved: the problem is convex, so a short one lowers it. Without biases a value
     below log(2) / N means that every row gives its label more than half; more weight in the same proportion is then
@@ -322,7 +324,7 @@ def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Mi
             target = parts.clipped(at + step)
             trial = means_at(target)
         at, means = target, trial
-    # Only a minimum at infinity keeps a safeguarded Newton iteration going for so long.
+    # A safeguarded Newton iteration only takes this long if the minimum is at infinity.
     at = np.append(at[:p] * (parts.highest / at[:p]).min(), at[p:])
     return _Minimum(at, means_at(at), first_value, separable=True)
 
@@ -330,16 +332,17 @@ def _newton(means_at: Callable[[Floats], Sums], at: Floats, parts: Parts) -> _Mi
 def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
     """Return the step of weights and biases to the minimum of the quadratic model, with the weights in their bounds.
 
-    A weight that the step would take below its bound, the furthest first, is set to it, and the others' step is found
-    anew; one may grow to eight times its value, or to what matters at all if that is more. Biases follow the weights.
+    A weight that the step would take below its bound is set to the bound, the furthest first, and the step of the
+    others is recomputed; a weight may grow at most eightfold, or to the smallest weight that has an effect if that is
+    more. Biases follow the weights.
     """
     lowest, highest, p = parts.lowest, parts.highest, len(parts.lowest)
     weights, (slope, curvature, by_slopes, by_weights) = at[:p], _eliminated(means, p)
-    pace = _pace(weights, slope, curvature)
+    factor = _step_factor(weights, slope, curvature)
     held = ((weights <= lowest) & (slope >= 0)) | ((weights >= highest) & (slope <= 0))
     step = np.zeros_like(weights)
-    # In units of 1 / spread, in which the sources are alike. The ridge makes the step along a direction in
-    # which nothing changes (two copies of one model) the shortest.
+    # In units of 1 / spread, in which the arrays have comparable scales. The ridge picks the shortest step along
+    # directions in which nothing changes (two copies of one model).
     unit = lowest / _LOWEST
     slope, curvature = slope * unit, curvature * np.outer(unit, unit)
     while not held.all():
@@ -355,12 +358,12 @@ def _step(at: Floats, means: Sums, parts: Parts) -> Floats:
         step[free] = 0.0
         step[furthest] = lowest[furthest] - weights[furthest]
         held[furthest] = True
-    step = np.minimum(np.where(held, step, step * pace), np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
+    step = np.minimum(np.where(held, step, step * factor), np.maximum((_LARGEST_GROWTH - 1) * weights, unit))
     return np.append(step, by_slopes + by_weights @ (np.clip(weights + step, lowest, highest) - weights))
 
 
-def _pace(weights: Floats, slope: Floats, curvature: Floats) -> float:
-    """Return what to multiply a Newton step by: curvature falls as weights grow, which a plain step does not know.
+def _step_factor(weights: Floats, slope: Floats, curvature: Floats) -> float:
+    """Return the factor to multiply a Newton step by: curvature falls as weights grow, which a plain step ignores.
 
     Steps of the weights' logarithms would be the same to the second order where the weights keep their proportion.
     """

@@ -1,4 +1,4 @@
-"""What turns a model's logits into calibrated scores and confidences."""
+"""Calibrators: from a model's logits to calibrated scores and confidences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 CalibratorKind: TypeAlias = Literal["temperature", "offsets", "isotonic"]
 KINDS: tuple[CalibratorKind, ...] = ("temperature", "offsets", "isotonic")
 
-# Confidences of 0 and 1 have no log odds; no float64 between is nearer to 1.
+# Confidences of 0 and 1 have no finite log odds; this is the float64 closest to 1.
 _NEAREST_ONE = 1 - 2.0**-53
 
 
@@ -23,12 +23,12 @@ _NEAREST_ONE = 1 - 2.0**-53
 class Isotonic:
     """A map of confidences that is linear between its breakpoints.
 
-    confidences: B numbers, rising from 0 to 1.   accuracies: what each becomes, B numbers in [0, 1] that rise too.
-    Strictly rising: what is more confident before is so after, and a threshold finds as many operating points.
+    confidences: B numbers, rising from 0 to 1.   accuracies: their values, B rising numbers in [0, 1].
+    Both rise strictly, so the order of confidences stays, and with it the number of operating points.
     Raises ValueError for other numbers.
     """
 
-    # For files, which hold it as it is.
+    # Stored in files as it is.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     confidences: tuple[float, ...]
@@ -37,12 +37,12 @@ class Isotonic:
     def __post_init__(self) -> None:
         x, y = self.confidences, self.accuracies
         if len(x) != len(y) or len(x) < 2 or (x[0], x[-1]) != (0.0, 1.0) or not 0 <= y[0] < y[-1] <= 1:
-            raise ValueError("breakpoints take confidences from 0 to 1 to as many accuracies in [0, 1]")
+            raise ValueError("breakpoints must map confidences from 0 to 1 to as many accuracies in [0, 1]")
         if any(one >= other for values in (x, y) for one, other in pairwise(values)):
             raise ValueError("confidences and accuracies must rise from each breakpoint to the next")
 
     def of(self, confidences: Floats) -> Floats:
-        """Return what confidences in [0, 1], float (n,), become, float64 (n,)."""
+        """Return the calibrated values of confidences in [0, 1], float (n,), as float64 (n,)."""
         return np.interp(confidences, self.confidences, self.accuracies)
 
 
@@ -56,7 +56,7 @@ class Calibrator:
 
     @property
     def kind(self) -> CalibratorKind:
-        """Return what calibrates next to the temperature."""
+        """Return the kind of calibration that is applied with the temperature."""
         if self.isotonic is not None:
             return "isotonic"
         return "temperature" if self.offsets is None else "offsets"
@@ -75,8 +75,8 @@ class Calibrator:
             unknown = np.flatnonzero(np.isfinite(scores[:, n_known:]).any(axis=1))
             if len(unknown):
                 raise DataError(
-                    f"row {unknown[0]} of the batch has more options than the {n_known} whose offsets the policy has "
-                    f"for {name!r}; fit with --calibrator temperature where options differ from row to row"
+                    f"row {unknown[0]} of the batch has more options than the {n_known} for which the policy has "
+                    f"offsets of {name!r}; fit with --calibrator temperature if options differ from row to row"
                 )
         scores[:, :n_known] += self.offsets[:k]
         return scores
@@ -90,10 +90,10 @@ class Calibrator:
         return predictions, confidences if self.isotonic is None else self.isotonic.of(confidences)
 
     def rescaled(self, scores: Floats, predictions: Ints) -> Floats:
-        """Return scores whose softmax gives the answers their confidence, and shares the rest as these scores do.
+        """Return scores whose softmax gives each answer its confidence and keeps the proportions of the other options.
 
-        predictions: int (n,), the best options of the scores, float64 (n, K). These themselves where nothing but
-        temperature and offsets calibrates.
+        predictions: int (n,), the best options of the scores, float64 (n, K). Without an isotonic map, the scores are
+        returned unchanged.
         """
         if self.isotonic is None:
             return scores
@@ -117,8 +117,8 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     """Fit the rising map that is nearest in squares to being right (Ayer et al. 1955; Zadrozny and Elkan, KDD 2002).
 
     confidences: float (N,) in [0, 1], at least one.   correct: bool (N,). Equal confidences count as one.
-    The regression is constant on blocks of confidences; between two blocks the map is linear. It is then drawn to the
-    identity by 1 / N of the distance, far less than N rows can show, so that it rises within blocks too.
+    The regression is constant on blocks of confidences; between two blocks the map is linear. It is then shifted
+    towards the identity by 1 / N of the distance, far less than N rows can resolve, so that it rises within blocks too.
 
     >>> fit_isotonic(np.array([0.6, 0.7, 0.8, 0.9]), np.array([True, False, True, True])).of(np.array([0.6, 0.9]))
     array([0.525, 0.975])
@@ -129,14 +129,14 @@ def fit_isotonic(confidences: Floats, correct: Bools) -> Isotonic:
     counts, hits = np.bincount(index), np.bincount(index[correct], minlength=len(values))
     blocks = isotonic_regression(hits / counts, weights=counts).blocks
     starts, ends = blocks[:-1], blocks[1:]
-    # From counts: means that are pooled step by step would be rounded as often.
+    # From counts: pooling means step by step would round at every step.
     means = np.add.reduceat(hits, starts) / np.add.reduceat(counts, starts)
     edges = np.stack([values[starts], values[ends - 1]], axis=1).ravel()
-    # Beyond the outermost confidences it stays as it is there.
+    # Beyond the outermost confidences the map is constant.
     knots = np.concatenate([[0.0], edges, [1.0]])
     heights = np.concatenate([means[:1], np.repeat(means, 2), means[-1:]])
     tilted = heights + (knots - heights) / len(correct)
-    # Blocks of one confidence have one edge, and edges may be nearer than the tilt can separate.
+    # Blocks of one confidence have one edge, and edges may be too close for the shift to separate them.
     apart = np.append((np.diff(knots) > 0) & (np.diff(tilted) > 0), True)
     knots, tilted = knots[apart], tilted[apart]
     knots[0] = 0.0

@@ -30,7 +30,7 @@ _SPELLING = re.compile(r"risk<=([0-9]*\.?[0-9]+)@([0-9]*\.?[0-9]+)", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RiskLimit:
-    """A risk that answers given early shall not exceed, and the confidence of saying so; both between 0 and 1."""
+    """The largest allowed risk of early answers, and the confidence with which it is certified; both in (0, 1)."""
 
     risk: float
     confidence: float
@@ -38,7 +38,7 @@ class RiskLimit:
     def __post_init__(self) -> None:
         for name, value in (("risk", self.risk), ("confidence", self.confidence)):
             if not 0 < value < 1:
-                raise ConfigError(f"a {name} to certify lies between 0 and 1, got {value:g}")
+                raise ConfigError(f"a {name} to certify must lie between 0 and 1, got {value:g}")
 
     @classmethod
     def parse(cls, text: str) -> RiskLimit:
@@ -49,16 +49,16 @@ class RiskLimit:
         """
         matched = _SPELLING.fullmatch(text)
         if matched is None:
-            raise ConfigError(f"{text!r} is not of the form risk<=RISK@CONFIDENCE, as risk<=0.05@0.95")
+            raise ConfigError(f"{text!r} is not of the form risk<=RISK@CONFIDENCE, such as risk<=0.05@0.95")
         return cls(float(matched[1]), float(matched[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyAnswers:
-    """How many of n rows are answered before the last stage, and how many of these wrongly, at every threshold.
+    """At every threshold: how many of n rows are answered before the last stage, and how many of these wrongly.
 
-    n_accepted, n_wrong: int (P,), at the frontier's points.   highest: float64 (n,), the threshold up to which each row
-    is answered early.
+    n_accepted, n_wrong: int (P,), at the frontier's points.   highest: float64 (n,), the highest threshold at which
+    each row is answered early.
     """
 
     n: int
@@ -68,15 +68,15 @@ class EarlyAnswers:
     frontier: Frontier
 
     def at(self, thresholds: Floats) -> tuple[Ints, Ints]:
-        """Return n_accepted and n_wrong at any thresholds."""
+        """Return n_accepted and n_wrong at the given thresholds."""
         points = self.frontier.index(thresholds)
         return self.n_accepted[points], self.n_wrong[points]
 
     def plug_in(self, risk: float) -> tuple[float, int] | None:
-        """Return the threshold that accepts most of those whose risk on these rows is at most so much, and how many.
+        """Return the threshold of most coverage whose risk on these rows is within the limit, and its coverage in rows.
 
-        None where there is none. It promises nothing: chosen among many for its luck, it exceeds the risk about every
-        other time.
+        None if there is none. It guarantees nothing: it is selected on the same rows, and on new ones its risk exceeds
+        the limit about half of the time.
         """
         kept = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
         if not len(kept):
@@ -86,9 +86,9 @@ class EarlyAnswers:
 
 @dataclass(frozen=True, slots=True)
 class CertifiedThreshold:
-    """A threshold whose risk is certified, by what validation showed of it.
+    """A threshold whose risk is certified, with its counts on validation.
 
-    n_accepted: of n rows.   upper_bound: of the risk, exact, at the limit's confidence.
+    n_accepted: of n rows.   upper_bound: exact bound of the risk at the limit's confidence.
     """
 
     threshold: float
@@ -99,10 +99,10 @@ class CertifiedThreshold:
 
 
 def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
-    """Count what is answered early at every threshold.
+    """Count early answers at every threshold.
 
     confidences: float64 (n, S - 1), of the stages but the last.   correct: bool (n, S - 1), whether a row is right if
-    it stops there. Raises DataError where there are no rows or no such stages.
+    it stops there. Raises DataError if there are no rows or no such stages.
     """
     if confidences.ndim != 2 or correct.shape != confidences.shape or not confidences.size:
         raise DataError(
@@ -110,7 +110,7 @@ def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
             f"got {confidences.shape} and {correct.shape}"
         )
     n, m = confidences.shape
-    # With a last stage that is always right, errors are the others'; as nothing else has a cost, the cost is deferral.
+    # The last stage counts as always right, so errors are those of early answers; only it costs, so cost is deferral.
     answers = np.concatenate([correct, np.ones((n, 1), dtype=bool)], axis=1).astype(np.int32)
     costs = Costs("rows", np.append(np.zeros(m), 1.0))
     frontier = sweep(confidences, answers, np.ones(n, dtype=np.int32), costs)
@@ -122,7 +122,7 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
     """Return the threshold of most coverage whose risk is certified on validation.
 
     With probability limit.confidence over the validation rows, its risk on inputs of their distribution is at most
-    limit.risk, for each calibration split. Raises RiskError where none is certified.
+    limit.risk, for each calibration split. Raises RiskError if none is certified.
     """
     sequence = order_of_tests(calibration, limit)
     accepted, wrong = validation.at(sequence)
@@ -139,9 +139,9 @@ def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimi
 
 
 def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
-    """Return the thresholds to test in their order, falling, float64 (at most N_STEPS,).
+    """Return the thresholds to test in order, falling, float64 (at most N_STEPS,).
 
-    The first is that of the least p-value on the calibration rows, the highest among equals; after it, all lower ones.
+    The first has the smallest p-value on the calibration rows (the highest among equals); all lower ones follow.
     """
     ranked = np.sort(calibration.highest)[::-1]
     ranks = np.unique((np.arange(1, N_STEPS + 1) * len(ranked) + N_STEPS - 1) // N_STEPS)
@@ -160,8 +160,8 @@ def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit)
     bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
     return (
         f"no threshold is certified: at {threshold:.4g}, where calibration has the strongest evidence, {n_wrong:,} of "
-        f"the {n_accepted:,} validation examples answered early are wrong, so that the risk may be {100 * bound:.3g} % "
-        f"at {100 * limit.confidence:g} % confidence, and {100 * limit.risk:g} % is asked for; allow more risk or less "
-        f"confidence, or label more validation examples (it takes {least_accepted(limit.risk, limit.confidence):,} "
-        "answered early even if none is wrong)"
+        f"the {n_accepted:,} validation examples answered early are wrong, so the risk may be as high as "
+        f"{100 * bound:.3g} % at {100 * limit.confidence:g} % confidence, above the limit of {100 * limit.risk:g} %; "
+        "allow more risk or less confidence, or label more validation examples (at least "
+        f"{least_accepted(limit.risk, limit.confidence):,} must be answered early, even if none is wrong)"
     )

@@ -1,4 +1,4 @@
-"""What every model of a chain said about the same examples: the input of fits, sweeps and replays."""
+"""Every model's logits on the same examples: the input of fits, sweeps and replays."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 
 UNKNOWN_LABEL = -1
 
-# What a pass over a part holds at once, as float64: it stays in a processor's cache.
+# Bytes of one block of a pass, as float64: they fit into a processor's cache.
 _BLOCK_BYTES = 1 << 20
 
-# The odd number nearest to 2^64 over the golden ratio, by which Weyl sequences spread best.
+# The odd number nearest to 2^64 / golden ratio, the usual increment of Weyl sequences.
 _STEP = 0x9E3779B97F4A7C15
-# Bits that no usual float32 has: a logit of 0 shall not look like a missing option.
+# Bits that no ordinary float32 has, so that a logit of 0 is not hashed like a missing option.
 _NOT_MISSING = np.uint32(0x5BD1E995)
 
 T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """Logits of N rows, float (N, K), read by slices or positions: an array, or what is stored elsewhere."""
+    """Logits of N rows, float (N, K), read by slices or positions: an array, or logits stored on disk."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,17 +39,17 @@ class Rows(Protocol):
 
     @property
     def dtype(self) -> np.dtype[np.floating]:
-        """Return the type of what is read."""
+        """Return the dtype of the logits."""
         ...
 
     def __getitem__(self, rows: slice | Ints, /) -> Floats:
-        """Return some rows, float (n, K)."""
+        """Return the given rows, float (n, K)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChainPart:
-    """Some of a chain's examples with their logits, read in blocks.
+    """A subset of a chain's examples with their logits, read in blocks.
 
     logits: of each of M models, (n, K).   labels: int32 (n,).   ranks: int (n,), the examples' positions among all.
     """
@@ -62,7 +62,7 @@ class ChainPart:
         return len(self.labels)
 
     def blocks(self) -> Iterator[slice]:
-        """Return the rows in slices of which a model's logits take about a megabyte."""
+        """Return the rows in slices in which a model's logits take about a megabyte."""
         size = max(1, _BLOCK_BYTES // (8 * max(1, self.logits[0].shape[1])))
         return (slice(start, min(start + size, len(self))) for start in range(0, len(self), size))
 
@@ -73,12 +73,11 @@ class ChainPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(ABC):
-    """N examples that M models have answered, cheapest first: all but the logits, which may lie in several parts.
+    """N examples that M models have answered, cheapest first, without the logits, which may be split into parts.
 
-    models: names.   example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL where there is none.
-    costs: of the models' calls.   per_call_costs: whether these are the calls' own, not the models'.
-    source: where they come from, for messages.   logit_kind: what the models gave, all of them or each; probabilities
-    are logarithms here.
+    models: names.   example_ids: str (N,).   labels: int32 (N,), UNKNOWN_LABEL if unknown.
+    costs: of the models' calls.   per_call_costs: whether costs differ from call to call.   source: for messages.
+    logit_kind: what the models gave, one kind for all or one for each; probabilities are stored as logarithms.
     """
 
     models: tuple[str, ...]
@@ -94,11 +93,11 @@ class Chain(ABC):
 
     @abstractmethod
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
-        """Ask every part the same, and return the answers in the parts' order. Parts may be in other processes."""
+        """Ask every part the same question and return the answers in order. Parts may be in other processes."""
 
     @property
     def logit_kinds(self) -> tuple[LogitKind, ...]:
-        """Return what each model gave."""
+        """Return the kind of each model's logits."""
         if isinstance(self.logit_kind, str):
             return (kind_of(self.logit_kind) or "raw",) * len(self.models)
         return self.logit_kind
@@ -108,7 +107,7 @@ class Chain(ABC):
         """Return the chain of some of the models, in the order of their positions here."""
 
     def with_models(self, indices: Sequence[int], /, **logits: Any) -> Self:
-        """Return the chain of some of the models.   logits: what a subclass has of them."""
+        """Return the chain of some of the models.   logits: the subclass's own arguments."""
         return replace(
             self,
             models=tuple(self.models[index] for index in indices),
@@ -124,25 +123,25 @@ class Chain(ABC):
         return labelled
 
     def require_labels(self, purpose: str) -> None:
-        """Raise DataError naming an example without a label, as the purpose needs all of them."""
+        """Raise DataError naming an example without a label if there is one.   purpose: what labels are needed for."""
         if not self.labelled.all():
             example = self.example_ids[int(np.flatnonzero(~self.labelled)[0])]
             raise DataError(f"{self.source}: example {example!r} has no label; {purpose} needs labels")
 
     def examples_fingerprint(self) -> str:
-        """Return a digest of the example ids and labels, the same for any order in which they were stored."""
+        """Return a digest of the example ids and labels, independent of their order."""
         digest = hashlib.sha256("\n".join(self.example_ids).encode())
         digest.update(np.ascontiguousarray(self.labels, dtype="<i4").tobytes())
         return digest.hexdigest()[:16]
 
     def logits_fingerprint(self, stage: int) -> str:
-        """Return a digest of one model's logits on these examples, the same however they are cut into parts."""
+        """Return a digest of one model's logits on these examples, independent of the parts they are split into."""
         return f"{sum(self.each(partial(_digest, stage))) % (1 << 64):016x}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainLogits(Chain):
-    """A chain whose logits are all here.
+    """A chain with its logits in memory.
 
     logits: M arrays, float (N, K); -inf, or a mask, where an example has no such option.
     """
@@ -153,7 +152,7 @@ class ChainLogits(Chain):
         object.__setattr__(self, "logits", tuple(real_options(logits) for logits in self.logits))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
-        """Ask the one part that there is."""
+        """Ask the only part."""
         return [ask(self.part)]
 
     def of_models(self, indices: Sequence[int]) -> Self:
@@ -161,7 +160,7 @@ class ChainLogits(Chain):
         return self.with_models(indices, logits=tuple(self.logits[index] for index in indices))
 
     def of_rows(self, rows: Ints) -> Self:
-        """Return some of the examples, in the order of rows, int (n,)."""
+        """Return a chain of some examples, in the order of rows, int (n,)."""
         per_call = self.costs.per_call
         return replace(
             self,
@@ -173,7 +172,7 @@ class ChainLogits(Chain):
 
     @cached_property
     def part(self) -> ChainPart:
-        """Return all examples as a part."""
+        """Return all examples as one part."""
         return ChainPart(self.logits, self.labels, np.arange(len(self)))
 
 
@@ -185,9 +184,9 @@ def digest_of_rows(logits: Floats, ranks: Ints) -> int:
     """Return the sum over rows of a hash of each row's logits and rank, modulo 2^64.
 
     Digests of parts add up to the digest of the whole, again modulo 2^64.
-    logits: float (n, K), taken as float32; -inf counts as no option.   ranks: int (n,), the rows' positions among all.
-    A row's hash is linear in its bits with a multiplier for each option (Carter and Wegman, Universal classes of hash
-    functions, 1979), mixed with its rank: it separates data that differ by chance, not by intent.
+    logits: float (n, K), converted to float32; -inf counts as no option.   ranks: int (n,), the rows' positions among
+    all. A row's hash is linear in its bits with a multiplier for each option (Carter and Wegman, Universal classes of
+    hash functions, 1979), mixed with its rank: it separates data that differ by chance, not by intent.
     """
     single = np.ascontiguousarray(logits, dtype="<f4")
     bits = np.where(np.isneginf(single), np.uint32(0), single.view("<u4") ^ _NOT_MISSING)
@@ -198,17 +197,16 @@ def digest_of_rows(logits: Floats, ranks: Ints) -> int:
 
 
 def _mixed(values: Ints) -> Ints:
-    """Return values whose every bit depends on all bits of the given ones, uint64 (Steele, Lea and Flood, 2014)."""
+    """Mix bits so that every output bit depends on all input bits, uint64 (Steele, Lea and Flood, 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def in_order(ranks: Sequence[Ints], values: Sequence[Any]) -> Any:
-    """Return what parts say of their rows as one array in the rows' order.
+    """Join the parts' values into one array in order of rank.
 
-    ranks: of each part's rows, int (n,): a part may hold them in any order, a single part too.   values: of each part,
-    arrays (n, ...).
+    ranks: of each part's rows, int (n,), in any order, even for a single part.   values: of each part, arrays (n, ...).
     """
     whole = np.empty((sum(map(len, ranks)), *values[0].shape[1:]), dtype=values[0].dtype)
     for own, value in zip(ranks, values, strict=True):

@@ -1,8 +1,8 @@
-"""A sequential test of shares: evidence that rows no longer come as reference rows did, valid whenever it is looked at.
+"""A sequential test of category shares: evidence that rows differ from reference rows, valid at any time.
 
-The evidence is a ratio of two predictions of the rows: by shares that change at some row to unknown ones, over shares
-that stay the reference's. While nothing changes its mean is at most 1 at any time, so that it ever passes 1 / alpha
-with a probability of at most alpha (Ville, 1939). That the reference is finite is a part of the second prediction.
+The evidence is a ratio of two predictions of the rows: shares that change at some row to unknown values, over shares
+that stay those of the reference. Without a change its mean is at most 1 at any time, so the probability that it ever
+exceeds 1 / alpha is at most alpha (Ville, 1939). The second prediction accounts for the finite size of the reference.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ import numpy as np
 
 from cauc_ray.numbers.types import Floats, Ints
 
-# A change may begin every so many rows; the latest beginnings are kept apart, and the first row's.
+# Changes may begin at multiples of this many rows; the latest of these are tracked, and the first row.
 SPACING = 64
 MOST_BEGINNINGS = 16
-# How many rows of the reference's shares the changed ones are worth: the fewer, the further they may lie from these.
+# Prior strength of changed shares, in rows of the reference's shares: the smaller, the further they may differ.
 _CONCENTRATIONS = np.array([100.0, 300.0])
-# Rows that a context's categories share before any was seen. As many for each of them would be too many: most of many
-# categories never occur, and a prediction that must first learn this from the rows loses to any other one.
+# Prior rows of a context, shared among its categories. This many for each category would be too many: with many
+# categories most never occur, and a prediction that must learn this from the rows first is a poor one.
 _UNSEEN = 2.0
-# What a row of the reference counts for. At 1/2 its error is as large again, and an endless stream drawn from
-# other saved rows, as many as the reference's, differs from it no more; the rest is for a reference of unlucky rows.
+# Weight of a reference row. At 1/2 the reference's sampling error doubles, which covers an endless stream drawn from
+# another sample of the same size; the rest is a margin for an unlucky reference.
 _TRUST = 0.4
 
 
 class ShareDrift:
     """Tests whether the shares of K categories, within each of G contexts, are still those of reference rows.
 
-    Both predictions are Dirichlet's, so that their ratio needs only counts. One that stays begins with the reference's
-    shares as its mean, one that changes with what the former has come to by then: it should win only by what is new.
-    How often a context comes is not tested. The state is counts and evidence, no rows.
+    Both predictions are Dirichlet-multinomial, so their ratio needs only counts. The unchanged one starts from the
+    reference's shares; the changed one starts from what the unchanged one has learned by then, so it gains only by new
+    information. How often a context occurs is not tested. The state consists of counts and evidence, not of rows.
     """
 
     def __init__(self, reference: Ints) -> None:
-        """Begin without rows.   reference: int (G, K), how many rows had each category in each context."""
+        """Start without rows.   reference: int (G, K), how many rows had each category in each context."""
         self._n_categories = reference.shape[1]
         cells = reference + _UNSEEN / self._n_categories
         totals = cells.sum(axis=1)
         self._means = (cells / totals[:, None]).ravel()
         self._same = _TRUST * totals
-        # A changed share that is known better than the reference's own would be no change.
+        # Changed shares must not be known better than those of the reference.
         self._changed = np.minimum(_CONCENTRATIONS, self._same[:, None] / 2)
         self.n = 0
         self._counts = np.zeros(cells.size)
@@ -51,7 +51,7 @@ class ShareDrift:
 
     @property
     def since(self) -> int:
-        """Return the row from which a change is most likely, were there one; counted from 0."""
+        """Return the most likely first row of a change, if there was one; counted from 0."""
         if not self.n:
             return 0
         return int(self._begun_at[(self._log_ratios + self._log_weights[:, None]).max(axis=1).argmax()])
@@ -59,7 +59,7 @@ class ShareDrift:
     def add(self, contexts: Ints, categories: Ints) -> Floats:
         """Take more rows, and return the log of the evidence after each of them, float64 (n,).
 
-        contexts, categories: int (n,), in the order in which the rows came. In how many parts makes no difference.
+        contexts, categories: int (n,), in order of arrival. The result does not depend on how rows are batched.
         """
         cells = contexts * self._n_categories + categories
         found: list[Floats] = [np.zeros(0)]
@@ -73,9 +73,10 @@ class ShareDrift:
         return np.concatenate(found)
 
     def _begin(self) -> None:
-        """Let a change begin here. The first row has half of the weight, the j-th beginning after it 1 / (2 j (j + 1)).
+        """Track a change that begins here.
 
-        One that is forgotten takes its evidence along: there is less then, never more.
+        The first row has prior weight 1/2, the j-th beginning after it 1 / (2 j (j + 1)). When a beginning is dropped,
+        its evidence is dropped too: evidence can only decrease by this.
         """
         j = self.n // SPACING
         weight = 0.5 if j == 0 else 0.5 / (j * (j + 1))
@@ -88,13 +89,13 @@ class ShareDrift:
         self._log_ratios = np.vstack([self._log_ratios[kept], np.zeros(len(_CONCENTRATIONS))])
 
     def _take(self, contexts: Ints, cells: Ints) -> Floats:
-        """Take rows among which no change begins."""
+        """Take rows without a new beginning among them."""
         seen = self._counts[cells] + _earlier(cells)
         in_context = self._of_contexts(self._counts)[contexts] + _earlier(contexts)
         same = self._same[contexts]
         log_same = np.log((same * self._means[cells] + seen) / (same + in_context))
 
-        # By row, beginning and concentration.
+        # Axes: row, beginning, concentration.
         means = self._begun_means[:, cells].T[:, :, None]
         seen_since = (seen - self._begun[:, cells]).T[:, :, None]
         in_context_since = (in_context - self._of_contexts(self._begun)[:, contexts]).T[:, :, None]
@@ -111,12 +112,12 @@ class ShareDrift:
         return evidence
 
     def _of_contexts(self, counts: Floats) -> Floats:
-        """Return how many rows the contexts have, (..., G), of counts (..., G * K)."""
+        """Return each context's number of rows, (..., G), from counts (..., G * K)."""
         rows: Floats = counts.reshape(*counts.shape[:-1], -1, self._n_categories).sum(axis=-1)
         return rows
 
 
 def _earlier(values: Ints) -> Ints:
-    """Return of each value how many before it are the same, int (n,)."""
+    """Return for each value how many equal values precede it, int (n,)."""
     earlier: Ints = np.tril(values[:, None] == values[None, :], -1).sum(axis=1)
     return earlier

@@ -1,8 +1,8 @@
-"""The paper's propositions as numbers: what a stage's threshold promises and gives away, next to what was observed.
+"""The paper's propositions as numbers: a stage's guaranteed accuracy and regret next to what was observed.
 
-Both are about conditional accuracies, which nobody knows. They are estimated over bins of equal width, cut once more
-at the threshold, so that a bin is accepted or deferred whole. For these estimates each inequality is valid to rounding,
-on every sample; what bins leave open is how far the estimates are from the population's own.
+Both are about conditional accuracies, which are unknown. They are estimated over bins of equal width, split once more
+at the threshold so that each bin is accepted or deferred as a whole. For these estimates the inequalities are valid up
+to rounding on every sample; the estimates themselves may differ from the population's values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class StageGuarantees:
     """Propositions 1 and 2 (in general form) on the n rows that reached a stage; losses are errors plus weighed costs.
 
     epsilon: estimate of E|eta(P) - P|.   epsilon_by_chance: what it would be on average if confidences were calibrated.
-    coverage: the share of the rows that is accepted.   accepted_accuracy: theirs.   accepted_accuracy_bound:
-    threshold - epsilon / coverage, the least that it is; both are NaN where no row is accepted.
-    threshold_regret: estimate of the loss above that of an oracle which knows both conditional losses and sees the
+    coverage: the share of rows that is accepted.   accepted_accuracy: of these rows.   accepted_accuracy_bound:
+    threshold - epsilon / coverage, its lower bound; both are NaN if no row is accepted.
+    threshold_regret: estimate of the excess loss over an oracle that knows both conditional losses and sees the
     confidence.   threshold_regret_bound: epsilon + fallback_variation.
     fallback_variation: estimate of Delta_fb = E|L_fb(P) - reference loss|.   fallback_loss: its mean.
     reference_loss: 1 - threshold.   cost_weight: what a unit of cost counts, in errors.
@@ -43,14 +43,14 @@ class StageGuarantees:
     cost_weight: float
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the figures by name; None where nothing was accepted that they could be of."""
+        """Return the numbers by name; None for accuracies if no row was accepted."""
         return {name: None if math.isnan(value) else value for name, value in asdict(self).items()}
 
 
 def stage_guarantees(
     confidences: Floats, correct: Bools, fallback_correct: Bools, fallback_costs: Floats, threshold: float
 ) -> StageGuarantees:
-    """Measure both propositions at a threshold; a confidence equal to it is accepted.
+    """Evaluate both propositions at a threshold; a confidence equal to it is accepted.
 
     confidences: float (n,) in [0, 1], of the rows that reached the stage.   correct: bool (n,), whether its answer is
     right.   fallback_correct: bool (n,), whether the rest of the cascade is right where the row goes on, also for rows

@@ -1,6 +1,6 @@
-"""How sure measured shares, differences and means are: intervals and tests, exact wherever rows are counted.
+"""Confidence intervals and tests of shares, differences and means; exact for counts of rows.
 
-scipy.special is imported where it is called, so that importing cauc_ray does not wait for it.
+scipy.special is imported inside functions, which keeps the import of cauc_ray fast.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Bools, Floats
 
-# Of each side of an interval of gains and losses, and of a sign that counts as established: 5 % of being wrong.
+# Error rate of each side of an interval of gains and losses, and of an established sign.
 CONFIDENCE = 0.95
-# Of a bootstrap.
+# Samples of a bootstrap.
 N_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of n rows with its 95 % Wilson interval; all NaN where n is 0."""
+    """A share of n rows with its 95 % Wilson interval; all NaN if n is 0."""
 
     value: float
     low: float
@@ -42,7 +42,7 @@ def share(n_hits: int, n: int) -> Share:
     value = n_hits / n
     centre = (value + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
-    # At 0 and 1 the interval ends there exactly; rounding would move it.
+    # At 0 and 1 the interval ends exactly there, without rounding.
     low = 0.0 if n_hits == 0 else centre - half
     high = 1.0 if n_hits == n else centre + half
     return Share(value, low, high, n)
@@ -51,21 +51,21 @@ def share(n_hits: int, n: int) -> Share:
 def binomial_tail(n_hits: int, n: int, probability: float) -> float:
     """Return P(X <= n_hits) for X ~ Binomial(n, probability).
 
-    It is the p-value of the hypothesis that errors are at least that likely, where n_hits of n rows are wrong.
+    This is the p-value of the hypothesis that the error rate is at least `probability`, if n_hits of n rows are wrong.
 
     >>> binomial_tail(0, 59, 0.05)  # 0.95 ** 59
     0.0484...
     """
     from scipy.special import betaincc
 
-    # As the upper tail of a beta: it takes the probability itself, of which 1 - probability would lose digits.
+    # As the upper tail of a beta distribution, which avoids computing 1 - probability and losing digits.
     return 1.0 if n_hits == n else float(betaincc(n_hits + 1, n - n_hits, probability))
 
 
 def risk_upper_bound(n_wrong: int, n: int, confidence: float) -> float:
     """Return the exact upper confidence bound of a risk (Clopper and Pearson, Biometrika 1934), one-sided.
 
-    The largest risk at which so few wrong rows of n still have a probability of 1 - confidence; 1 where n is 0.
+    The largest risk at which this few or fewer wrong rows of n have a probability of 1 - confidence; 1 if n is 0.
 
     >>> risk_upper_bound(0, 59, 0.95)  # 1 - 0.05 ** (1 / 59)
     0.0495...
@@ -76,7 +76,7 @@ def risk_upper_bound(n_wrong: int, n: int, confidence: float) -> float:
 
 
 def least_accepted(risk: float, confidence: float) -> int:
-    """Return of how many rows none may be wrong for the bound of their risk to be at most the given one.
+    """Return the smallest number of rows, all of them right, whose risk bound is at most the given risk.
 
     >>> least_accepted(0.05, 0.95)
     59
@@ -89,11 +89,11 @@ def least_accepted(risk: float, confidence: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """Of n rows, n_gain where only the first of two methods is right and n_loss where only the second is.
+    """A paired comparison on n rows: n_gain where only the first method is right, n_loss where only the second is.
 
-    rate: (n_gain - n_loss) / n.   low, high: its interval, exact given how many rows differ; each side errs at most
-    1 time in 20, so that it lies above 0 exactly where the gain is established.
-    p_gain, p_loss: of so many gains, or losses, or more, were both as likely (exact, one-sided).
+    rate: (n_gain - n_loss) / n.   low, high: its interval, exact given the number of rows that differ; each side has
+    an error rate of at most 1 in 20, so it lies above 0 exactly if the gain is established.
+    p_gain, p_loss: one-sided exact p-values of this many gains, or losses, if both were equally likely.
     """
 
     n: int
@@ -107,30 +107,30 @@ class Signs:
 
     @property
     def gains(self) -> bool:
-        """Return whether the first method is established to be right more often."""
+        """Return whether the first method is significantly more often right."""
         return self.p_gain <= 1 - CONFIDENCE
 
     @property
     def loses(self) -> bool:
-        """Return whether it is established to be right less often."""
+        """Return whether the first method is significantly less often right."""
         return self.p_loss <= 1 - CONFIDENCE
 
     @property
     def open(self) -> bool:
-        """Return whether the two differ on some rows, which do not establish the better one."""
+        """Return whether the two differ on some rows, but not significantly."""
         return self.n_gain + self.n_loss > 0 and not (self.gains or self.loses)
 
     @property
     def p_value(self) -> float:
-        """Return the two-sided p-value of the two being equally good."""
+        """Return the two-sided p-value of equal accuracy."""
         return min(1.0, 2 * min(self.p_gain, self.p_loss))
 
 
 def signs(n_gain: int, n_loss: int, n: int) -> Signs:
-    """Return what gains and losses establish: the sign test (McNemar, Psychometrika 1947), one-sided and exact.
+    """Test gains against losses: the sign test (McNemar, Psychometrika 1947), one-sided and exact.
 
-    Where no row differs the interval is the point 0 and both p-values are 1.
-    Raises DataError unless there are rows, and as many as gains and losses.
+    If no row differs, the interval is the point 0 and both p-values are 1.
+    Raises DataError unless n is positive and at least n_gain + n_loss.
 
     >>> found = signs(9, 1, 100)
     >>> round(found.p_gain, 4), found.gains, round(found.low, 3)
@@ -138,7 +138,7 @@ def signs(n_gain: int, n_loss: int, n: int) -> Signs:
     """
     n_differ = n_gain + n_loss
     if n < 1 or min(n_gain, n_loss) < 0 or n_differ > n:
-        raise DataError(f"gains and losses are counted among the rows, got {n_gain} and {n_loss} of {n}")
+        raise DataError(f"gains and losses must be at least 0 and at most the rows, got {n_gain} and {n_loss} of {n}")
     most, least = (risk_upper_bound(hits, n_differ, CONFIDENCE) if n_differ else 0.5 for hits in (n_gain, n_loss))
     return Signs(
         n=n,
@@ -155,11 +155,11 @@ def signs(n_gain: int, n_loss: int, n: int) -> Signs:
 def signs_of(correct: Bools, other: Bools) -> Signs:
     """Return the signs of one method against another.   correct, other: bool (N,), whether each is right on each row.
 
-    Raises DataError without rows, or where the two differ in length.
+    Raises DataError without rows, or if the two differ in length.
     """
     if correct.shape != other.shape or correct.ndim != 1 or not len(correct):
         raise DataError(
-            f"a paired difference needs two methods on the same rows, (N,) and at least one; "
+            f"a paired difference needs two methods on the same rows, both (N,) with N at least 1; "
             f"got {correct.shape} and {other.shape}"
         )
     return signs(int(np.sum(correct & ~other)), int(np.sum(other & ~correct)), len(correct))
@@ -167,9 +167,9 @@ def signs_of(correct: Bools, other: Bools) -> Signs:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An accuracy less another on the same n rows.
+    """The difference of two accuracies on the same n rows.
 
-    low, high: percentile bootstrap interval.   p_value: two-sided, of the two being equally good.
+    low, high: percentile bootstrap interval.   p_value: two-sided, of equal accuracy.
     """
 
     value: float
@@ -183,8 +183,8 @@ def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0) -> Diff
     """Return the accuracy of a less that of b, with its paired 95 % percentile bootstrap interval over rows.
 
     correct_a, correct_b: bool (N,), whether each method is right on each row, in the same order.
-    A row enters only as -1, 0 or +1: rows drawn with replacement are three counts drawn from a multinomial of the
-    three shares. That is the bootstrap over rows (Efron, Annals of Statistics 1979) itself, without drawing a row.
+    A row contributes -1, 0 or +1, so drawing rows with replacement is drawing three counts from a multinomial with the
+    three shares: the bootstrap over rows (Efron, Annals of Statistics 1979) without drawing single rows.
     The p-value is that of the sign test. Raises DataError as signs_of does.
 
     >>> paired_difference(np.array([True] * 90 + [False] * 10), np.array([True] * 80 + [False] * 20))
@@ -199,13 +199,13 @@ def paired_difference(correct_a: Bools, correct_b: Bools, seed: int = 0) -> Diff
 
 @dataclass(frozen=True, slots=True)
 class NormalTest:
-    """A statistic that is standard normal under the hypothesis tested, and its two-sided p-value."""
+    """A statistic that is standard normal under the null hypothesis, with its two-sided p-value."""
 
     z: float
 
     @property
     def p_value(self) -> float:
-        """Return how probable so large a magnitude is."""
+        """Return the two-sided p-value."""
         return math.erfc(abs(self.z) / math.sqrt(2))
 
 
@@ -224,7 +224,7 @@ class Mean:
 
     @classmethod
     def of_sums(cls, n: int, total: float, squares: float) -> Mean:
-        """Return the mean of n values from their sum and that of their squares, as running totals have them."""
+        """Return the mean of n values from their sum and the sum of their squares."""
         mean = total / n
         return cls(mean, math.sqrt(max(0.0, squares / n - mean**2)), n)
 
@@ -232,7 +232,7 @@ class Mean:
 def mean_difference(one: Mean, other: Mean) -> NormalTest:
     """Compare two means by their own deviations (the two-sample z test, whose normal limit needs dozens of rows).
 
-    Where neither varies, a difference beyond the rounding of float32 is infinitely many errors large.
+    If neither varies, z is infinite for any difference beyond float32 rounding.
 
     >>> round(mean_difference(Mean(1.1, 0.5, 400), Mean(1.0, 0.5, 400)).z, 3)
     2.828
@@ -246,9 +246,9 @@ def mean_difference(one: Mean, other: Mean) -> NormalTest:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The area under the ROC curve of confidences against being right: 1/2 is no better than chance.
+    """The area under the ROC curve of confidences against correctness: 1/2 is chance.
 
-    p_value: of so large an area or a larger one, were confidences and being right independent.
+    p_value: of this area or a larger one, if confidences and correctness were independent.
     """
 
     area: float
@@ -256,10 +256,10 @@ class Ranking:
 
 
 def ranking(confidences: Floats, correct: Bools) -> Ranking | None:
-    """Return how well confidences rank, by the rank-sum test (Mann and Whitney, 1947) with ties at mid-ranks.
+    """Measure how well confidences rank right answers, by the rank-sum test (Mann and Whitney, 1947) with mid-ranks.
 
-    confidences: float (N,).   correct: bool (N,). Its normal limit is used, whose variance is lessened for ties.
-    Returns None where all rows are right or all are wrong: nothing can be ranked there.
+    confidences: float (N,).   correct: bool (N,). The p-value uses the normal approximation with tie correction.
+    Returns None if all rows are right or all are wrong.
 
     >>> ranking(np.array([0.9, 0.8, 0.7, 0.6]), np.array([True, True, False, False])).area
     1.0
@@ -273,6 +273,6 @@ def ranking(confidences: Floats, correct: Bools) -> Ranking | None:
     area = (float(mid_ranks[index[correct]].sum()) - n_right * (n_right + 1) / 2) / n_pairs
     ties = float((counts.astype(np.float64) ** 3 - counts).sum()) / (n * (n - 1))
     variance = (n + 1 - ties) / (12 * n_pairs)
-    # All confidences equal: they rank nothing.
+    # All confidences are equal.
     p_value = 1.0 if variance <= 0 else math.erfc((area - 0.5) / math.sqrt(2 * variance)) / 2
     return Ranking(area, p_value)

@@ -2,9 +2,9 @@
 
 With P arrays of logits S_1..S_P of shape (N, K), weights w and biases b, the scores of a row are
 w_1 S_1 + ... + w_P S_P + b. A pass visits blocks of rows that stay in the processor's cache and keeps only sums over
-the rows, in float64: the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. Sums of the parts of
-a table add up to those of the whole. What is summed is computed in float64 too, but for large float32 logits, whose own
-rounding is of the size of that of float32 arithmetic: it moves a fitted weight by some 1e-7 of itself.
+the rows, in float64: the NLL, its gradient E[S] - S_y and its curvature Cov[S] under the softmax. Sums over the parts
+of a table add up to those of the whole table. Terms are computed in float64 too, except for large float32 logits,
+whose own rounding is as large as that of float32 arithmetic: it changes a fitted weight by about 1e-7 of its value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import ChainPart
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
-# The sum of a row's terms, of which its label's is 1, beyond which float32 comes near its end.
+# The largest sum of a row's terms (its label's term is 1) that is safe in float32.
 _LARGEST_SUM = 1e25
-# The gap of a missing option: no weight brings it near, and 0 times its square is 0, where 0 x inf would be NaN.
+# The gap of a missing option: too far for any weight, yet 0 times its square is 0, where 0 x inf would be NaN.
 _MISSING = -1e25
 
-# A block's arrays stay in the second-level cache of one core.
+# A block's arrays fit into the second-level cache of one core.
 _BLOCK_BYTES = 768 * 1024
 
-# With biases, products of rows x K x K up to this size are left to one thread by BLAS. Where others compute next to
-# this process, threads that wait for one another take many times as long; only large K are worth that, and blocks of
-# some rows.
+# With biases, BLAS computes products of rows x K x K up to this size in one thread. On a busy machine, threads that
+# wait for each other take many times as long; several threads only pay for large K and blocks of several rows.
 _ONE_THREAD, _SOME_ROWS, _MANY_OPTIONS_BYTES = 1 << 17, 8, 4 << 20
 
 
@@ -52,7 +51,7 @@ class Sums(Summed):
 
 
 def sample(part: ChainPart, step: int) -> ChainPart:
-    """Return every row whose rank is a multiple of step. Raises DataError naming a row whose label is no option."""
+    """Return every row whose rank is a multiple of step. Raises DataError naming a row with an invalid label."""
     k, labels = part.logits[0].shape[1], part.labels
     _require(part.ranks, labels, (labels >= 0) & (labels < k), f"label {{}} is outside the {k} options")
     rows = np.flatnonzero(part.ranks % step == 0)
@@ -60,7 +59,7 @@ def sample(part: ChainPart, step: int) -> ChainPart:
 
 
 def first_lacking(part: ChainPart) -> int | None:
-    """Return the lowest rank of a row that lacks an option in some array, None where all have all."""
+    """Return the lowest rank of a row that lacks an option in some array, None if no row does."""
     found = []
     for rows in part.blocks():
         lacking = np.logical_or.reduce([np.isneginf(source[rows]).any(axis=1) for source in part.logits])
@@ -69,25 +68,25 @@ def first_lacking(part: ChainPart) -> int | None:
 
 
 def _require_fit(part: ChainPart, rows: slice) -> None:
-    """Raise DataError naming a row that cannot be fitted, if there is one among some."""
+    """Raise DataError naming a row that cannot be fitted, if there is one."""
     ranks, labels = part.ranks[rows], part.labels[rows]
     for logits in (source[rows] for source in part.logits):
         top = logits.max(axis=1)
         unfit = "largest logit is {}; NaN, +inf and rows of -inf cannot be fitted"
         _require(ranks, top, np.isfinite(top), unfit)
-        gone = "label {} points at an option that the row does not have"
+        gone = "label {} is an option that the row does not have"
         _require(ranks, labels, np.isfinite(logits[np.arange(len(labels)), labels]), gone)
 
 
 def _require(ranks: Ints, values: Any, good: Bools, why: str) -> None:
-    """Raise DataError naming the first row that is not good, by its rank.   why: with room for its value."""
+    """Raise DataError naming the first invalid row by its rank.   why: with a placeholder for its value."""
     if not good.all():
         row = int(np.flatnonzero(~good)[0])
         raise DataError(f"row {ranks[row]}: {why.format(values[row])}")
 
 
 def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
-    """Visit all rows once.   at: weights and biases, (D,).   dtype: to compute in.
+    """Sum over all rows in one pass.   at: weights and biases, (D,).   dtype: of the computation.
 
     Raises DataError naming a row that cannot be fitted.
     """
@@ -118,7 +117,7 @@ def sums(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Sums:
 
 
 def nll(part: ChainPart, at: Floats, dtype: type[np.floating]) -> float:
-    """Return the NLL alone, in nats, summed over the rows."""
+    """Return the NLL in nats, summed over the rows."""
     return sum(block.nll for block in _blocks(part, at, dtype))
 
 
@@ -135,10 +134,10 @@ def squares(part: ChainPart, at: Floats, directions: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some rows of a pass.
+    """A block of rows of a pass.
 
     gaps: logits less their label's, P arrays (rows, K).   terms: exp of their scores less their label's, or less their
-    peak where that is far above it, (rows, K).   spare: room of that shape.   sums: of the terms, (rows,).
+    peak where that is far above it, (rows, K).   spare: a buffer of that shape.   sums: of the terms, (rows,).
     labels: (rows,).   nll: summed over the rows.
     """
 
@@ -166,12 +165,12 @@ def _slices(part: ChainPart, dtype: type[np.floating], *, biased: bool = False) 
 
 
 def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_Block]:
-    """Compute blocks of rows in buffers, which the next one overwrites."""
+    """Compute blocks of rows in buffers that the next block overwrites."""
     p, k = len(part.logits), part.logits[0].shape[1]
     weights, biases = at[:p], at[p:]
     biased = len(biases) > 0
     slices = _slices(part, dtype, biased=biased)
-    # Fresh memory for each block would cost as much as what is computed in it.
+    # Allocating memory for each block would take as long as the computation.
     buffers = [np.empty((slices[0].stop, k), dtype=dtype) for _ in range(p + 2)]
     ones = np.ones(k, dtype=dtype)
     for rows in slices:
@@ -181,7 +180,7 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
             logits = source[rows]
             with np.errstate(invalid="ignore"):
                 np.subtract(logits, logits[np.arange(len(labels)), labels][:, None], out=gap, dtype=dtype)
-            if gap.min() < _MISSING:  # less work than to raise what need not be
+            if gap.min() < _MISSING:  # cheaper than clipping values that need none
                 np.maximum(gap, dtype(_MISSING), out=gap)
         scores = np.multiply(gaps[0], dtype(weights[0]), out=spare)
         for gap, weight in zip(gaps[1:], weights[1:], strict=True):
@@ -192,7 +191,7 @@ def _blocks(part: ChainPart, at: Floats, dtype: type[np.floating]) -> Iterator[_
         peaks = 0.0
         with np.errstate(over="ignore", invalid="ignore"):
             np.exp(scores, out=terms)
-            # By dot products: a matrix product would start threads of its own.
+            # Dot products: a matrix product would start threads.
             sums = np.vecdot(terms, ones)
         if not sums.max() < _LARGEST_SUM:
             _require_fit(part, rows)

@@ -1,4 +1,4 @@
-"""Logits as they enter, from a table or from a model: masks, and probabilities in place of logits."""
+"""Logits as they come from a table or a model: masks, and probabilities instead of logits."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from cauc_ray.numbers.types import Bools, Floats, Summed
 
 LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate"]
 LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)
-# Rows of these that are probabilities are wrong. Who declares surrogates has looked at them.
+# Kinds whose rows must not be probabilities. Declared surrogates are not checked.
 MUST_BE_DECLARED: tuple[LogitKind, ...] = ("raw", "log-probabilities")
-# Of a chain whose models differ.
+# The kind of a chain whose models differ.
 MIXED = "mixed"
 
-# An option that lies further below its row's largest logit is a mask: -1e4, -65504, -1e9, finfo.min.
+# A value further below its row's largest logit is a mask: -1e4, -65504, -1e9, finfo.min.
 MASK_DEPTH = 5000.0
 # The logarithm of a probability of 0: improbable, not impossible.
 LEAST_LOG = -50.0
 
-# Rows of no negative value are probabilities where sums differ from one by no more than this: in half precision or
-# rounded to three decimals, if there are so many rows; in float32, if there are few. Of raw logits of two options, one
-# row in some 2,000 comes so close by accident in the first sense, and one in a million in the second.
+# Rows without negative values are probabilities if their sums differ from one by no more than this: in half precision
+# or rounded to three decimals if there are many rows; in float32 if there are few. For raw logits of two options, about
+# one row in 2,000 meets the first limit by accident, and one in a million the second.
 _ENOUGH_ROWS, _LOOSE, _TIGHT = 8, 5e-3, 1e-5
-# A look at so many rows is enough for most logits.
+# Looking at this many rows suffices for most logits.
 _FIRST_ROWS = 64
 
 
 def kind_of(text: str) -> LogitKind | None:
-    """Return the kind that a text names, None where models differ.
+    """Return the kind that a text names, None if models differ.
 
-    Earlier versions wrote free texts, which begin with the kind; one that names none is of raw logits.
+    Earlier versions wrote free text that begins with the kind; without one, logits are raw.
 
     >>> kind_of("surrogate: log p on the answered option"), kind_of("unknown"), kind_of("mixed: see each source")
     ('surrogate', 'raw', None)
@@ -47,14 +47,14 @@ def kind_of(text: str) -> LogitKind | None:
 
 
 def joint_kind(kinds: Sequence[LogitKind]) -> str:
-    """Return the kind of all models of a chain, MIXED where they differ."""
+    """Return the common kind of a chain's models, MIXED if they differ."""
     return kinds[0] if len(set(kinds)) == 1 else MIXED
 
 
 def real_options(logits: Floats) -> Floats:
     """Return logits with -inf for masks: values more than MASK_DEPTH below their row's largest.
 
-    logits: float (n, K), which are returned themselves where they hold no mask.
+    logits: float (n, K), returned as they are if they have no masks.
 
     >>> real_options(np.array([[1.0, -4000.0, -1e9]])).tolist()
     [[1.0, -4000.0, -inf]]
@@ -64,7 +64,7 @@ def real_options(logits: Floats) -> Floats:
         logits = logits.astype(np.float64)
     if not logits.size:
         return logits
-    # In float64: float32 would round what lies between the largest value and a mask.
+    # In float64: float32 would round the difference between the largest value and a mask.
     floors = logits.max(axis=1).astype(np.float64) - MASK_DEPTH
     suspects = np.flatnonzero(logits.min(axis=1) < floors)
     chosen = logits[suspects]
@@ -77,9 +77,9 @@ def real_options(logits: Floats) -> Floats:
 
 
 def as_logits(values: Floats, kind: LogitKind) -> Floats:
-    """Return what a model gives as logits, float (n, K), -inf where a row has no such option.
+    """Convert a model's output to logits, float (n, K), -inf where a row has no such option.
 
-    Probabilities p become max(log p, LEAST_LOG). Raises DataError naming the first row that holds none.
+    Probabilities p become max(log p, LEAST_LOG). Raises DataError naming the first row that is not probabilities.
 
     >>> as_logits(np.array([[0.5, 0.0]]), "probabilities").round(2)
     array([[ -0.69, -50.  ]])
@@ -92,18 +92,18 @@ def as_logits(values: Floats, kind: LogitKind) -> Floats:
         raise DataError(f"row {wrong[0]} of the batch: {NOT_PROBABILITIES}")
     missing = np.isneginf(logits)
     with np.errstate(divide="ignore"):
-        # In float64, whose last bits, which depend on where a value lies in an array, float32 rounds away.
+        # In float64: its last bits depend on a value's position in the array, and float32 rounds them away.
         logs = np.log(np.where(missing, 1.0, np.maximum(logits, 0.0)), dtype=np.float64)
     np.maximum(logs, LEAST_LOG, out=logs)
     logs[missing] = -np.inf
     return logs.astype(logits.dtype)
 
 
-NOT_PROBABILITIES = "it was declared as probabilities, which lie between 0 and 1 and are not all 0"
+NOT_PROBABILITIES = "declared as probabilities, but values are outside 0 to 1 or all 0"
 
 
 def hold_probabilities(values: Floats) -> Bools:
-    """Return which rows can be probabilities of options, bool (n,).   values: (n, K), -inf for missing options."""
+    """Return which rows can be probabilities, bool (n,).   values: (n, K), -inf for missing options."""
     largest = values.max(axis=1, initial=0.0)
     below = ((values < -_TIGHT) & (values > -np.inf)).any(axis=1)
     possible: Bools = (largest > 0) & (largest <= 1 + _LOOSE) & ~below
@@ -112,11 +112,11 @@ def hold_probabilities(values: Floats) -> Bools:
 
 @dataclass(frozen=True, slots=True)
 class SumsToOne(Summed):
-    """How many rows look like probabilities, which under another kind would be taken for logits.
+    """Counts of rows that look like probabilities, to detect probabilities that are declared as logits.
 
-    n: rows of two options or more.   n_near, n_exact: of those, whose sums are one in half precision, and in float32.
-    n_between: of those, whose largest value is below 1; a few rows of zeros and a one may be logits.   n_negative: rows
-    with a value below 0, as no probability is; where there are some, nothing else is counted.
+    n: rows of two options or more.   n_near, n_exact: of these, rows whose sum is one in half precision, and in
+    float32. n_between: of these, rows whose largest value is below 1; rows of zeros and a single one may be logits.
+    n_negative: rows with a value below 0, which no probability has; if there are any, nothing else is counted.
     """
 
     n: int = 0
@@ -127,7 +127,7 @@ class SumsToOne(Summed):
 
     @classmethod
     def of(cls, logits: Floats) -> SumsToOne:
-        """Look at rows, float (n, K), -inf where one has no such option."""
+        """Count rows, float (n, K), -inf where a row has no such option."""
         for some in (logits[:_FIRST_ROWS], logits):
             n_negative = int(((some < 0) & (some > -np.inf)).any(axis=1).sum())
             if n_negative:
@@ -145,7 +145,7 @@ class SumsToOne(Summed):
 
     @property
     def possible(self) -> bool:
-        """Return whether the rows may be probabilities: at least half sum to one, as some may have been cut."""
+        """Return whether the rows may be probabilities: at least half sum to one, since some may be truncated."""
         return not self.n_negative and 2 * self.n_near >= self.n
 
     @property

@@ -1,4 +1,4 @@
-"""Metrics of predictions, and of confidences against what came, with their conventions stated."""
+"""Metrics of predictions and confidences, with their conventions stated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from cauc_ray.numbers.intervals import NormalTest, share
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
-# Bins of a calibration error (Guo et al. 2017).
+# Bins of the calibration error (Guo et al. 2017).
 N_BINS = 15
 EDGES: Floats = np.arange(1, N_BINS) / N_BINS
 
@@ -26,11 +26,11 @@ def accuracy(predictions: Ints, labels: Ints) -> float:
 
 
 def macro_f1(predictions: Ints, labels: Ints) -> float:
-    """Return the unweighted mean of the classes' F1, as scikit-learn's f1_score(average="macro") has it.
+    """Return the unweighted mean of the classes' F1, equal to scikit-learn's f1_score(average="macro").
 
     predictions, labels: int (N,), not negative. The classes are those that occur among the predictions or
-    the labels; WILDS counts only those among the labels, which differs where a class is predicted that no
-    row has.
+    the labels; WILDS counts only those among the labels, which differs if a class is predicted that no row
+    has.
 
     >>> macro_f1(np.array([0, 0, 1]), np.array([0, 1, 1])) == (2 / 3 + 2 / 3) / 2
     True
@@ -81,17 +81,17 @@ def calibration_error(
 
 
 def equal_width_bins(confidences: Floats, n_bins: int) -> Ints:
-    """Return the equal-width bin of each confidence, as calibration_error has them, int (N,)."""
-    # Against the bins' edges: multiplying by n_bins would put some edges into the bin below.
+    """Return the index of each confidence's equal-width bin, as in calibration_error, int (N,)."""
+    # Compare with the bins' edges: multiplying by n_bins would put some edges into the bin below.
     edges = np.arange(1, n_bins) / n_bins
     return np.searchsorted(edges, confidences, side="right")
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSums(Summed):
-    """Sums over n rows from which their calibration error and its test follow.
+    """Sums over n rows for the calibration error and its test.
 
-    gaps: float64 (B,), right answers less confidences by bin.   variances: float64 (B,), the variances of these where
+    gaps: float64 (B,), by bin, right answers minus confidences.   variances: float64 (B,), the variances of the gaps if
     confidences are calibrated.   excess, excess_variance: of Spiegelhalter's statistic.
     """
 
@@ -122,16 +122,16 @@ class CalibrationSums(Summed):
 
     @property
     def error_by_chance(self) -> float:
-        """Return what calibrated confidences would have on average, were each bin's gap normal."""
+        """Return the calibration error expected of calibrated confidences, with normal gaps in each bin."""
         return float(np.sqrt(2 / np.pi * self.variances).sum()) / self.n
 
     @property
     def test(self) -> NormalTest | None:
         """Return a test of calibration without bins (Spiegelhalter, Statistics in Medicine 1986).
 
-        z = sum (c - p) (1 - 2 p) / sqrt(sum (1 - 2 p)^2 p (1 - p)) for c = 1 where right: by how many standard
-        deviations the Brier score exceeds what calibrated confidences would give. Above 0 they are too extreme.
-        None where every confidence is 0, 1/2 or 1: such rows add nothing to the variance.
+        z = sum (c - p) (1 - 2 p) / sqrt(sum (1 - 2 p)^2 p (1 - p)) for c = 1 where right: the number of standard
+        deviations by which the Brier score exceeds that of calibrated confidences. Above 0, confidences are too
+        extreme. None if every confidence is 0, 1/2 or 1: such rows add nothing to the variance.
 
         >>> CalibrationSums.of(np.array([0.9, 0.9]), np.array([True, False])).test.z
         1.885...
@@ -182,8 +182,8 @@ def aurc(confidences: Floats, correct: Bools) -> float:
     """Return the area under the risk-coverage curve: the mean over k of the error among the k most confident.
 
     confidences: float (N,).   correct: bool (N,).
-    Rows of equal confidence count in every order of them alike (their mean error in place of each one's), so
-    that the value does not depend on the order of the rows.
+    Rows of equal confidence are averaged over all their orders (each counts with their mean error), so the
+    value does not depend on the order of the rows.
 
     >>> aurc(np.array([0.9, 0.8]), np.array([True, False]))
     0.25

@@ -1,4 +1,4 @@
-"""Softmax quantities of a row, computed so that nothing but the row itself can change a bit of them."""
+"""Softmax quantities of rows that depend, to the last bit, on nothing but the row itself."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import numpy as np
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Floats, Ints
 
-# A first sum, which only finds the exponent of the second, is exact for so many terms: 2^20.
+# The first sum, which finds the exponent for the second, is exact for up to 2^20 terms.
 _HEADROOM = 20
 
 
 def row_sums(terms: Floats) -> Floats:
-    """Sum each row so that the order of its terms, its padding and its neighbours change no bit of the sum.
+    """Sum each row independently, to the last bit, of the order of its terms, its padding and its neighbours.
 
     terms: float64 (N, K), at least 0, overwritten.   Returns float64 (N,).
 
     Every term is first rounded to a multiple of about 2^-51 of the row's sum. Sums of such multiples are exact,
     and exact sums are the same in any order. Plain sums are not: two rows whose options are permuted would get
-    confidences that differ in the last bit, and a threshold could fall between them; nor would a live batch
-    give what the replay of the whole table gives.
-    The sum whose exponent decides the multiples must not depend on the order either: near a power of two, plain sums of
-    one row in two orders have two exponents. It is a sum of multiples of 2^-31 of the row's largest term.
+    confidences that differ in the last bit, a threshold could fall between them, and a live batch would differ from
+    the replay of the whole table.
+    The sum whose exponent defines the multiples must not depend on the order either: near a power of two, plain sums
+    in two orders may have two exponents. It is a sum of multiples of 2^-31 of the row's largest term.
 
     >>> row_sums(np.array([[1.0, 2.0, 3.0]]))
     array([6.])
@@ -35,9 +35,9 @@ def row_sums(terms: Floats) -> Floats:
 def _sums_of_multiples(terms: Floats, exponents: Ints) -> Floats:
     """Round terms, float64 (N, K), to multiples of 2^(e - 51) and sum the rows, float64 (N, 1).
 
-    exponents: e, int (N, 1); exact where the row's sum is at most about 2^e.
+    exponents: e, int (N, 1); exact if the row's sum is at most about 2^e.
     """
-    # Adding 1.5 x 2^(e + 1) leaves a term no bits below 2^(e - 51); subtracting it gives back what is left.
+    # Adding 1.5 x 2^(e + 1) rounds away a term's bits below 2^(e - 51); subtracting it again leaves the rounded term.
     magnitudes = np.ldexp(3.0, exponents)
     terms += magnitudes
     terms -= magnitudes
@@ -50,7 +50,7 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
 
     scores: float (N, K), calibrated logits; -inf where a row has no such option.
     Returns the option, int32 (N,), the lowest index among equals, and its probability, float64 (N,).
-    Raises DataError naming a row that has no option left, or a NaN.
+    Raises DataError naming a row that has no option, or a NaN.
 
     >>> top_option(np.array([[0.0, np.log(3.0)]]))
     (array([1], dtype=int32), array([0.75]))
@@ -62,7 +62,7 @@ def top_option(scores: Floats) -> tuple[Ints, Floats]:
 def likeliest(scores: Floats, n: int) -> Ints:
     """Return each row's n best options, best first, int64 (N, n); a row that has fewer repeats its last one.
 
-    scores: float (N, K), as top_option takes them; of equals the lowest index comes first.
+    scores: float (N, K), as for top_option; among equals the lowest index comes first.
 
     >>> likeliest(np.array([[0.0, 2.0, 1.0], [3.0, 1.0, -np.inf]]), 3)
     array([[1, 2, 0],
@@ -83,7 +83,7 @@ def likeliest(scores: Floats, n: int) -> Ints:
 def softmax(scores: Floats) -> Floats:
     """Return each row's probabilities, float64 (N, K), 0 where there is no such option.
 
-    scores: as top_option takes them, which gives the largest probability to the bit. Raises DataError as it does.
+    scores: as for top_option, which returns bit-identical largest probabilities. Raises DataError as it does.
 
     >>> softmax(np.array([[0.0, np.log(3.0), -np.inf]]))
     array([[0.25, 0.75, 0.  ]])
@@ -100,8 +100,8 @@ def _terms(scores: Floats) -> tuple[Ints, Floats]:
     top = scores[np.arange(len(scores)), option]
     if not np.isfinite(top).all():
         row = int(np.flatnonzero(~np.isfinite(top))[0])
-        raise DataError(f"row {row}: its scores have no finite largest one ({top[row]}), so no option can be chosen")
-    # exp of a contiguous array: strided input may take another code path, with another last bit.
+        raise DataError(f"row {row}: the largest score is not finite ({top[row]}), so no option can be chosen")
+    # exp of a contiguous array: strided input may take another code path and differ in the last bit.
     return option, np.exp(scores - top[:, None])
 
 

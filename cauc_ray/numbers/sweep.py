@@ -20,16 +20,16 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 
 Objective: TypeAlias = Literal["accuracy", "macro-f1"]
 
-# Confidences lie in (0, 1]: the first threshold stops every example at stage 0, the second none early.
+# Confidences lie in (0, 1]: the first threshold stops every example at stage 0, the second stops none early.
 STOP_ALL, STOP_NONE = 0.0, 2.0
 
-# Mean costs are sums of thousands of float64 terms: a budget equal to one must not miss it by rounding.
+# Mean costs are sums of thousands of float64 terms: rounding must not exclude a point that equals the budget.
 COST_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """A threshold with the mean cost per example and the quality that it had where it was swept."""
+    """A threshold with its mean cost per example and its quality on the swept examples."""
 
     threshold: float
     cost: float
@@ -37,7 +37,7 @@ class OperatingPoint:
 
 
 def pareto(cost: Floats, quality: Floats | Ints) -> Ints:
-    """Return the indices of the points that none as cheap equals in quality, by rising cost.   Both: (P,)."""
+    """Return the indices of the Pareto-optimal points, by rising cost.   cost, quality: (P,)."""
     order = np.lexsort((-quality, cost))
     ranked = quality[order]
     kept: Ints = order[np.append(True, ranked[1:] > np.maximum.accumulate(ranked)[:-1])]
@@ -46,7 +46,7 @@ def pareto(cost: Floats, quality: Floats | Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoints:
-    """What a method did at P settings, on the examples where one of them is chosen.
+    """A method's cost and quality at P settings, on the examples where one of them is chosen.
 
     settings, cost, quality: float64 (P,); cost is the mean per example.   unit: of the cost.
     """
@@ -59,21 +59,21 @@ class OperatingPoints:
     def index_of_best(self, budget: float | None = None) -> int:
         """Return which point has the highest quality within the budget (paper, eq. 11); the cheapest among equals.
 
-        budget: mean cost per example, or None for no limit. Raises BudgetError when no point is so cheap.
+        budget: mean cost per example, or None for no limit. Raises BudgetError if no point is within it.
         """
         within = self._within(budget)
         best = self.quality == self.quality[within].max()
         return int(np.where(within & best, self.cost, np.inf).argmin())
 
     def index_of_most_expensive(self, budget: float) -> int:
-        """Return which point costs most within the budget. Raises BudgetError as index_of_best does."""
+        """Return which point is the most expensive within the budget. Raises BudgetError as index_of_best does."""
         return int(np.where(self._within(budget), self.cost, -np.inf).argmax())
 
     def pareto(self, most: int) -> OperatingPoints:
-        """Return the points that none as cheap equals in quality, by rising cost, and at most so many (2 or more).
+        """Return the Pareto-optimal points by rising cost, thinned to at most a number (2 or more).
 
-        index_of_best chooses among them what it chooses among all. Where there are more, those are kept that are
-        best within budgets spaced evenly from the cheapest point's cost to the best one's, both ends among them:
+        index_of_best chooses the same points among them as among all. If there are more, those are kept that are
+        best within budgets spaced evenly from the cheapest point's cost to the best one's, both ends included:
         at such a budget nothing is lost, and at any other no more than by rounding it down to the next of them.
         """
         kept = pareto(self.cost, self.quality)
@@ -100,25 +100,25 @@ class OperatingPoints:
 class Frontier(OperatingPoints):
     """All P operating points of a method with one threshold, by rising threshold; settings are thresholds to publish.
 
-    Along them a cascade's cost never falls, and neither does a router's by prices where all calls of a model cost the
+    Along them a cascade's cost never falls, and neither does a price-based router's if all calls of a model cost the
     same. Quality is accuracy or macro-F1.
 
-    confidences: float64 (P - 1,), rising: point p holds for thresholds in (confidences[p - 1], confidences[p]].
+    confidences: float64 (P - 1,), rising: point p is valid for thresholds in (confidences[p - 1], confidences[p]].
     """
 
     confidences: Floats
 
     def index(self, thresholds: Floats) -> Ints:
-        """Return which point each threshold realises, int (same shape)."""
+        """Return the index of each threshold's point, int (same shape)."""
         return np.searchsorted(self.confidences, thresholds, side="left")
 
     def best(self, budget: float | None = None) -> OperatingPoint:
-        """Return the point of highest quality within the budget, as OperatingPoints has it."""
+        """Return the point of highest quality within the budget; see OperatingPoints.index_of_best."""
         point = self.index_of_best(budget)
         return OperatingPoint(float(self.settings[point]), float(self.cost[point]), float(self.quality[point]))
 
     def at(self, threshold: float) -> OperatingPoint:
-        """Return the point that a threshold realises."""
+        """Return a threshold's point."""
         point = int(self.index(np.array(threshold)))
         return OperatingPoint(threshold, float(self.cost[point]), float(self.quality[point]))
 
@@ -135,8 +135,8 @@ def sweep(
 
     confidences: float64 (N, S - 1), of the non-final stages; inf where an example stops at every threshold, -inf where
     it stops at none.   predictions: int (N, S), the answer of each example if it stopped at each stage.   labels: int
-    (N,).   costs: of the M models.   calls: bool (S, M), which models were called where an example stops at each
-    stage; None for a cascade of all models, where that is the stage's own and those before it.
+    (N,).   costs: of the M models.   calls: bool (S, M), which models are called if an example stops at each stage;
+    None for a cascade of all models, which calls the stage's own model and those before it.
     Quality is accuracy or macro-F1 (see metrics.macro_f1). A confidence equal to the threshold stops.
 
     >>> frontier = sweep(np.array([[0.9], [0.6]]), np.array([[0, 0], [0, 1]]), np.array([0, 1]),
@@ -165,9 +165,9 @@ def sweep(
 
 
 def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Frontier:
-    """Return the points that some threshold, a finite number, realises.
+    """Return the points that some finite threshold realises.
 
-    values: float64 (E,), rising, that part the E + 1 points; -inf lies above no threshold and inf below none.
+    values: float64 (E,), rising, that separate the E + 1 points; no finite threshold lies below -inf or above inf.
     """
     real = np.isfinite(values)
     if not real.all():
@@ -177,17 +177,17 @@ def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Fron
 
 
 def _thresholds(confidences: Floats) -> Floats:
-    """Return for each of P points the threshold to publish, float64 (P,).   confidences: as Frontier has them.
+    """Return the threshold to publish for each of P points, float64 (P,).   confidences: as in Frontier.
 
-    Midway between its neighbours, so that rounding flips no example; the ends stop everything and nothing, whatever
-    comes, where confidences are probabilities, and lie one beyond the outermost where they are not, or at the next
-    float where one is less than the gap between two floats.
+    Thresholds lie midway between neighbours, so rounding flips no example. If confidences are probabilities, the ends
+    stop every possible example and none; otherwise they lie 1 beyond the outermost confidence, or at the next float
+    where 1 is less than the gap between two floats.
     """
     if not len(confidences):
         return np.array([STOP_ALL])
     low, high = confidences[:-1], confidences[1:]
     middle = low + (high - low) / 2
-    # Adjacent floats have no middle; the upper end still belongs to the point.
+    # Adjacent floats have no middle; the upper one still belongs to the point.
     middle = np.where(middle > low, middle, high)
     first, last = confidences[0], confidences[-1]
     lowest = STOP_ALL if first >= STOP_ALL else min(first - 1, np.nextafter(first, -np.inf))
@@ -206,12 +206,12 @@ def reached_shares(confidences: Floats, thresholds: Floats) -> Floats:
 
 
 def most_within(budget: float) -> float:
-    """Return the largest mean cost that counts as within a budget."""
+    """Return the largest mean cost that counts as within a budget, with room for rounding."""
     return budget + COST_TOLERANCE * abs(budget)
 
 
 class Events:
-    """Moves of examples to deeper stages, in order of the confidence that the threshold rises past.
+    """Moves of examples to deeper stages, in order of the confidence that the rising threshold passes.
 
     values: float64 (E,), rising.   ends: int, the last event of each distinct value.
     """
@@ -230,7 +230,7 @@ class Events:
         self.ends = np.flatnonzero(np.append(self.values[1:] != self.values[:-1], [True] * bool(len(order))))
 
     def changes(self, of_stage: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return what each move changes of a quantity that an example has at each stage, (M, N) -> (E,)."""
+        """Return each move's change of a quantity that examples have at each stage, (M, N) -> (E,)."""
         change = np.empty(self._rises.shape, dtype=of_stage.dtype)
         following = np.array(of_stage[-1])
         for stage in range(len(change) - 1, -1, -1):
@@ -249,15 +249,15 @@ class Events:
 def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
     """Return macro-F1 at every operating point, float64 (P,).
 
-    A move changes the F1 of two classes: that of the answer it takes back and that of the new one. Sorted by class,
-    cumulative counts give each class's F1 at first and after each of its changes; the differences, summed in order of
-    confidence, give the sum over classes.
+    A move changes the F1 of two classes: that of the old answer and that of the new one. Sorted by class, cumulative
+    counts give each class's F1 initially and after each of its changes; the differences, summed in order of confidence,
+    give the sum over classes.
     """
     k, first = int(max(predictions.max(), labels.max())) + 1, predictions[:, 0]
     rows, before, after = events.rows_and_stages()
     old, new = predictions[rows, before], predictions[rows, after]
     moved = np.flatnonzero(old != new)
-    # What each class has at first, at time 0, then what each move takes and gives.
+    # Each class's initial counts, at time 0, then what each move removes and adds.
     classes = np.append(np.arange(k), np.stack([old[moved], new[moved]], axis=1))
     answers = np.append(np.bincount(first, minlength=k), np.tile([-1, 1], len(moved)))
     right = classes[k:] == np.repeat(labels[rows[moved]], 2)
@@ -272,20 +272,20 @@ def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
         np.cumsum(np.bincount(time[order], _changes(of, starts), len(events.values) + 1)) for of in (f1, either > 0)
     )
     points = np.append(0, events.ends + 1)
-    # Rounded, so that points of equal macro-F1 stay equal after thousands of additions.
+    # Rounded, so that equal macro-F1 values stay equal after thousands of additions.
     macro: Floats = np.round(f1_sum[points] / n_counted[points], 12)
     return macro
 
 
 def _grouped_cumsum(values: Ints, starts: Ints) -> Ints:
-    """Return the cumulative sums that begin anew at each of starts, the first of which is 0."""
+    """Return cumulative sums that restart at each of starts, the first of which is 0."""
     total = np.cumsum(values)
     before = total[starts] - values[starts]
     return total - np.repeat(before, np.diff(np.append(starts, len(values))))
 
 
 def _changes(values: Floats | Bools, starts: Ints) -> Floats:
-    """Return by how much each value differs from the one before it, and those at starts from 0."""
+    """Return each value minus the one before it; at starts, minus 0."""
     changes = np.diff(values.astype(np.float64), prepend=0.0)
     changes[starts] = values[starts]
     return changes

@@ -15,8 +15,8 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """What is summed over rows, field by field: that of the parts of a table adds up to that of the whole."""
+    """Sums over rows, field by field: those of a table's parts add up to those of the whole table."""
 
     def __add__(self, other: Self) -> Self:
-        """Return that of both's rows."""
+        """Return the sums over the rows of both."""
         return type(self)(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))

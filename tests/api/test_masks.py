@@ -128,7 +128,7 @@ def test_an_example_that_masks_leave_without_a_common_option_is_refused(tmp_path
     unlabelled = {"test": type(test)(**{**test.__dict__, "labels": np.full(len(test), -1, np.int32)})}
     folder = write(tmp_path / "LOGITS", unlabelled, one_option)
     policy = cauc_ray.fit(write_masked(tmp_path / "FIT", chains, -1e9), models=MODELS)
-    with pytest.raises(DataError, match="no option that all models leave possible"):
+    with pytest.raises(DataError, match="no option that is possible for all models"):
         cauc_ray.evaluate(folder, policy)
 
 

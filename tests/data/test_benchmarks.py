@@ -96,7 +96,7 @@ def test_canonical_files_are_taken_as_they_are(tmp_path, name):
     [
         # As in the first release's files, which count from one.
         ("medmcqa", {"cop": 4}, "label 4, counted from 0, is outside its 4 choices"),
-        ("socialiqa", {"label": "0"}, "label '0' is neither the number of an option, counted from 1, nor its letter"),
+        ("socialiqa", {"label": "0"}, "label '0' is neither an option's number, counted from 1, nor its letter"),
         ("medmcqa", {"cop": -1}, None),
         ("piqa", {"label": -1}, None),
         ("socialiqa", {"label": ""}, None),
@@ -196,7 +196,7 @@ def test_iwildcam_has_two_test_splits(tmp_path):
     ("old", "new", "says"),
     [
         ("split", "part", r"metadata\.csv has no column 'split'"),
-        ("3.jpg,3\r", "3.jpg,cat\r", r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' do not name an image"),
+        ("3.jpg,3\r", "3.jpg,cat\r", r"metadata\.csv, row 3: filename '3\.jpg' and y 'cat' are not an image's path"),
         ("id_test", "other", r"has no test-id \(it has validation, test-ood\)"),
     ],
 )

@@ -142,7 +142,7 @@ def test_row_groups_that_nobody_wants_are_not_read(tmp_path):
         rows_of(dataset(path), "all", 10)
 
 
-NO_LABEL = "row 2: label .* is neither the number of an option"
+NO_LABEL = "row 2: label .* is neither an option's number"
 LABELS = [
     ([0, 1, 2, None], [0, 1, 2, -1]),
     (["A", "b", "C", None], [0, 1, 2, -1]),
@@ -245,7 +245,7 @@ def test_ids_are_the_files_or_made(tmp_path, ending):
     assert values_of(with_ids(id=range(5), example_id=range(10, 15)), "id") == [str(10 + i) for i in range(5)]
     texts = [f"00{i}" for i in range(5)]
     assert values_of(with_ids(id=texts), "id") == texts
-    with pytest.raises(DataError, match=r"row 4: example id '001' is a duplicate of that at .*, row 1"):
+    with pytest.raises(DataError, match=r"row 4: example id '001' is a duplicate of .*, row 1"):
         with_ids(id=[*texts[:4], "001"])
     with pytest.raises(DataError, match="row 4: the row has no example_id"):
         with_ids(id=[*texts[:4], None])
@@ -390,37 +390,37 @@ FIVE = questions(5)
 UNFIT = [{**row, "label": [1]} for row in questions(5, 5)]
 # What cannot be read, a file's content or what makes a folder, and what is said of it.
 REFUSED = {
-    "list.json": ('[{"question": "?"}]', "line 1: one JSON object a line is expected, got a list"),
+    "list.json": ('[{"question": "?"}]', "line 1: expected a JSON object, got a list"),
     "torn.jsonl": ('{"question": "?", "choices": ["a", "b"]}\n{"question":', "line 2: not JSON"),
     "short.csv": ("question,choices\na\n", "is not a readable CSV file: .*Expected 2 columns, got 1"),
     "twice.csv": ("question,question\na,b\n", "has two columns named 'question'"),
     "empty.csv": ("", "is not a readable CSV file: Empty CSV file"),
-    "head.csv": ("question,choices\n", "holds no rows"),
-    "empty.jsonl": ("\n", "holds no rows"),
-    "half.jsonl": ('{"question": "\\ud800"}', "holds half a surrogate pair"),
+    "head.csv": ("question,choices\n", "has no rows"),
+    "empty.jsonl": ("\n", "has no rows"),
+    "half.jsonl": ('{"question": "\\ud800"}', "half a surrogate pair"),
     "latin.jsonl": (b'{"question": "\xe9"}', "is not a readable JSONL file"),
     "torn.parquet": ("PAR1 and no more", "is not a readable Parquet file"),
     "x.txt": ("hello", "is not a Parquet .* JSONL .* or CSV .* file"),
     "neither.jsonl": ('{"text": "?", "label": 0}', "no column question or image; it has text, label.*--columns"),
     "unchosen.jsonl": ('{"question": "?", "label": 0}', "no column choices; it has question, label.*--columns"),
     "few.jsonl": ('{"question": "?", "choices": ["a", "b"]}\n' * 3, "a partition 'few' of at least four rows"),
-    "unlisted.csv": ("question,choices\n" + "?,a or b\n" * 4, r"row \d: choices are not a JSON list .*: 'a or b'"),
-    "numbers.jsonl": ('{"question": "?", "choices": [1.5]}\n' * 4, "'choices' holds list<.*>; choices are lists"),
+    "unlisted.csv": ("question,choices\n" + "?,a or b\n" * 4, r"row \d: choices must be a JSON list .* 'a or b'"),
+    "numbers.jsonl": ('{"question": "?", "choices": [1.5]}\n' * 4, "'choices' has type list<.*>, expected lists"),
     "mixed.jsonl": ('{"question": {"a": 1}, "choices": ["a"]}\n' * 4, "column 'question' holds struct<.*>, not text"),
-    "text.csv": ("image,label\n" + "a.png,0\n" * 4, "column 'image' holds string; images are bytes or arrays"),
-    "none": (Path.mkdir, "holds no .parquet, .jsonl or .csv files and no folders of images"),
+    "text.csv": ("image,label\n" + "a.png,0\n" * 4, "column 'image' has type string, expected bytes or arrays"),
+    "none": (Path.mkdir, "has no .parquet, .jsonl or .csv files and no folders of images"),
     "formats": (both(("train.csv", FIVE), ("test.jsonl", FIVE)), "are of different formats"),
-    "names": (both(("val.jsonl", FIVE), ("validation.jsonl", FIVE)), "both the partition 'validation'"),
+    "names": (both(("val.jsonl", FIVE), ("validation.jsonl", FIVE)), "both named as partition 'validation'"),
     "columns": (
         both(("val/0.parquet", FIVE), ("val/1.parquet", [{"question": "?"}])),
         r"columns question, but .*0\.par",
     ),
     "types": (both(("val/0.parquet", FIVE), ("val/1.parquet", UNFIT)), r"1\.parquet does not fit the files before it"),
     "rule": (both(("train.jsonl", FIVE), ("dev.jsonl", FIVE)), "no rule splits .* dev, train; name them"),
-    "kinds": (both(("train.jsonl", FIVE), ("images", ["a", "b"])), "is mixed: train.jsonl and images hold"),
-    "flat": (both(("a.png", [{}]), ("b.png", [{}])), "holds images directly; put each into a folder of its class"),
+    "kinds": (both(("train.jsonl", FIVE), ("images", ["a", "b"])), "is mixed: train.jsonl and images have"),
+    "flat": (both(("a.png", [{}]), ("b.png", [{}])), "contains images directly; put each into a folder named"),
     "classless": (lambda folder: write_images(folder, ["train", "test"]), "test holds images directly; put each into"),
-    "tasks": (both(("validation.jsonl", FIVE), ("test.jsonl", [{"image": [1, 2]}] * 5)), "are of different tasks"),
+    "tasks": (both(("validation.jsonl", FIVE), ("test.jsonl", [{"image": [1, 2]}] * 5)), "have different tasks"),
 }
 
 
@@ -441,9 +441,12 @@ def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, kind):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        *[(name, "unknown dataset .*Available: .*mmlu.* path of a file") for name in ("mmluu", "mmluu=/tmp", "")],
+        *[
+            (name, "unknown dataset .*Available: .*mmlu.* path of an existing file")
+            for name in ("mmluu", "mmluu=/tmp", "")
+        ],
         *[(name, "unknown dataset .*Available: .*mmlu") for name in ("no/such.parquet", "a\0b", "x" * 5000)],
-        ("hub::x", "'hub::x' names no dataset"),
+        ("hub::x", "'hub::x' does not name a dataset"),
         ("mmlu=", "'mmlu=' has no path: give mmlu=PATH"),
         (f"mmlu={'x' * 5000}", "there is no file or folder x"),
         ("mmlu=/absent", "there is no file or folder /absent"),

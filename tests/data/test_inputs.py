@@ -491,10 +491,10 @@ TEXT_REFUSED = [
     (r"x\.csv is not a readable CSV file: .* a quote is not closed", {"x.csv": 'example_id\n"' + "a,\n" * 100_000}),
     (r"x\.csv has two columns named 'x'", {"x.csv": "example_id,x,x\na,1,2\n"}),
     (r"x\.csv, row 1: the row has no example_id", {"x.csv": "example_id,x\na,1\n,2\n"}),
-    (r"x\.csv holds no rows", {"x.csv": "example_id,x\n"}),
+    (r"x\.csv has no rows", {"x.csv": "example_id,x\n"}),
     (r"x\.csv is not a readable CSV file: .*UTF8", {"x.csv": b"example_id,x\na,\xff\n"}),
     (r"x\.jsonl, line 3: not JSON: ", {"x.jsonl": '{"example_id": "a"}\n\n{"example_id": \n'}),
-    (r"x\.ndjson, line 1: one JSON object a line is expected, got a list", {"x.ndjson": "[1]\n"}),
+    (r"x\.ndjson, line 1: expected a JSON object, got a list", {"x.ndjson": "[1]\n"}),
     (r"x\.jsonl, row 1: the row has no example_id", {"x.jsonl": '{"example_id": "a"}\n{"x": 1}\n'}),
     (
         r"b\.csv has the columns example_id, y, but .*a\.csv has",
@@ -548,14 +548,14 @@ REFUSED = [
     (r"there are no tables \(\.parquet .*\) and no images", []),
     (r"0\.parquet: column 'example_id' \(list<", [{"example_id": [["a"]]}]),
     (r"0\.parquet: a row has no example_id", [{"example_id": ["a", None]}]),
-    (r"holds no rows", [{"example_id": pa.array([], pa.string())}]),
+    (r"has no rows", [{"example_id": pa.array([], pa.string())}]),
     (r"1\.parquet has the columns example_id, x, but .*0\.parquet", [{"example_id": ["a"]}, {"x": [1]}]),
     (r"1\.parquet does not fit the files before it: .*incompatible types", [{"x": [1.5]}, {"x": ["1"]}]),
     (r"0\.parquet does not fit the other files: Integer value .* not in range", [{"x": [2**60 + 1]}, {"x": [1.5]}]),
-    (r"1\.parquet, row 1: column 'label' holds negative", [{"label": [0]}, {"label": [None, -3]}]),
+    (r"1\.parquet, row 1: column 'label' has negative", [{"label": [0]}, {"label": [None, -3]}]),
     (r"0\.parquet, row 1: column 'label' \(double\)", [{"label": [1.0, 1.5]}]),
     (r"0\.parquet, row 0: column 'label' \(string\)", [{"label": ["cat"]}]),
-    (r"0\.parquet, row 0: column 'example_id' cannot be given", [{"example_id": [b"\xff0", b"b"]}]),
+    (r"0\.parquet, row 0: column 'example_id' cannot be converted", [{"example_id": [b"\xff0", b"b"]}]),
 ]
 
 

@@ -116,15 +116,15 @@ FAULTS = {
     "row 0 has no example_id": with_column("example_id", lambda ids: [None, *ids[1:]]),
     "label 5 is outside its 5 options": with_column("label", lambda labels: [5, *labels[1:]]),
     "label -1 is outside its 5 options": with_column("label", lambda labels: [-1, *labels[1:]]),
-    "as label for model 'm0' and": with_column("label", lambda labels: [(labels[0] + 1) % 5, *labels[1:]]),
+    "for model 'm0' and": with_column("label", lambda labels: [(labels[0] + 1) % 5, *labels[1:]]),
     "column 'label' is int64, not int32": with_column("label", lambda labels: [2**40, *labels[1:]]),
     "column 'label' is string, not int32": with_column("label", lambda labels: ["cat" for _ in labels]),
     "has 5 options for model 'm0' and 6 for model 'm1'": with_column("logits", lambda z: [[*z[0], 0.0], *z[1:]]),
-    "it has no logits": with_column("logits", lambda z: [[], *z[1:]]),
-    "one of its logits is null": with_column("logits", lambda z: [[None] * 5, *z[1:]]),
+    "no logits": with_column("logits", lambda z: [[], *z[1:]]),
+    "a logit is null": with_column("logits", lambda z: [[None] * 5, *z[1:]]),
     "column 'logits' is list<": with_column("logits", lambda z: [[True] * 5 for _ in z]),
     "no column 'logits'; it has example_id, label": lambda table: table.drop_columns(["logits"]),
-    "its cost is not a number of at least 0": lambda table: table.append_column("cost", pa.array([-1.0] * len(table))),
+    "cost must be a number of at least 0": lambda table: table.append_column("cost", pa.array([-1.0] * len(table))),
     "has two columns named 'label'": lambda table: table.append_column("label", table["label"]),
     "model 'm1', split 'calibration': the split is empty": lambda table: table.slice(0, 0),
     "part-0.parquet is not a readable Parquet file": lambda table: b"example_id,label\n",
@@ -204,7 +204,7 @@ def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(tab
         row = values(path, "example_id").index("test-2-00007")
         logits[row] = [0.0 if k == possible else -np.inf for k in range(5)]
         rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())), label=pa.nulls(60, pa.int32()))
-    with pytest.raises(DataError, match="'test-2-00007' has no option that all models leave possible"):
+    with pytest.raises(DataError, match="'test-2-00007' has no option that is possible for all models"):
         LogitTable(table).read_chain(MODELS, "test")
 
 
@@ -217,7 +217,7 @@ def test_hidden_files_and_folders_are_other_programs(table):
 
 
 def test_a_folder_that_cannot_be_named_so_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot name a folder"):
+    with pytest.raises(ConfigError, match="cannot be a folder's name"):
         write_logits(tmp_path, "a/b", "test", example_ids=["x"], labels=None, logits=np.zeros((1, 2)))
 
 

@@ -1,4 +1,4 @@
-"""Logits on disk, read back a block at a time, are those of the table, whatever the files are like."""
+"""Logits on disk, read back in blocks, are those of the table for any layout of its files."""
 
 import numpy as np
 import pyarrow as pa

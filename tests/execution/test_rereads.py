@@ -51,7 +51,7 @@ def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
         )
 
     pool = ended_run(tmp_path, given(rows))
-    with pytest.raises(DataError, match=r"gives other rows .* block \d+ holds other rows.* start a new run"):
+    with pytest.raises(DataError, match=r"returned other rows .* block \d+ .* other rows.* start a new run"):
         cauc_ray.run(pool, two_model_policy(), given(rows[::-1]), tmp_path / "out", resume=True)
     assert not (tmp_path / "out" / "summary.json").exists()
     assert cauc_ray.run(pool, two_model_policy(), given(rows), tmp_path / "out", resume=True)["n"] == 20_000

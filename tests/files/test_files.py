@@ -97,7 +97,7 @@ def test_a_local_folder_that_is_absent_is_named(tmp_path):
 
 
 def test_a_filesystem_that_is_unknown_or_refuses_is_named_with_the_remedy(s3):
-    with pytest.raises(ConfigError, match=r"nowhere://bucket: no filesystem is known .*s3://"):
+    with pytest.raises(ConfigError, match=r"nowhere://bucket: no filesystem .*s3://"):
         require_writable(path_of("nowhere://bucket/x.json"))
     with pytest.raises(ConfigError, match="there is no bucket s3://no-such-bucket"):
         write_text(path_of("s3://no-such-bucket/x.json"), "")

@@ -94,7 +94,7 @@ def test_probabilities_become_their_logarithms_and_zeros_stay_options(seed, ragg
 
 @pytest.mark.parametrize("row", [[0.5, -0.5, 1.0], [0.2, 1.5, 0.1], [0.0, 0.0, 0.0]])
 def test_what_cannot_be_probabilities_is_refused_by_row(row):
-    with pytest.raises(DataError, match=r"row 1 .*between 0 and 1"):
+    with pytest.raises(DataError, match=r"row 1 .*outside 0 to 1"):
         as_logits(np.array([[0.2, 0.3, 0.5], row]), "probabilities")
 
 

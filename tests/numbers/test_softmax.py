@@ -86,5 +86,5 @@ def test_the_likeliest_options_are_those_of_a_stable_sort_and_the_last_one_repea
 @pytest.mark.parametrize("row", [[-np.inf, -np.inf], [np.nan, 1.0], [np.inf, 1.0]])
 def test_a_row_without_an_option_to_choose_is_refused(row):
     for ask in (top_option, softmax):
-        with pytest.raises(DataError, match="row 1: its scores have no finite largest one"):
+        with pytest.raises(DataError, match="row 1: the largest score is not finite"):
             ask(np.array([[0.0, 1.0], row]))
