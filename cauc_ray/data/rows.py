@@ -133,7 +133,7 @@ class TableRows(ABC):
             try:
                 fitting = pa.unify_schemas([fitting, own], promote_options="permissive")
             except pa.ArrowException as error:
-                raise DataError(f"{file} has other types than the files before it: {first_line(error)}") from error
+                raise DataError(f"{file} does not fit the files before it: {first_line(error)}") from error
         return fitting
 
     def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
@@ -161,7 +161,7 @@ class TableRows(ABC):
                 try:
                     fitted = cast_table(table, schema)
                 except pa.ArrowException as error:
-                    raise DataError(f"{file} has other types than the other files: {first_line(error)}") from error
+                    raise DataError(f"{file} does not fit the other files: {first_line(error)}") from error
                 yield fitted
 
     @staticmethod

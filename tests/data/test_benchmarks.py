@@ -136,7 +136,10 @@ def test_a_missing_partition_is_named(tmp_path, on_hub):
     alone = write_partitions(tmp_path / "alone", PUBLISHED["socialiqa"][0], {"validation": 9})
     for name, says in (
         (on_hub("socialiqa", folder), r"\(it has train, validation\).*give socialiqa=PATH"),
-        (f"socialiqa={folder}", r"\(it has train, validation\); add it, or give the path alone for what there is"),
+        (
+            f"socialiqa={folder}",
+            r"\(it has train, validation\); add it, or give only the path for the partitions that exist",
+        ),
         (f"socialiqa={alone}", r"\(it has validation\); add it, or give the path alone for a 25/25/50 cut"),
     ):
         with pytest.raises(DataError, match=f"^.* has no test {says}.*$"):
@@ -250,10 +253,12 @@ def test_what_is_not_to_be_had_is_refused_in_one_line(monkeypatch):
     for name in ("mmlu", "hub:some/dataset"):  # there is no network in tests
         with pytest.raises(DataError, match=r"^cannot load .* from the hub: .*; give .*$"):
             dataset(name)
-    with pytest.raises(DataError, match="iwildcam is not on the hub: give iwildcam=PATH"):
+    with pytest.raises(DataError, match="iwildcam is not on the hub: give the path of its files as iwildcam=PATH"):
         dataset("iwildcam")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[datasets\]', or give mmlu=PATH"):
+    with pytest.raises(
+        ConfigError, match=r"pip install 'cauc-ray\[datasets\]', or give the path of its files as mmlu=PATH"
+    ):
         dataset("mmlu")
 
 

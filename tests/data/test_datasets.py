@@ -153,7 +153,7 @@ LABELS = [
     ([None] * 4, [-1] * 4),
     *[([0, 1, bad, None], NO_LABEL) for bad in ("cat", "1.5", "²", "-2", -2, 1.5, 2**40)],
     (["a", "b", "c", "d"], "row 3: label 3, counted from 0, is outside its 3 choices"),
-    ([True, False, True, False], "the column of labels holds bool"),
+    ([True, False, True, False], "the column of labels has type bool"),
 ]
 
 
@@ -250,7 +250,7 @@ def test_ids_are_the_files_or_made(tmp_path, ending):
     with pytest.raises(DataError, match="row 4: the row has no example_id"):
         with_ids(id=[*texts[:4], None])
     if ending != "csv":
-        with pytest.raises(DataError, match="the column of example ids holds double"):
+        with pytest.raises(DataError, match="the column of example ids has type double"):
             with_ids(id=[0.5, 1.5, 2.5, 3.5, 4.5])
 
 
@@ -406,10 +406,13 @@ REFUSED = {
     "few.jsonl": ('{"question": "?", "choices": ["a", "b"]}\n' * 3, "a partition 'few' of at least four rows"),
     "unlisted.csv": ("question,choices\n" + "?,a or b\n" * 4, r"row \d: choices must be a JSON list .* 'a or b'"),
     "numbers.jsonl": ('{"question": "?", "choices": [1.5]}\n' * 4, "'choices' has type list<.*>, expected lists"),
-    "mixed.jsonl": ('{"question": {"a": 1}, "choices": ["a"]}\n' * 4, "column 'question' holds struct<.*>, not text"),
+    "mixed.jsonl": (
+        '{"question": {"a": 1}, "choices": ["a"]}\n' * 4,
+        "column 'question' has type struct<.*>, expected text",
+    ),
     "text.csv": ("image,label\n" + "a.png,0\n" * 4, "column 'image' has type string, expected bytes or arrays"),
     "none": (Path.mkdir, "has no .parquet, .jsonl or .csv files and no folders of images"),
-    "formats": (both(("train.csv", FIVE), ("test.jsonl", FIVE)), "are of different formats"),
+    "formats": (both(("train.csv", FIVE), ("test.jsonl", FIVE)), "have different formats"),
     "names": (both(("val.jsonl", FIVE), ("validation.jsonl", FIVE)), "both named as partition 'validation'"),
     "columns": (
         both(("val/0.parquet", FIVE), ("val/1.parquet", [{"question": "?"}])),
@@ -419,7 +422,10 @@ REFUSED = {
     "rule": (both(("train.jsonl", FIVE), ("dev.jsonl", FIVE)), "no rule splits .* dev, train; name them"),
     "kinds": (both(("train.jsonl", FIVE), ("images", ["a", "b"])), "is mixed: train.jsonl and images have"),
     "flat": (both(("a.png", [{}]), ("b.png", [{}])), "contains images directly; put each into a folder named"),
-    "classless": (lambda folder: write_images(folder, ["train", "test"]), "test holds images directly; put each into"),
+    "classless": (
+        lambda folder: write_images(folder, ["train", "test"]),
+        "test contains images directly; put each into",
+    ),
     "tasks": (both(("validation.jsonl", FIVE), ("test.jsonl", [{"image": [1, 2]}] * 5)), "have different tasks"),
 }
 

@@ -501,7 +501,7 @@ TEXT_REFUSED = [
         {"a.csv": "example_id,x\na,1", "b.csv": "example_id,y\nb,1"},
     ),
     (r"b\.csv does not fit the files before it: ", {"a.csv": "example_id,x\na,1", "b.csv": "example_id,x\nb,A"}),
-    (r"a\.csv and .*b\.jsonl are of different formats", {"a.csv": "example_id\na", "b.jsonl": '{"example_id": "b"}'}),
+    (r"a\.csv and .*b\.jsonl have different formats", {"a.csv": "example_id\na", "b.jsonl": '{"example_id": "b"}'}),
 ]
 
 

@@ -111,19 +111,19 @@ def with_logit(value):
 FAULTS = {
     "part-0.parquet: model 'm1', example 'calibration-0-00000': a logit is NaN or +inf": with_logit(float("nan")),
     "model 'm1', example 'calibration-0-00000': a logit is NaN or +inf, or all are -inf": with_logit(float("inf")),
-    "of model 'm0' is missing from model 'm1' (1 such)": lambda table: table.slice(1),
+    "of model 'm0' is missing from model 'm1' (1 in all)": lambda table: table.slice(1),
     "is a duplicate (part-0.parquet)": with_column("example_id", lambda ids: [ids[1], *ids[1:]]),
     "row 0 has no example_id": with_column("example_id", lambda ids: [None, *ids[1:]]),
     "label 5 is outside its 5 options": with_column("label", lambda labels: [5, *labels[1:]]),
     "label -1 is outside its 5 options": with_column("label", lambda labels: [-1, *labels[1:]]),
     "for model 'm0' and": with_column("label", lambda labels: [(labels[0] + 1) % 5, *labels[1:]]),
-    "column 'label' is int64, not int32": with_column("label", lambda labels: [2**40, *labels[1:]]),
-    "column 'label' is string, not int32": with_column("label", lambda labels: ["cat" for _ in labels]),
+    "column 'label' has type int64, expected int32": with_column("label", lambda labels: [2**40, *labels[1:]]),
+    "column 'label' has type string, expected int32": with_column("label", lambda labels: ["cat" for _ in labels]),
     "has 5 options for model 'm0' and 6 for model 'm1'": with_column("logits", lambda z: [[*z[0], 0.0], *z[1:]]),
     "no logits": with_column("logits", lambda z: [[], *z[1:]]),
     "a logit is null": with_column("logits", lambda z: [[None] * 5, *z[1:]]),
-    "column 'logits' is list<": with_column("logits", lambda z: [[True] * 5 for _ in z]),
-    "no column 'logits'; it has example_id, label": lambda table: table.drop_columns(["logits"]),
+    "column 'logits' has type list<": with_column("logits", lambda z: [[True] * 5 for _ in z]),
+    "column 'logits' is missing; the file has example_id, label": lambda table: table.drop_columns(["logits"]),
     "cost must be a number of at least 0": lambda table: table.append_column("cost", pa.array([-1.0] * len(table))),
     "has two columns named 'label'": lambda table: table.append_column("label", table["label"]),
     "model 'm1', split 'calibration': the split is empty": lambda table: table.slice(0, 0),
@@ -229,7 +229,7 @@ def test_what_is_written_with_its_cost_is_a_whole_table(folder):
     assert (chain.costs.unit, chain.costs.per_call.tolist()) == ("B params", [2.0, 10.0])
     assert chain.labels.tolist() == [1, -1]
     assert chain.logits[1].tolist() == [[10, 0], [0, 10]]
-    with pytest.raises(ConfigError, match="in B params, those of model 'other' in s"):
+    with pytest.raises(ConfigError, match="in B params, but those of model 'other' are in s"):
         write_logits(folder, "other", "test", ids, np.eye(2), cost=1.0, cost_unit="s")
     with pytest.raises(ConfigError, match="2 example ids and 3 rows of logits"):
         write_logits(folder, "other", "test", ids, np.eye(3))

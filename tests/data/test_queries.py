@@ -59,7 +59,7 @@ def test_texts_are_found_by_id(tmp_path):
     assert Texts(file, "question").of(["e4", "e1"]) == ("text e4", "text e1")
     for path, column, example, says in (
         (file, "question", "other", "'other' is missing"),
-        (file, "text", "e1", "no column 'text'; it has example_id, question"),
+        (file, "text", "e1", "column 'text' is missing; the file has example_id, question"),
         (null, "question", "b", "'b' has no text"),
     ):
         with pytest.raises(DataError, match=says):
