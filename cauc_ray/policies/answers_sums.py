@@ -1,4 +1,4 @@
-"""What a chain's calibrated answers amount to, summed over the rows of every part of it."""
+"""Statistics of a chain's calibrated answers, summed over the rows of all its parts."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cauc_ray.numbers.types import Bools, Floats, Summed
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of n numbers the mean, and the sum of squared distances from it."""
+    """The mean of n numbers, and the sum of squared deviations from it."""
 
     n: int
     mean: float
     square: float
 
     def __add__(self, other: Moments) -> Moments:
-        """Return those of both's numbers; means merge as Chan, Golub and LeVeque have it (1983)."""
+        """Return the statistics of both sets of numbers (Chan, Golub and LeVeque, 1983)."""
         n, apart = self.n + other.n, other.mean - self.mean
         return Moments(
             n,
@@ -40,7 +40,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSums(Summed):
-    """Sums over n rows of what a stage answers.
+    """Sums over the n rows that a stage answers.
 
     n_right: answers that are the label.   before, after: of confidences at T = 1 and calibrated.
     logits: calibrated, of all real options.   n_gain, n_loss: as the paper's eq. 6 counts them, with the last stage.

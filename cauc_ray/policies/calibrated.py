@@ -1,4 +1,4 @@
-"""Fits of a stage's numbers on the parts of a chain: its calibrator, and RF's pair of temperatures."""
+"""Fits on the parts of a chain: a stage's calibrator, and RF's pair of temperatures."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from cauc_ray.policies.trace import of_rows
 
 T = TypeVar("T")
 
-# A map of confidences of its own for every model is for a small and a large one: what a third is worth to the two
-# would be decided by three maps, each of which knows only how often its own model is right.
+# Isotonic maps are supported for a small and a large model only: with three, the choice among models would depend on
+# three maps, each of which only knows how often its own model is right.
 MOST_ISOTONIC = 2
 
 
 def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None:
-    """Raise ConfigError unless a method can use such calibrators with so many models."""
+    """Raise ConfigError unless a method supports the calibrator with this number of models."""
     if kind not in KINDS:
         raise ConfigError(unknown_name("calibrator", kind, KINDS))
     if kind == "isotonic" and (method != "base" or n_models > MOST_ISOTONIC):
         raise ConfigError(
             f"the calibrator isotonic is for method base with one or two models, got {method} with {n_models}; "
-            "take temperature or offsets"
+            "use temperature or offsets"
         )
 
 
 def calibrator_of(chain: Chain, stage: int, kind: CalibratorKind) -> tuple[Calibrator, TemperatureFit]:
     """Fit a stage's calibrator.   The fit's nll_after is that of the calibrator's probabilities.
 
-    Raises DataError as fit_temperature does, and for offsets where an example lacks an option or a model has too many.
+    Raises DataError as fit_temperature does, and for offsets if an example lacks an option or a model has too many.
     """
     parts = _parts(chain, lambda part: part.of_models([stage]))
     fit = solve_temperatures(parts)
@@ -67,7 +67,7 @@ def _answers(stage: int, calibrator: Calibrator, part: ChainPart, rows: slice) -
 
 
 def _nll_saved(isotonic: Isotonic, confidences: Floats, correct: Bools) -> float:
-    """Return by how much less the mean NLL is where an answer has its new confidence, and the others share the rest."""
+    """Return the decrease of the mean NLL when each answer gets its new confidence and the others share the rest."""
     after = isotonic.of(confidences)
     tiny = np.finfo(np.float64).tiny
     right = np.log(np.maximum(after, tiny)) - np.log(confidences)
@@ -81,12 +81,12 @@ def _bias_corrected(chain: Chain, stage: int, parts: Parts, alone: TemperatureFi
     if lacking:
         raise DataError(
             f"{chain.source}: example {chain.example_ids[min(lacking)]!r} lacks some of the {n_options} options of "
-            f"model {model!r}; offsets need a fixed set, take --calibrator temperature"
+            f"model {model!r}; offsets need the same options for all examples, use --calibrator temperature"
         )
     if n_options > MOST_OPTIONS:
         raise DataError(
-            f"{chain.source}: offsets are fitted for up to {MOST_OPTIONS:,} options, model {model!r} has "
-            f"{n_options:,}; take --calibrator temperature"
+            f"{chain.source}: offsets support up to {MOST_OPTIONS:,} options, model {model!r} has "
+            f"{n_options:,}; use --calibrator temperature"
         )
     return solve_bias_corrected(parts, alone)
 
@@ -131,7 +131,7 @@ def _with_pair(before: tuple[RFStage, ...], calibrator: Calibrator, part: ChainP
 
 
 def _parts(chain: Chain, sources: Callable[[ChainPart], ChainPart]) -> Parts:
-    """Return a chain's parts for a fit.   sources: replaces a part's logits by what is fitted."""
+    """Return a chain's parts for a fit.   sources: replaces a part's logits by the arrays to fit."""
 
     def each(ask: Callable[[ChainPart], T], /) -> list[T]:
         return chain.each(lambda part: ask(sources(part)))

@@ -21,11 +21,11 @@ EPSILON = 1e-12
 class BaseStage(Stage):
     """A stage of CAUC Base: mean and deviation of its calibrated logits, and whether it joins the fusion.
 
-    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.   n_gain, n_loss: what it is made
-    of, null where it is and in files from before they were kept.
+    The complementarity rate (paper, eq. 6) is with the last stage, whose own is null.   n_gain, n_loss: its counts,
+    null if it is null and in files of earlier versions.
     """
 
-    # Not the rate: fused is what became of it.
+    # Not the rate: only fused, which is derived from it, decides.
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"mean", "std", "fused"}
 
     mean: float = Field(ge=-LARGEST, le=LARGEST)
@@ -47,7 +47,7 @@ class BasePolicy(Policy):
     stages: tuple[BaseStage, ...] = Field(min_length=1)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield what in the policy contradicts something else in it."""
+        """Yield the contradictions in the policy."""
         yield from super().contradictions()
         if not self.stages[-1].fused:
             yield "the last stage must be fused"
@@ -55,11 +55,11 @@ class BasePolicy(Policy):
             yield f"isotonic maps are for one or two stages, not for {len(self.stages)}"
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Accept the stage's own answer where its confidence reaches the threshold; at the end, fuse."""
+        """Accept the stage's own answer if its confidence reaches the threshold; at the last stage, fuse."""
         return self.fuse(stage, self.own(stage, logits), state)
 
     def own(self, stage: int, logits: Floats) -> Step:
-        """Return the stage's own answer, before anything is fused.   logits: as of step()."""
+        """Return the stage's own answer, without fusion.   logits: as for step()."""
         numbers = self.stages[stage]
         scores = numbers.scores(logits)
         predictions, confidences = numbers.calibrator.answers(scores)
@@ -88,7 +88,7 @@ class BasePolicy(Policy):
         on_last_scale = fused * (numbers.std + EPSILON) + numbers.mean
         scores = np.where(unfused[:, None], scores, on_last_scale)
         confidences = numbers.calibrator.answers(scores)[1]
-        # Standardising may round two logits of a row that nothing is fused with into a tie.
+        # Without other fused models, standardising may still round two logits of a row into a tie.
         predictions = np.where(unfused, own.predictions, fused.argmax(axis=1)).astype(np.int32)
         rescaled = numbers.calibrator.rescaled(scores, predictions)
         return Step(predictions, confidences, np.full(len(predictions), True), own.state, rescaled)

@@ -18,7 +18,7 @@ from cauc_ray.policies.policy_file import Stage
 
 
 class PairDiagnostics(FrozenModel):
-    """How a stage's pair fit went on the calibration split; NLL in nats at alpha = beta = 1 and after."""
+    """Diagnostics of a stage's pair fit on the calibration split; NLL in nats at alpha = beta = 1 and after the fit."""
 
     alpha_status: FitStatus
     beta_status: FitStatus
@@ -31,8 +31,8 @@ class PairDiagnostics(FrozenModel):
 class RFStage(Stage):
     """A stage of CAUC-RF: the pair temperatures of eq. 8, null for the first.
 
-    fused: whether r is folded (eq. 8). Else the stage answers by itself: r begins anew with its calibrated logits, and
-    alpha and beta are those that were not admitted.
+    fused: whether the stage is fused with r (eq. 8). Else it answers by itself: r restarts with its calibrated logits,
+    and alpha and beta are those of the rejected fusion.
     """
 
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"alpha", "beta", "fused"}
@@ -54,16 +54,16 @@ class RFPolicy(Policy):
     stages: tuple[RFStage, ...] = Field(min_length=1)
 
     def contradictions(self) -> Iterator[str]:
-        """Yield what in the policy contradicts something else in it."""
+        """Yield the contradictions in the policy."""
         yield from super().contradictions()
         for index, stage in enumerate(self.stages):
             if (index == 0) != (stage.alpha is None) or (index == 0) != (stage.beta is None):
                 yield "alpha and beta must be null for the first stage and numbers for the others"
             if stage.isotonic is not None:
-                yield "isotonic maps are of single models' confidences, which RF does not use"
+                yield "method rf does not support isotonic maps"
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Fold the stage's logits into r (eq. 8) and stop where r's confidence (eq. 10) reaches the threshold."""
+        """Fuse the stage's logits with r (eq. 8) and stop if r's confidence (eq. 10) reaches the threshold."""
         numbers = self.stages[stage]
         r = numbers.fold(numbers.scores(logits), state)
         predictions, confidences = top_option(r)
@@ -75,7 +75,7 @@ class RFPolicy(Policy):
 def fold(scores: Floats, alpha: float | None, beta: float | None, state: Floats | None, name: str = "") -> Floats:
     """Return (state / alpha + scores / beta) / 2 (paper, eq. 8).
 
-    Where there is no state yet, or no alpha and beta to fold it in with, it begins anew with the scores.
+    Without a state, or without alpha and beta, it starts with the scores.
     """
     if state is None:
         return scores

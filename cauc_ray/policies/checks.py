@@ -1,4 +1,4 @@
-"""Checks of every fitted policy for what makes policies disappoint; its file keeps them (docs/how-to/guards.md)."""
+"""Checks of fitted policies for common problems; the policy file keeps the results as guards (docs/how-to/guards.md)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.policy_file import Stage
 from cauc_ray.policies.trace import Trace, answers_alone, replay
 
-# With fewer, no accuracy is known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
+# With fewer, accuracies are not known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
 FEWEST_EXAMPLES = 385
-# Two of such errors move a confidence between two options by up to 4.5 points: p (1 - p) ln (p / (1 - p)) is 0.224
-# at most, and it is what a confidence changes by for a change of its temperature's logarithm.
+# Two standard errors of this size change a confidence between two options by up to 4.5 points: its derivative in the
+# logarithm of the temperature, p (1 - p) ln (p / (1 - p)), is at most 0.224.
 LARGEST_RELATIVE_ERROR = 0.1
-# How often costs of one distribution are taken for different ones.
+# The false alarm rate of the test of costs.
 COST_LEVEL = 0.01
 
 
 def look(policy: Policy, expected: Measures, trace: Trace, chain: Chain, calibration: Chain) -> tuple[Guard, ...]:
-    """Look at a policy whose threshold is set.
+    """Check a policy at its threshold.
 
-    expected: what was measured of it there.   trace: of all steps on the examples where it was measured.   calibration:
-    what it was fitted on, which is also replayed for its cost unless it is what was measured on.
+    expected: its measurements at that threshold.   trace: all steps on the measured examples.   calibration: the
+    examples that it was fitted on, replayed for their cost unless they are the measured ones.
     """
     found = _guards(policy, expected, trace, chain, calibration)
     return tuple(guard for guard in found if guard is not None)
@@ -79,13 +79,13 @@ def _against_largest(expected: Measures, of_largest: float, unit: str) -> Guard:
     times = f", {cost / of_largest:.2f} times as much" if of_largest > 0 else ""
     says = (
         f"the policy costs {'more' if fired else 'no more'} than always calling the largest model: on "
-        f"{expected.split} {cost:.4g} {unit} an example against {of_largest:.4g}{times}"
+        f"{expected.split} {cost:.4g} {unit} per example against {of_largest:.4g}{times}"
     )
     return _guard("cost-above-largest", None, fired, says, cost=cost, largest_cost=of_largest)
 
 
 def _below_single(policy: Policy, expected: Measures, chain: Chain, correct: Bools, alone: Bools) -> Guard | None:
-    """Compare the policy with the best of the models that cost no more; None without any.
+    """Compare the policy with the best single model that costs no more; None if there is none.
 
     correct: bool (n,), of the policy's answers.   alone: bool (n, M), of the models' own.
     """
@@ -96,17 +96,17 @@ def _below_single(policy: Policy, expected: Measures, chain: Chain, correct: Boo
     found, name = signs_of(correct, alone[:, best]), policy.models[best]
     own, single = float(correct.mean()), float(alone[:, best].mean())
     says = (
-        f"on {expected.split} the policy answers {100 * own:.1f} % right, {name} alone, which costs no more, "
-        f"{100 * single:.1f} % ({_words(found)})"
+        f"on {expected.split} the policy has {100 * own:.1f} % accuracy; {name} alone, which costs no more, "
+        f"has {100 * single:.1f} % ({_words(found)})"
     )
     return _guard("below-single-model", name, own < single, says, accuracy=own, single_accuracy=single, **asdict(found))
 
 
 def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: Bools) -> Guard | None:
-    """Compare the policy with itself without one of its stages, the best of those that cost no more.
+    """Compare the policy with the best of the policies without one of its stages that cost no more.
 
-    Threshold and all numbers of the other stages stay, so that nothing is fitted: what a fit of fewer models, or
-    `--search`, would find can be better still. None for chains of one or two, whose parts are single models.
+    The threshold and all numbers of the other stages stay; a new fit of fewer models, or `--search`, may be better
+    still. None for chains of one or two models, which below-single-model covers.
     """
     indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
     if len(indices) < 3:
@@ -125,15 +125,15 @@ def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: 
     found, name = signs_of(correct, right[index]), policy.models[index]
     own, other = float(correct.mean()), float(right[index].mean())
     says = (
-        f"on {split} the policy answers {100 * own:.1f} % right at {cost:.4g} {policy.cost_unit} an example, without "
-        f"{name} {100 * other:.1f} % at {costs[index]:.4g} ({_words(found)})"
+        f"on {split} the policy has {100 * own:.1f} % accuracy at {cost:.4g} {policy.cost_unit} per example; without "
+        f"{name} it has {100 * other:.1f} % at {costs[index]:.4g} ({_words(found)})"
     )
     figures = {"accuracy": own, "part_accuracy": other, "cost": cost, "part_cost": costs[index], **asdict(found)}
     return _guard("worse-than-part", name, own < other, says, **figures)
 
 
 def _without(policy: Policy, index: int) -> Policy:
-    """Return the policy without a stage: RF's next begins anew if there is none before it, Base's last one is fused."""
+    """Return the policy without a stage: RF's next stage restarts r if it becomes the first, Base's last is fused."""
     stages = [stage for other, stage in enumerate(policy.stages) if other != index]
     if isinstance(policy, BasePolicy):
         stages[-1] = stages[-1].model_copy(update={"fused": True})
@@ -141,16 +141,16 @@ def _without(policy: Policy, index: int) -> Policy:
 
 
 def _fusing(policy: Policy) -> list[int]:
-    """Return the stages whose answers are fused ones: of Base the last, of RF all later ones that are not refused."""
+    """Return the stages with fused answers: Base's last stage, RF's later stages except those not fused."""
     if isinstance(policy, BasePolicy):
         return [len(policy.stages) - 1] if any(stage.fused for stage in policy.stages[:-1]) else []
     return [index for index, stage in enumerate(policy.stages) if index and isinstance(stage, RFStage) and stage.fused]
 
 
 def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str) -> Iterator[Guard]:
-    """Look whether each fusion's sign is established.
+    """Check whether the gain of each fusion is significant.
 
-    Base's complementarity rates are of calibration, admitted or refused; RF's folds are measured on the split.
+    Base's complementarity rates are from calibration, whether fused or not; RF's fusions are measured on the split.
     fused: bool (n, M), whether the answer at each stage is right.   alone: bool (n, M), whether its model's own is.
     """
     if isinstance(policy, BasePolicy):
@@ -159,8 +159,8 @@ def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str
                 continue
             found = signs(stage.n_gain, stage.n_loss, policy.calibration.n)
             says = (
-                f"{stage.name}: fusing it with {policy.models[-1]} is {'admitted' if stage.fused else 'refused'} "
-                f"{'within' if found.open else 'beyond'} the noise of its complementarity rate on "
+                f"{stage.name}: it is {'fused' if stage.fused else 'not fused'} with {policy.models[-1]}; its "
+                f"complementarity rate is {'within' if found.open else 'beyond'} its noise on "
                 f"{policy.calibration.split} ({_words(found)})"
             )
             yield _guard("fusion-within-noise", stage.name, found.open, says, **asdict(found))
@@ -174,7 +174,7 @@ def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str
 
 
 def _fusion_hurts(name: str, fused: Bools, alone: Bools, split: str) -> Guard | None:
-    """Look whether a stage's fusion makes the answers to the n examples that reach it worse; None where none does."""
+    """Check whether a stage's fusion makes the answers to the n examples that reach it worse; None if none reach it."""
     if not len(fused):
         return None
     found = signs_of(fused, alone)
@@ -184,17 +184,17 @@ def _fusion_hurts(name: str, fused: Bools, alone: Bools, split: str) -> Guard | 
 
 
 def _few_examples(calibration: FittedOn) -> Guard:
-    """Look whether calibration has too few examples for any share of them to be known well."""
+    """Check whether calibration has too few examples for precise accuracies."""
     n, fired = calibration.n, calibration.n < FEWEST_EXAMPLES
     says = (
-        f"{calibration.split} has {n:,} examples, {'fewer' if fired else 'no fewer'} than the {FEWEST_EXAMPLES} by "
-        "which an accuracy is known to 5 points (95 % confidence)"
+        f"{calibration.split} has {n:,} examples, {'fewer' if fired else 'no fewer'} than the {FEWEST_EXAMPLES} needed "
+        "to know an accuracy to 5 points (95 % confidence)"
     )
     return _guard("few-examples", None, fired, says, n=n, fewest=FEWEST_EXAMPLES)
 
 
 def _temperature(stage: Stage) -> Iterator[Guard]:
-    """Look whether a stage's temperature is at a minimum at all, and whether it is known well enough."""
+    """Check whether the fit of a stage's temperature converged, and whether the temperature is precise enough."""
     name, fit = stage.name, stage.diagnostics
     statuses = [("temperature", fit.status)]
     if isinstance(stage, RFStage) and stage.fused and stage.pair_diagnostics is not None:
@@ -219,16 +219,16 @@ _CLAMPED = {
     FitStatus.SEPARABLE: dict.fromkeys(("temperature", "alpha", "beta"), "the calibration examples are separable"),
     FitStatus.UNINFORMATIVE: {
         "temperature": "its logits carry no information on the labels",
-        "alpha": "the stages before carry no information on the labels that the other does not",
-        "beta": "it carries no information on the labels that the other does not",
+        "alpha": "the stages before add no information on the labels",
+        "beta": "the model adds no information on the labels",
     },
 }
 
 
 def _informative(name: str, confidences: Floats, correct: Bools, split: str) -> Guard | None:
-    """Look whether a stage's confidence ranks its right answers above its wrong ones at all.
+    """Check whether a stage's confidence ranks its right answers above its wrong ones.
 
-    confidences: float (n,), what it stops by.   correct: bool (n,). None where all are right or all are wrong.
+    confidences: float (n,), compared with the threshold.   correct: bool (n,). None if all are right or all are wrong.
     """
     found = ranking(confidences, correct)
     if found is None:
@@ -242,18 +242,18 @@ def _informative(name: str, confidences: Floats, correct: Bools, split: str) -> 
 
 
 def as_expected(expected: Measures | None, own: Mean, split: str, budget: float | None, unit: str) -> Guard | None:
-    """Look whether examples cost what was expected, by the two-sample z test at COST_LEVEL.
+    """Check whether examples cost what was expected, by the two-sample z test at COST_LEVEL.
 
-    own: what examples of the split cost. None where no cost, or not its deviation, was expected.
+    own: the costs of examples of the split. None if the expected cost or its deviation is unknown.
     """
     if expected is None or expected.cost_deviation is None:
         return None
     p_value = mean_difference(own, Mean(expected.cost, expected.cost_deviation, expected.n)).p_value
     fired = p_value <= COST_LEVEL
     says = (
-        f"an example costs {own.value:.4g} {unit} on {split} where {expected.cost:.4g} on {expected.split} was "
-        f"expected, with {'no budget' if budget is None else f'a budget of {budget:.4g}'}: "
-        f"{'which sampling does not explain' if fired else 'within what sampling explains'} (p = {p_value:.2g})"
+        f"an example costs {own.value:.4g} {unit} on {split} and {expected.cost:.4g} on {expected.split}, "
+        f"with {'no budget' if budget is None else f'a budget of {budget:.4g}'}: the difference is "
+        f"{'larger than' if fired else 'within'} sampling error (p = {p_value:.2g})"
     )
     return _guard(
         "cost-shift",
@@ -279,14 +279,14 @@ def _words(found: Signs) -> str:
 
 
 def warn_of(guards: Iterable[Guard]) -> None:
-    """Issue a GuardWarning for each guard that has fired, for the line that called the caller."""
+    """Issue a GuardWarning for each guard that warns, attributed to the caller's caller."""
     for guard in guards:
         if guard.fired:
             warnings.warn(f"{guard.name}: {guard.says}", GuardWarning, stacklevel=3)
 
 
 def require_quiet(guards: Sequence[Guard]) -> None:
-    """Raise GuardError naming all guards that have fired."""
+    """Raise GuardError naming all guards that warn."""
     fired = [guard for guard in guards if guard.fired]
     if not fired:
         return

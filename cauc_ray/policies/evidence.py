@@ -1,4 +1,4 @@
-"""The record in a policy's file of how its numbers came about: fits, choices, and what was measured."""
+"""The record in a policy's file of how its numbers were obtained: fits, choices and measurements."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cauc_ray.numbers.calibration import FitStatus
 from cauc_ray.numbers.intervals import Share
 
 MOST_CURVE_POINTS = 100
-# In a reference: bins of confidence, groups of options, and how many of an answer's likeliest options count.
+# In a reference: bins of confidence, groups of options, and the number of an answer's likeliest options that count.
 N_BINS = 10
 N_GROUPS = 8
 N_LIKELIEST = 3
 
 
 class FrozenModel(BaseModel):
-    """A part of a file that refuses keys it does not know and numbers that JSON does not have."""
+    """A part of a file; unknown keys and numbers that JSON does not have are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class TemperatureDiagnostics(FrozenModel):
-    """How a stage's calibration went, on the calibration split; NLL in nats, the standard error in T.
+    """Diagnostics of a stage's calibration on the calibration split; NLL in nats, the standard error in T.
 
     Calibration errors are over 15 equal-width bins, before (at T = 1) and after all that calibrates the stage.
     """
@@ -41,12 +41,12 @@ class TemperatureDiagnostics(FrozenModel):
 
 
 class RiskCertificate(FrozenModel):
-    """What is certified of the answers given before the last stage: that their risk is at most so much.
+    """The certificate of early answers (given before the last stage): their risk is at most `risk`.
 
-    confidence: of saying so.   n_accepted: of the split's n rows, those answered early; n_wrong of these are.
-    upper_bound: of the risk, exact, at that confidence, as if no other threshold had been tested.
-    plug_in_threshold, plug_in_accepted: the threshold of most coverage that merely kept to the risk on these rows; what
-    more it answers early is the price of the promise.
+    confidence: of the certificate.   n_accepted: of the split's n rows, those answered early; n_wrong of them are
+    wrong. upper_bound: exact bound of the risk at that confidence, ignoring that other thresholds were tested.
+    plug_in_threshold, plug_in_accepted: the threshold of most coverage with an observed risk within the limit; its
+    additional early answers are the price of the guarantee.
     """
 
     risk: float = Field(gt=0, lt=1)
@@ -60,9 +60,9 @@ class RiskCertificate(FrozenModel):
 
 
 class ThresholdChoice(FrozenModel):
-    """How the threshold was chosen, and on which split (null where it was given).
+    """How the threshold was chosen, and on which split (null if it was given).
 
-    objective: what it maximises. With a given threshold it is the quality of the curve, null for accuracy.
+    objective: what it maximises; with a given threshold, the quality of the curve, null for accuracy.
     certificate: of a certified threshold.
     """
 
@@ -79,7 +79,7 @@ class ThresholdChoice(FrozenModel):
 
 
 class FittedOn(FrozenModel):
-    """A split that numbers were fitted or chosen on: its size and a digest of its ids and labels."""
+    """A split on which numbers were fitted or chosen: its size and a digest of its ids and labels."""
 
     split: str
     n: int
@@ -87,9 +87,9 @@ class FittedOn(FrozenModel):
 
 
 class StageShare(FrozenModel):
-    """How many examples reached a stage and stopped there, the share that did, and the accuracy of these answers.
+    """How many examples reached a stage and stopped there, as shares too, and the accuracy of these answers.
 
-    Null are the shares of no example.
+    Shares of no examples are null.
     """
 
     name: str
@@ -100,10 +100,10 @@ class StageShare(FrozenModel):
 
 
 class Measures(FrozenModel):
-    """What a policy did on a split: mean cost per example, and relative to the last model alone, null if that is free.
+    """A policy's results on a split: mean cost per example, and relative to the last model's, null if that is 0.
 
-    accuracy, macro_f1: over the labelled examples, null without any; files have no macro_f1.   cost_deviation: of the
-    examples' costs; null in files from before it was measured.
+    accuracy, macro_f1: over the labelled examples, null without any; files have no macro_f1.   cost_deviation: standard
+    deviation of the examples' costs; null in files of earlier versions.
     """
 
     split: str
@@ -127,10 +127,10 @@ class Measures(FrozenModel):
 
 
 class SafeChoice(FrozenModel):
-    """What was changed so that a policy is safe (policies.safe).
+    """What --safe changed in a policy (policies.safe).
 
-    models: the chain that was given.   unfused: its stages whose fusion was not admitted.   limit: what the policy may
-    cost on validation, mean per example.   says: all of it in one line, for people.
+    models: the given chain.   unfused: its stages whose fusion was rejected.   limit: the largest allowed mean cost per
+    example on validation.   says: a description in one line.
     """
 
     models: tuple[str, ...]
@@ -154,10 +154,10 @@ GuardName: TypeAlias = Literal[
 
 
 class Guard(FrozenModel):
-    """Something that was looked at because it makes policies disappoint, and what was seen.
+    """A check of a policy for a common problem, and its result.
 
-    stage: which it is about, null for the policy.   fired: whether it is a warning.   says: in one line, for people.
-    figures: the numbers in it, by name.
+    stage: the stage that it concerns, null for the policy.   fired: whether it warns.   says: a description in one
+    line. figures: its numbers, by name.
     """
 
     name: GuardName
@@ -171,12 +171,12 @@ Likeliest = Annotated[str, StringConstraints(pattern=f"^[0-{N_GROUPS - 1}]{{{N_L
 
 
 class StageReference(FrozenModel):
-    """What the answers of a stage were like on the validation split; all counts are of rows.
+    """Statistics of a stage's answers on the validation split; counts are rows.
 
-    confidences: by equal-width bins of the answers' confidences.   right: how many of each bin were right.
-    likeliest: by the three likeliest options of an answer in their order, a digit each, options modulo eight.
-    agreed: how many answers the whole cascade would have given too.
-    cost: mean of its answers.   calibration_error: over 15 equal-width bins. Both null where it answered nothing.
+    confidences: by equal-width bins of the answers' confidences.   right: right answers by bin.
+    likeliest: by the three likeliest options of an answer in order, one digit each, options modulo eight.
+    agreed: answers that equal those of the whole cascade.
+    cost: mean over its answers.   calibration_error: over 15 equal-width bins. Both null if it answered nothing.
     """
 
     name: str
@@ -189,17 +189,17 @@ class StageReference(FrozenModel):
 
 
 class Reference(FrozenModel):
-    """What later answers are compared with: those to n validation rows, all labelled, at the policy's threshold."""
+    """The reference for later answers: statistics of n validation rows, all labelled, at the policy's threshold."""
 
     split: str
     n: int = Field(ge=1)
     stages: tuple[StageReference, ...]
 
     def contradictions(self, models: Sequence[str]) -> Iterator[str]:
-        """Yield what contradicts that these are counts of the models' answers."""
+        """Yield contradictions among the counts and with the models."""
         names = [stage.name for stage in self.stages]
         if names != list(models):
-            yield f"the stages are {', '.join(models)}, the reference is of {', '.join(names)}"
+            yield f"the stages are {', '.join(models)}, but the reference has {', '.join(names)}"
         for stage in self.stages:
             if not len(stage.confidences) == len(stage.right) == N_BINS:
                 yield f"the reference of {stage.name!r} must have {N_BINS} bins"
@@ -219,9 +219,9 @@ class CurvePoint(FrozenModel):
 
 
 class FoundChain(FrozenModel):
-    """A chain that a search measured on validation, at the threshold that its rule gives it.
+    """A chain that a search measured on validation, at the threshold that the rule chooses for it.
 
-    quality: of the objective.   cost: mean per example. Both null where no threshold was within the budget.
+    quality: of the objective.   cost: mean per example. Both null if no threshold was within the budget.
     """
 
     models: tuple[str, ...]
@@ -230,10 +230,10 @@ class FoundChain(FrozenModel):
 
 
 class ChosenChain(FoundChain):
-    """The best of some chains, and what choosing among them is worth on examples that had no part in it.
+    """The best of some chains, and an estimate of its quality on examples that were not used to choose it.
 
     holdout_quality, holdout_cost: chain and threshold chosen on one half of validation and measured on the other, the
-    mean over the halves; null where no half could be chosen on.
+    mean over the halves; null if the choice failed on both halves.
     """
 
     holdout_quality: float | None
@@ -241,13 +241,13 @@ class ChosenChain(FoundChain):
 
 
 class ChainSearch(FrozenModel):
-    """How a policy's chain was found among all sub-chains of a pool, cheapest first.
+    """How a policy's chain was chosen among all sub-chains of a pool, cheapest first.
 
     split: where the chain was chosen.   objective: what was maximised there.   budget: null without one.
-    n_measured: of n_chains; in files of earlier versions the others were proven to be none of those named here.
-    n_halves: on so many the choice was repeated.   n_same: of these, how many chose the same chain.
-    chosen: the policy's.   full: all models of the pool.   pair, single: the best of so many models.
-    runners_up: the next best after the chosen one.
+    n_measured: of n_chains; in files of earlier versions the others were proven worse than those named here.
+    n_halves: on how many halves the choice was repeated.   n_same: how many of these chose the same chain.
+    chosen: the policy's.   full: all models of the pool.   pair, single: the best of two models, and of one.
+    runners_up: the next best chains after the chosen one.
     """
 
     pool: tuple[str, ...]

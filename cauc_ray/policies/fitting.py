@@ -1,8 +1,8 @@
 """Fits of CAUC Base and CAUC-RF (paper, algorithms 1 and 2).
 
-A fit takes calibration logits, and validation logits where a threshold is chosen on them. Both may lie in several
-parts, of which it asks sums and, on validation, each row's answers. A fit is deterministic: the same data give the same
-numbers to the bit, whatever the other models of the chain are.
+A fit takes calibration logits, and validation logits where a threshold is chosen on them. Both may be split
+into parts, which a fit asks for sums and, on validation, for each row's answers. A fit is deterministic: the same data
+give the same numbers to the bit, whatever the other models of the chain are.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def fit_policy(
     calibrator: CalibratorKind = "temperature",
     safe: bool = False,
 ) -> Policy:
-    """Fit a policy by its method's name. Raises ConfigError where the method has no policy file.
+    """Fit a policy by its method's name. Raises ConfigError if the method has no policy file.
 
-    safe: whether it is compared with single models, as fit_safe does. The other arguments are those of fit_base.
+    safe: fit as fit_safe does, compared with single models. The other arguments are those of fit_base.
     """
     if method not in POLICY_CLASSES:
         raise ConfigError(unknown_name("method", method, POLICY_CLASSES))
@@ -55,13 +55,13 @@ def fit_policy(
 def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
     """Fit a policy by another one's rule, on a chain in which models were replaced.
 
-    A threshold that was given stays; one that was chosen is chosen again, by the same rule; a safe policy is guarded
+    A given threshold stays; a chosen one is chosen again by the same rule; a safe policy is fitted as a safe one
     again. Fits are deterministic: every number that does not depend on a replaced model stays equal to the bit.
-    Raises PolicyError where the calibration examples are not those of the policy.
+    Raises PolicyError if the calibration examples are not those of the policy.
     """
     if policy.calibration.examples_fingerprint != calibration.examples_fingerprint():
         raise PolicyError(
-            f"{calibration.source} holds other calibration examples than the policy was fitted on; fit a new policy"
+            f"{calibration.source} has other calibration examples than the policy was fitted on; fit a new policy"
         )
     choice = policy.threshold_choice
     rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
@@ -85,12 +85,11 @@ def fit_base(
 ) -> BasePolicy:
     """Fit CAUC Base on a chain of any length (paper, algorithm 1).
 
-    validation is needed where the rule has a budget or a risk to certify. Else it only tells what to expect, and what
-    another budget would give, if all of its examples have labels. names: of the splits. calibrator: of every model.
-    safe: whether models are fused only where that is supported by validation with all of its
-    labels.
-    Raises DataError where labels are missing, BudgetError where no operating point is as cheap as the budget,
-    RiskError where no threshold is certified, ConfigError on a rule that cannot be met.
+    validation: required if the rule has a budget or a risk to certify. Otherwise it only gives the expected results,
+    and those at other budgets, if all of its examples have labels. names: of the splits. calibrator: of every model.
+    safe: fuse models only if validation, with all of its labels, supports it.
+    Raises DataError if labels are missing, BudgetError if no operating point is within the budget, RiskError if no
+    threshold is certified, ConfigError for a rule that the method does not support.
     """
     require_base_rule(rule)
     require_calibrator(calibrator, "base", len(calibration.models))
@@ -119,10 +118,10 @@ def fit_base(
 
 
 def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
-    """Return a policy that fuses what is supported.
+    """Return a policy without unsupported fusions.
 
-    A model stays where its gains over its losses on calibration are established; all of them, where what they make of
-    the last stage's answers is established to be a gain on validation, if that is given, with all of its labels.
+    A model stays fused if its gain on calibration is significant; all of them stay only if fusion is a significant gain
+    over the last stage's own answers on validation, if that is given, with all of its labels.
     """
     n, others = policy.calibration.n, policy.stages[:-1]
     admitted = [stage for stage in others if signs(stage.n_gain or 0, stage.n_loss or 0, n).gains]
@@ -133,7 +132,7 @@ def _admitted(policy: BasePolicy, validation: Chain | None) -> BasePolicy:
 
 
 def _fusion_gains(policy: Policy, validation: Chain) -> bool:
-    """Return whether validation establishes that the fused answers of the last stage are better than its own.
+    """Return whether the last stage's fused answers are significantly better on validation than its own.
 
     validation: of the policy's models, all rows labelled.
     """
@@ -152,7 +151,7 @@ def _fusing(policy: BasePolicy, fused: Sequence[BaseStage]) -> BasePolicy:
 def require_base_rule(rule: ThresholdRule) -> None:
     """Raise ConfigError unless Base can choose a threshold by the rule."""
     if rule.objective != "accuracy" and rule.budget is None:
-        raise ConfigError("Base chooses by an objective only for a budget; its default is the reference accuracy")
+        raise ConfigError("method base uses an objective only with a budget; its default is the reference accuracy")
 
 
 def fit_rf(
@@ -166,8 +165,8 @@ def fit_rf(
 ) -> RFPolicy:
     """Fit CAUC-RF on a chain of any length (paper, algorithm 2).
 
-    Arguments and errors are those of fit_base; validation is needed unless the rule gives a threshold. A safe one
-    folds a stage in only where validation establishes the gain over its own answers.
+    Arguments and errors are those of fit_base; validation is needed unless the rule gives a threshold. A safe
+    policy fuses a stage only if that is a significant gain over its own answers on validation.
     """
     require_calibrator(calibrator, "rf", len(calibration.models))
     _require_labels(calibration)
@@ -212,7 +211,7 @@ def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> tuple[Ca
 def _of_model(
     calibration: Chain, index: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
 ) -> dict[str, Any]:
-    """Return what every policy knows of a model."""
+    """Return the entries of a model that all policies have."""
     return {
         "name": calibration.models[index],
         "cost": float(calibration.costs.means[index]),
@@ -233,7 +232,7 @@ def _of_model(
 def _of_splits(
     calibration: Chain, validation: Chain | None, names: tuple[str, str], rule: ThresholdRule
 ) -> dict[str, Any]:
-    """Return what a policy says of the splits, at a threshold that no example reaches: nothing is measured yet."""
+    """Return a policy's entries on its splits, with a threshold that no example reaches and no measurements yet."""
     return {
         "cost_unit": calibration.costs.unit,
         "costs": "per-call" if calibration.per_call_costs else "per-model",

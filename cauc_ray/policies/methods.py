@@ -24,13 +24,13 @@ from cauc_ray.policies.trace import Answers, Examples, Trace, trace_policy
 
 Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "control"]
 
-# What a method answers after each step, and how sure it is; its threshold is still open.
+# A method's answers and confidences after each step, without a threshold.
 Cascade: TypeAlias = Callable[[Examples], Trace]
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What a method did on labelled examples at P settings; float64 (P,) each.
+    """A method's results on labelled examples at P settings; float64 (P,) each.
 
     cost: mean per example.   last_share: of the examples, how many called the last model.
     """
@@ -43,21 +43,21 @@ class Curve:
 
 
 class Fitted(Protocol):
-    """A fitted method, whose operating point is still open; it may not look at labels any more."""
+    """A fitted method without a chosen operating point; it must not use labels any more."""
 
     @property
     def note(self) -> str:
-        """Return how it differs from the published method, for every table; empty where it does not."""
+        """Return how it differs from the published method, for tables; empty if it does not."""
         ...
 
     @property
     def points(self) -> OperatingPoints:
-        """Return what the validation split had at every setting that it tells apart."""
+        """Return the validation split's results at every distinct setting."""
         ...
 
     @property
     def default(self) -> float:
-        """Return the setting where no budget is given."""
+        """Return the setting without a budget."""
         ...
 
     def answers(self, examples: Examples, setting: float) -> Answers:
@@ -71,10 +71,10 @@ class Fitted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """What a method is fitted from.
+    """The input of a method's fit.
 
-    calibration: what its numbers are fitted on.   validation: what thresholds, epochs and sizes are chosen on.
-    seed: of everything random.   checkpoint: the model that some methods train on texts, a hub id or a folder.
+    calibration: to fit its numbers.   validation: to choose thresholds, epochs and sizes.
+    seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     """
 
     calibration: Examples
@@ -89,8 +89,8 @@ class Method:
 
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
     packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
-    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it takes the most
-    expensive point within it, not the best.   sees_labels: it knows the answers, to show what no method can reach.
+    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it chooses the most
+    expensive point within it, not the best.   sees_labels: it uses the labels, as an upper bound for all methods.
     """
 
     name: str
@@ -104,19 +104,19 @@ class Method:
 
     @property
     def absent(self) -> list[str]:
-        """Return the packages that it imports and that are not installed."""
+        """Return its packages that are not installed."""
         return [package for package in self.packages if find_spec(package) is None]
 
     def load(self) -> Callable[[Fitting], Fitted]:
-        """Return the function that fits it; what it needs, such as torch, is imported only now."""
+        """Return the function that fits it, importing its packages, such as torch."""
         module, _, function = self.where.partition(":")
         fit: Callable[[Fitting], Fitted] = getattr(import_module(module), function)
         return fit
 
     def setting(self, fitted: Fitted, budget: float) -> float | None:
-        """Return its setting for a budget, a mean cost per example on validation; None where it has only one.
+        """Return its setting for a budget, a mean cost per example on validation; None if it has only one.
 
-        Raises BudgetError where no point is so cheap.
+        Raises BudgetError if no point is within the budget.
         """
         points = fitted.points
         if self.sees_labels or len(points.settings) == 1:
@@ -127,7 +127,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Thresholded:
-    """A fitted method with one threshold, which is still open.
+    """A fitted method with one threshold that is not chosen yet.
 
     given: the threshold without a budget; None for the best on validation.
     """
@@ -140,7 +140,7 @@ class Thresholded:
 
     @cached_property
     def points(self) -> OperatingPoints:
-        """Return what validation had at every threshold."""
+        """Return the results on validation at every threshold."""
         return self._trace(self.validation).frontier(self.validation.chain)
 
     @property
@@ -163,7 +163,7 @@ class Thresholded:
         return Curve(settings, accuracy.cost[at], accuracy.quality[at], f1.quality[at], _last_share(trace, settings))
 
     def _trace(self, examples: Examples) -> Trace:
-        """Let the cascade answer examples whose labels it is not shown."""
+        """Answer examples without showing their labels to the cascade."""
         return self.cascade(examples if self.sees_labels else examples.without_labels())
 
 
@@ -180,7 +180,7 @@ _SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}
 _TORCH: dict[str, Any] = {"packages": ("torch", "sklearn"), "extra": "baselines"}
 _TEXTS: dict[str, Any] = {"packages": ("torch", "transformers"), "extra": "text-routers", "needs_texts": True}
 
-# In the order of tables.
+# In the order in which tables list them.
 METHODS: Mapping[str, Method] = {
     method.name: method
     for method in (
@@ -207,7 +207,7 @@ METHODS: Mapping[str, Method] = {
 
 
 def cascade_of(policy: Policy) -> Cascade:
-    """Return a fitted policy, seen as a cascade whose threshold is still open."""
+    """Return a fitted policy as a cascade without a chosen threshold."""
     return lambda examples: trace_policy(policy, examples.chain)
 
 
@@ -218,13 +218,13 @@ def fit_cauc_base(fitting: Fitting) -> Fitted:
 
 
 def fit_cauc_rf(fitting: Fitting) -> Fitted:
-    """Fit RF, whose threshold is the best on validation, within the budget where there is one (paper, eq. 11)."""
+    """Fit RF, whose threshold is the best on validation, within the budget if there is one (paper, eq. 11)."""
     policy = fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=1.0))
     return Thresholded(cascade_of(policy), fitting.validation)
 
 
 def method_named(name: str) -> Method:
-    """Return a method by its name. Raises ConfigError for a name that is not known, or where its packages are not."""
+    """Return a method by its name. Raises ConfigError for an unknown name, or if its packages are not installed."""
     if name not in METHODS:
         raise ConfigError(unknown_name("method", name, METHODS))
     method = METHODS[name]

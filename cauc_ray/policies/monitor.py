@@ -1,7 +1,7 @@
-"""Monitoring of a policy's answers: what they are worth so far, and whether they are still like those on validation.
+"""Monitoring of a policy's answers: their quality so far, and whether they have drifted from those on validation.
 
-A policy's file has a reference, counts of its answers on validation. Later answers are compared with it as they come,
-by the sequential tests of numbers.drift.
+A policy's file has a reference, counts of its answers on validation. Later answers are compared with it as they
+arrive, by the sequential tests of numbers.drift.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from cauc_ray.policies.evidence import N_BINS, N_GROUPS, N_LIKELIEST, Reference,
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered, Trace
 
-# How probable it is that a valid policy is ever reported as drifted, however long it is watched.
+# The probability that a valid policy is ever reported as drifted, however long it is watched.
 FALSE_ALARM_RATE = 0.05
 NEEDED = -math.log10(FALSE_ALARM_RATE)
-# Each feature is tested by itself, with so much of that rate, and what comes otherwise than on validation in an alarm.
+# Each feature is tested separately: its share of that rate, and its description in an alarm.
 FEATURES: Mapping[str, tuple[float, str]] = {
-    "confidence": (0.3, "stages and confidences come"),  # hence deferral, and cost
-    "answers": (0.3, "answers and the options next to them come"),
-    "calibration": (0.2, "answers are right at their confidences"),
-    "accuracy": (0.1, "answers are right"),
-    "agreement": (0.1, "early answers agree with the last stage's"),
+    "confidence": (0.3, "stages and confidences"),  # hence deferral, and cost
+    "answers": (0.3, "answers and their next likeliest options"),
+    "calibration": (0.2, "accuracies at each confidence"),
+    "accuracy": (0.1, "accuracies"),
+    "agreement": (0.1, "agreement of early answers with the last stage"),
 }
 
 
@@ -82,10 +82,10 @@ def _reference_counts(reference: Reference) -> Mapping[str, Ints]:
 
 @dataclass(frozen=True, slots=True)
 class StageSums(Summed):
-    """What has been seen of one stage's answers; sums of several sets of rows add up.
+    """Sums over one stage's answers; those of several sets of rows add up.
 
     n, confidence, cost, squared_cost: over all answers.   outcomes, n_right: over those with a known label.
-    n_compared, n_agreed: over those that the whole cascade was asked for too.
+    n_compared, n_agreed: over those that were compared with the whole cascade's.
     """
 
     n: int = 0
@@ -110,22 +110,22 @@ class StageSums(Summed):
 
     @classmethod
     def of_agreements(cls, agreed: Bools) -> StageSums:
-        """Return the sums of answers that the whole cascade was asked for too.   agreed: bool (n,)."""
+        """Return the sums of answers that were compared with the whole cascade's.   agreed: bool (n,)."""
         return cls(n_compared=len(agreed), n_agreed=int(agreed.sum()))
 
     @property
     def accuracy(self) -> Share:
-        """Return the share of known answers that are right."""
+        """Return the accuracy of answers with a known label."""
         return share(self.n_right, self.outcomes.n)
 
     @property
     def agreement(self) -> Share:
-        """Return the share of compared answers that the whole cascade would have given."""
+        """Return the share of compared answers that equal the whole cascade's."""
         return share(self.n_agreed, self.n_compared)
 
     @property
     def mean_cost(self) -> list[float] | None:
-        """Return the answers' mean cost and the ends of its 95 % interval, by its normal limit."""
+        """Return the answers' mean cost and its 95 % interval, by the normal approximation."""
         if not self.n:
             return None
         mean = self.cost / self.n
@@ -137,8 +137,8 @@ class StageSums(Summed):
 class Evidence:
     """Evidence of a feature against a policy.
 
-    n: rows.   log10: of the highest that the evidence has been, 0 without any; there is an alarm once this is NEEDED.
-    at: after how many of its rows, None without an alarm.   since: after how many the change began, likely.
+    n: rows.   log10: of the highest evidence so far, 0 without any; an alarm is raised once it reaches NEEDED.
+    at: the number of rows before the alarm, None without one.   since: the likely number of rows before the change.
     """
 
     n: int = 0
@@ -154,7 +154,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What has been seen of a policy's answers.   stages: sums of each.   evidence: by feature."""
+    """The state of a policy's monitoring.   stages: the sums of each stage.   evidence: by feature."""
 
     stages: tuple[StageSums, ...]
     evidence: Mapping[str, Evidence]
@@ -166,9 +166,9 @@ class Watched:
 
     @classmethod
     def merged(cls, watched: Iterable[Watched]) -> Watched:
-        """Return what several watches of one policy have seen, which began as so many.
+        """Merge the states of several watches of one policy, which share the rate of false alarms.
 
-        Of evidence the highest counts: each watch has its part of the rate of false alarms.
+        The highest evidence counts: each watch has its share of the rate of false alarms.
         """
         all_of_them = list(watched)
         stages = [sum(sums, StageSums()) for sums in zip(*(one.stages for one in all_of_them), strict=True)]
@@ -181,16 +181,16 @@ class Watched:
 
 
 class Watch:
-    """Compares a policy's answers with its reference as they come, in as many pieces as they like."""
+    """Compares a policy's answers with its reference as they arrive, in batches of any size."""
 
     def __init__(self, policy: Policy, n_watches: int = 1) -> None:
-        """Begin without rows.   n_watches: that see other answers of the same service, this one included.
+        """Start without rows.   n_watches: the watches of the same service, this one included.
 
-        Raises PolicyError where the policy has no reference.
+        Raises PolicyError if the policy has no reference.
         """
         if policy.reference is None:
             raise PolicyError(
-                "the policy has nothing that answers could be compared with: fit it at this threshold or budget, "
+                "the policy has no reference to compare answers with: fit it at this threshold or budget, "
                 "with a validation split that has all labels"
             )
         counts = _reference_counts(policy.reference)
@@ -201,7 +201,7 @@ class Watch:
         self._sums = [StageSums() for _ in policy.stages]
 
     def add(self, answered: Answered) -> None:
-        """Take answers, in their order, with their likeliest options; no label is needed."""
+        """Take answers in order, with their likeliest options; labels are not needed."""
         assert answered.likeliest is not None
         none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
         bins = equal_width_bins(answered.confidences, N_BINS)
@@ -210,9 +210,9 @@ class Watch:
         self._sum(stages, lambda here: StageSums.of_answers(answered.confidences[here], answered.costs[here]))
 
     def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
-        """Take what has become known of answers, added or not.
+        """Take whether answers were right, whether or not they were added before.
 
-        stages: int (n,), which gave them.   confidences: float64 (n,).   correct: bool (n,).
+        stages: int (n,), that gave them.   confidences: float64 (n,).   correct: bool (n,).
         """
         stages, right = stages.astype(np.int64), correct.astype(np.int64)
         self._test("calibration", stages * N_BINS + equal_width_bins(confidences, N_BINS), right)
@@ -222,7 +222,7 @@ class Watch:
     def add_agreements(self, stages: Ints, agreed: Bools) -> None:
         """Take whether the whole cascade gave the same answers as stages before the last.
 
-        stages: int (n,), which gave them.   agreed: bool (n,).
+        stages: int (n,), that gave them.   agreed: bool (n,).
         """
         stages = stages.astype(np.int64)
         self._test("agreement", stages, agreed.astype(np.int64))
@@ -240,19 +240,19 @@ class Watch:
         self._evidence[name] = Evidence(test.n, max(so_far.log10, float(found.max())), at, since)
 
     def _sum(self, stages: Ints, of: Callable[[Bools], StageSums]) -> None:
-        """Add what is to be summed of the rows of each stage."""
+        """Add the sums of each stage's rows."""
         for stage in np.unique(stages):
             self._sums[stage] += of(stages == stage)
 
     def watched(self) -> Watched:
-        """Return what has been seen so far."""
+        """Return the state so far."""
         return Watched(tuple(self._sums), dict(self._evidence))
 
 
 def watch_report(policy: Policy, watched: Watched) -> dict[str, Any]:
-    """Return what was seen, as JSON has it. Evidence is in powers of ten; the policy has a reference.
+    """Return the state as JSON. Evidence is in powers of ten; the policy has a reference.
 
-    What is measured on no row is null; intervals are of 95 %.
+    Values without rows are null; intervals have level 95 %.
     """
     reference = policy.reference
     assert reference is not None
@@ -313,21 +313,21 @@ def _stage_report(sums: StageSums, reference: StageReference, n: int, n_referenc
 
 
 def _interval(of: Share) -> list[float] | None:
-    """Return a share and the ends of its interval."""
+    """Return a share and its interval."""
     return [of.value, of.low, of.high] if of.n else None
 
 
 def verdict(watched: Watched) -> str:
-    """Return in one line whether a policy holds, and if not, which feature raised an alarm first."""
+    """Return in one line whether a policy is valid, and if not, which feature raised an alarm first."""
     if watched.holds:
-        return "holds"
+        return "is valid"
     against = {name: one for name, one in watched.evidence.items() if not one.holds}
-    # Of rows that a feature saw, these are the fewest; each counts its own.
+    # Features count their own rows; the one with the fewest rows at its alarm was first.
     name = min(against, key=lambda each: against[each].at or 0)
-    first, (_, comes) = against[name], FEATURES[name]
+    first, (_, what) = against[name], FEATURES[name]
     others = f"; {', '.join(each for each in against if each != name)} too" if len(against) > 1 else ""
     return (
-        f"no longer holds: {comes} otherwise than on validation ({name}), seen after {first.at:,} examples, "
-        f"from about example {(first.since or 0) + 1:,}; evidence 1e{first.log10:.1f}, {1 / FALSE_ALARM_RATE:g} needed"
+        f"has drifted: {what} differ from validation ({name}), detected after {first.at:,} examples, "
+        f"since about example {(first.since or 0) + 1:,}; evidence 1e{first.log10:.1f}, {1 / FALSE_ALARM_RATE:g} needed"
         f"{others}"
     )

@@ -1,4 +1,4 @@
-"""What people see of a result: small tables, as text in a terminal, as HTML in a notebook."""
+"""The display of results: small tables, as text in a terminal, as HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html import escape
 
 @dataclass(frozen=True, slots=True)
 class SmallTable:
-    """A caption, a header, and rows of texts, the first of which in each is a name, the others numbers."""
+    """A caption, a header, and rows of texts: a name, then numbers."""
 
     caption: str
     header: Sequence[str]
@@ -47,13 +47,13 @@ class SmallTable:
 
 
 class Shown:
-    """A result that shows itself as a small table."""
+    """A result that is displayed as a small table."""
 
     __slots__ = ()
 
     @abstractmethod
     def small_table(self) -> SmallTable:
-        """Return what people see of it."""
+        """Return its display."""
 
     def __repr__(self) -> str:
         return self.small_table().text()

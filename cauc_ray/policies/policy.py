@@ -1,4 +1,4 @@
-"""What a policy decides: one step from a stage's logits to an answer, at its threshold."""
+"""The decision of a policy: one step from a stage's logits to an answer, at its threshold."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a policy decides after a stage, for n rows.
+    """A policy's decision after a stage, for n rows.
 
     predictions: int32 (n,), the answer if the row stops here.   confidences: float64 (n,), in that answer.
-    accepted: bool (n,), which rows stop.   state: float64 (n, S), what a row that goes on takes along.
-    scores: float64 (n, K), calibrated logits of that answer: their softmax is each option's probability, that of the
-    answer the confidence, and the largest unless an isotonic calibrator has lowered it below another's. They may be
-    the state's own array. In both, -inf pads rows with fewer options.
-    next: int8 (n,), the stage that each row goes to if it does not stop, any that it has not been at; None for the one
-    after this. After a stage that answers nothing, as an encoder, a row that goes on has the prediction -1.
+    accepted: bool (n,), which rows stop.   state: float64 (n, S), carried by rows that go on.
+    scores: float64 (n, K), calibrated logits of that answer: their softmax gives the options' probabilities; the
+    answer's is the confidence, and the largest unless an isotonic calibrator has lowered it below another's. May be
+    the same array as the state. In both, -inf pads rows with fewer options.
+    next: int8 (n,), the stage that each row goes to if it does not stop, any that it has not visited; None for the
+    next one. After a stage without answers, such as an encoder, a row that goes on has the prediction -1.
     """
 
     predictions: Ints
@@ -48,7 +48,7 @@ class Step:
     next: Ints | None = None
 
     def likeliest(self) -> Ints:
-        """Return as one number which options each answer finds likeliest, in their order: int16 (n,).
+        """Return each answer's likeliest options in order, encoded as one number: int16 (n,).
 
         The N_LIKELIEST options, modulo N_GROUPS, are the number's digits to that base; see softmax.likeliest.
         """
@@ -58,25 +58,24 @@ class Step:
 
 
 class Policy(Shown, PolicyFile):
-    """What to do with a chain of models: the numbers of its file, and the step that uses them.
+    """A decision rule for a chain of models: the numbers of its file, and the step that uses them.
 
-    in_turn: whether every row begins at the first stage, and goes from each to the one after until it stops.
+    in_turn: whether every row starts at the first stage and goes from each stage to the next until it stops.
     """
 
     in_turn: ClassVar[bool] = True
 
     @property
     def calibrator_kind(self) -> CalibratorKind:
-        """Return what calibrates all of its models."""
+        """Return the calibrator of its models."""
         return self.stages[0].calibrator.kind
 
     @property
     def id(self) -> str:
-        """Return a short digest of what decides an answer, and of nothing else.
+        """Return a short digest of everything that affects answers, and of nothing else.
 
-        That is the method, the threshold, and of each stage in order its model and the numbers that a step uses. Two
-        policies of one id give every input the same answer, whatever their costs and budgets, however their
-        numbers were fitted and whatever was measured.
+        That is the method, the threshold, and for each stage in order its model and the numbers that a step uses. Two
+        policies with one id give every input the same answer, regardless of costs, budgets, fits and measurements.
         """
         decides = {
             "method": self.method,
@@ -86,38 +85,38 @@ class Policy(Shown, PolicyFile):
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
     def first(self, n: int) -> Ints | None:
-        """Decide before any call: return the stage that each of n rows goes to, int8 (n,); None for the first one."""
+        """Decide before any call: return the first stage of each of n rows, int8 (n,); None for stage 0."""
         return None
 
     def start(self, logits: Floats) -> Step:
-        """Decide after the first stage.   logits: float (n, K), as the model gave them."""
+        """Decide after the first stage.   logits: float (n, K), from the model."""
         return self.step(0, logits, None)
 
     @abstractmethod
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
-        """Decide after a stage, given the state (n, S) that its rows brought along; None where none of them did.
+        """Decide after a stage, given the state (n, S) that its rows carry; None if no row carries any.
 
-        -inf pads rows whose state is narrower than others', so all of one that brings none.
-        logits: float (n, K), as the stage's model gave them, but for probabilities, of which they are the logarithms
+        -inf pads rows with a narrower state, and fills rows without state.
+        logits: float (n, K), from the stage's model, with probabilities converted to logarithms
         (numbers.logits.as_logits); -inf, or a mask, where a row has no such option.
-        Raises DataError when a row has options at this stage that it did not have before, or the reverse.
+        Raises DataError if a row's options differ from those at earlier stages.
         """
 
     def check_chain(self, chain: Chain) -> None:
-        """Raise PolicyError unless the chain is this policy's; warn when its logits are of another kind."""
+        """Raise PolicyError unless the chain is this policy's; warn if its logits are of another kind."""
         if chain.models != self.models:
             raise PolicyError(f"the policy is for {', '.join(self.models)}, not for {', '.join(chain.models)}")
         for model, held, fitted in zip(self.models, chain.logit_kinds, self.logit_kinds, strict=True):
             if fitted not in (None, held):
                 warnings.warn(
-                    f"{chain.source} holds logits of model {model!r} of the kind {held!r}; the policy was fitted on "
+                    f"{chain.source} has logits of kind {held!r} for model {model!r}; the policy was fitted on "
                     f"{fitted!r}",
                     CaucWarning,
                     stacklevel=2,
                 )
 
     def with_threshold(self, threshold: float) -> Self:
-        """Return the policy at another threshold, given as it is. Raises ConfigError unless it is at least 0."""
+        """Return the policy at the given threshold. Raises ConfigError unless it is at least 0."""
         check_threshold(threshold)
         objective = self.threshold_choice.objective
         still_said = None if objective == "accuracy" else objective
@@ -127,7 +126,7 @@ class Policy(Shown, PolicyFile):
     def with_budget(self, budget: float) -> Self:
         """Return the policy at the best threshold of its curve within a budget, the mean cost per example.
 
-        Raises BudgetError where no point is so cheap, PolicyError where the policy has no curve.
+        Raises BudgetError if no point is within the budget, PolicyError if the policy has no curve.
         """
         check_budget(budget)
         if not self.curve or self.validation is None:
@@ -142,7 +141,7 @@ class Policy(Shown, PolicyFile):
         return self._at(self.curve[best].threshold, budget=budget, choice=choice)
 
     def _at(self, threshold: float, budget: float | None, choice: ThresholdChoice) -> Self:
-        """Return the policy at a threshold; what was measured at another one is no longer expected."""
+        """Return the policy at a threshold, without measurements of another threshold."""
         changes: dict[str, Any] = {
             "threshold": float(threshold),
             "budget": None if budget is None else float(budget),
@@ -153,19 +152,19 @@ class Policy(Shown, PolicyFile):
         return self.model_copy(update=changes)
 
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:
-        """Answer examples whose logits are all here, as a run and a service answer them.
+        """Answer examples from all models' logits, exactly as a run and a service do.
 
         logits: by model, (N, K): numpy arrays, lists or frames with a column for each option; of the kind that the
-        policy was fitted on. Row i of each is example i. Costs are the models' own.   example_ids: (N,), each once;
-        without them positions as text.
-        Raises ConfigError where a model is missing, DataError naming the example for logits that do not serve.
+        policy was fitted on. Row i of each is example i. Costs are the models' own.   example_ids: (N,), unique;
+        without them row numbers as str.
+        Raises ConfigError if a model is missing, DataError naming the example for invalid logits.
         """
         from cauc_ray.policies.predictions import predict
 
         return predict(self, logits, example_ids)
 
     def small_table(self) -> SmallTable:
-        """Return the chain, the threshold and what validation expects of it, as people see it."""
+        """Return a display of the chain, the threshold and the expected results."""
         budget = "" if self.budget is None else f", budget {self.budget:g} {self.cost_unit}"
         expected, outlook = self.expected, ""
         if expected is not None:
@@ -180,19 +179,19 @@ class Policy(Shown, PolicyFile):
 
 
 def check_threshold(threshold: float) -> None:
-    """Raise ConfigError unless a threshold is a number that a confidence can be compared with."""
+    """Raise ConfigError unless a threshold is a number of at least 0."""
     if not (math.isfinite(threshold) and threshold >= 0):
         raise ConfigError(f"a threshold must be a number of at least 0, got {threshold}")
 
 
 def check_budget(budget: float) -> None:
-    """Raise ConfigError unless a budget is a number."""
+    """Raise ConfigError unless a budget is a finite number."""
     if not math.isfinite(budget):
         raise ConfigError(f"a budget must be a finite number, got {budget}")
 
 
 def stacked(arrays: Sequence[Floats]) -> Floats:
-    """Return arrays (n, K) in one, padded with -inf to the widest."""
+    """Concatenate arrays (n, K), padded with -inf to the widest."""
     width = max(own.shape[1] for own in arrays)
     if any(own.shape[1] < width for own in arrays):
         arrays = [np.pad(own, ((0, 0), (0, width - own.shape[1])), constant_values=-np.inf) for own in arrays]
@@ -200,7 +199,7 @@ def stacked(arrays: Sequence[Floats]) -> Floats:
 
 
 def joined_states(states: Sequence[tuple[int, Floats | None]]) -> Floats | None:
-    """Return the states of groups of rows in one array (n, S); None where no row has one.   states: rows, state."""
+    """Return the states of several sets of rows as one array (n, S); None if no row has one.   states: rows, state."""
     if all(state is None for _, state in states):
         return None
     return stacked([np.zeros((n, 0)) if state is None else state for n, state in states])
@@ -214,7 +213,7 @@ def by_stage(stages: Ints) -> list[tuple[int, Ints]]:
 def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[Floats, Floats]:
     """Pad the narrower of two (n, K) arrays with -inf; what the wider has beyond must be padding too.
 
-    names: of the stages that they come from, for the message of the DataError that is raised otherwise.
+    names: of their stages, for the message of the DataError that is raised otherwise.
     """
     width = scores.shape[1] - state.shape[1]
     if width == 0:
@@ -225,7 +224,7 @@ def same_width(scores: Floats, state: Floats, names: tuple[str, str]) -> tuple[F
     if len(more):
         raise DataError(
             f"row {more[0]} of the batch has {k} options or fewer at one stage and up to {wide.shape[1]} at "
-            f"another ({names[0]!r} and {names[1]!r}); models of one chain must answer over the same options"
+            f"another ({names[0]!r} and {names[1]!r}); all models of a chain must have the same options"
         )
     padded = np.pad(narrow, ((0, 0), (0, abs(width))), constant_values=-np.inf)
     return (scores, padded) if width > 0 else (padded, state)

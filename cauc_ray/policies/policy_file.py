@@ -1,4 +1,4 @@
-"""The policy file (cauc-policy/1): its keys, what must be true of them, and reading and writing it."""
+"""The policy file (cauc-policy/1): its keys, their validation, and reading and writing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
 
 
 class Stage(FrozenModel):
-    """What a policy knows of one model: its name, the mean cost of a call, what it gives, its calibration.
+    """A policy's entry for one model: its name, the mean cost of a call, its kind of logits, its calibration.
 
     name: of the model.   cost: mean of a call.   temperature: what logits are divided by.   diagnostics: of the
     calibration.   logit_kind: what the model gives; null in files of earlier versions.   offsets: added to the scaled
@@ -49,28 +49,28 @@ class Stage(FrozenModel):
     isotonic: Isotonic | None = None
     diagnostics: TemperatureDiagnostics
 
-    # The fields that a policy's id is of: what step() reads, and which model it is.
+    # The fields that enter a policy's id: what step() reads, and the model's name.
     DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "temperature", "offsets", "isotonic"})
 
     @property
     def calibrator(self) -> Calibrator:
-        """Return what calibrates the model."""
+        """Return the model's calibrator."""
         return Calibrator(self.temperature, self.offsets, self.isotonic)
 
     def scores(self, logits: Floats) -> Floats:
-        """Return calibrated logits, float64 (n, K), of the model's own, float (n, K), which may hold masks.
+        """Return calibrated logits, float64 (n, K), from the model's logits, float (n, K), which may have masks.
 
         Raises as Calibrator does.
         """
         return self.calibrator.scores(real_options(logits), self.name)
 
 
-# By method; the classes enter themselves.
+# By method; classes register themselves.
 POLICY_CLASSES: dict[str, type[PolicyFile]] = {}
 
 
 class PolicyFile(FrozenModel):
-    """What to do with a chain of models, as plain numbers.
+    """A policy as plain numbers.
 
     format: and its version.   method: base or rf.   cost_unit: of all costs.   costs: whether calls of a model cost the
     same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what the threshold
@@ -118,26 +118,26 @@ class PolicyFile(FrozenModel):
         return self
 
     def contradictions(self) -> Iterator[str]:
-        """Yield what in the policy contradicts something else in it."""
+        """Yield the contradictions in the policy."""
         for stage in self.stages:
             if stage.offsets is not None and stage.isotonic is not None:
                 yield f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null"
             if self.models.count(stage.name) > 1:
                 yield f"two stages are named {stage.name!r}"
         if len({stage.calibrator.kind for stage in self.stages}) > 1:
-            yield "offsets, and isotonic maps, must be of all stages or of none"
+            yield "offsets, and isotonic maps, must be given for all stages or for none"
         n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
         if len(n_offsets) > 1:
             yield f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}"
         kinds = [stage.logit_kind for stage in self.stages if stage.logit_kind is not None]
         if kinds and (len(kinds) < len(self.stages) or joint_kind(kinds) != self.logit_kind):
-            yield f"logits of the kind {self.logit_kind!r} are not those of its stages, {', '.join(kinds)}"
+            yield f"the policy's logit_kind {self.logit_kind!r} contradicts its stages', {', '.join(kinds)}"
         if self.expected is not None:
             if self.expected.accuracy is None:
-                yield "what is expected needs an accuracy"
+                yield "expected needs an accuracy"
             expected = tuple(stage.name for stage in self.expected.stages)
             if expected != self.models:
-                yield f"the stages are {', '.join(self.models)}, what is expected is of {', '.join(expected)}"
+                yield f"the stages are {', '.join(self.models)}, but expected has {', '.join(expected)}"
         if self.reference is not None:
             yield from self.reference.contradictions(self.models)
 
@@ -148,17 +148,17 @@ class PolicyFile(FrozenModel):
 
     @property
     def logit_kinds(self) -> tuple[LogitKind | None, ...]:
-        """Return what each model gave on calibration, None where the file does not tell the models apart."""
+        """Return each model's kind of logits on calibration, None if the file does not record them by model."""
         return tuple(stage.logit_kind or kind_of(self.logit_kind) for stage in self.stages)
 
     @property
     def kinds_by_model(self) -> dict[str, LogitKind]:
-        """Return what each model gave, by its name, where the file tells it."""
+        """Return the models' kinds of logits by name, as far as the file records them."""
         return {name: kind for name, kind in zip(self.models, self.logit_kinds, strict=True) if kind is not None}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Make the files of a method known by its name."""
+        """Register the class for its method's files."""
         method = cls.model_fields["method"].default
         if isinstance(method, str):
             POLICY_CLASSES[method] = cls
@@ -167,8 +167,8 @@ class PolicyFile(FrozenModel):
     def load(cls, path: str | AnyPath) -> Self:
         """Read a policy file: a local path or a URI.
 
-        Called on Policy it returns a policy of the file's method. Raises PolicyError when the file is missing,
-        not JSON, of another format or version, or holds a number or key that the format does not allow.
+        Called on Policy it returns a policy of the file's method. Raises PolicyError if the file is missing,
+        not JSON, of another format or version, or has an invalid value or key.
         """
         file = path_of(path)
         try:
@@ -181,7 +181,7 @@ class PolicyFile(FrozenModel):
 
     @classmethod
     def of(cls, content: Mapping[str, Any], source: str = "the policy") -> Self:
-        """Return the policy that a file's content is; source names it in messages. Raises PolicyError as load does."""
+        """Return the policy of a file's content; source names it in messages. Raises PolicyError as load does."""
         if not isinstance(content, Mapping):
             raise PolicyError(f"{source}: a policy is a JSON object, got {type(content).__name__}")
         if content.get("format") != FORMAT:
@@ -190,18 +190,18 @@ class PolicyFile(FrozenModel):
             )
         method = content.get("method")
         if not isinstance(method, str) or method not in POLICY_CLASSES:
-            raise PolicyError(f"{source}: method {method!r} is none of {', '.join(POLICY_CLASSES)}")
+            raise PolicyError(f"{source}: unknown method {method!r}; expected one of {', '.join(POLICY_CLASSES)}")
         try:
-            # As JSON text, for strictness: a number in quotes is refused, yet a list may fill a tuple.
+            # As JSON text, for strict validation: a number in quotes is an error, yet a list is accepted for a tuple.
             policy = POLICY_CLASSES[method].model_validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             raise PolicyError(f"{source}: {explain(error)}") from error
         if not isinstance(policy, cls):
-            raise PolicyError(f"{source} holds a policy of method {method!r}, not of {cls.__name__}")
+            raise PolicyError(f"{source} is a policy of method {method!r}, which {cls.__name__} cannot load")
         return policy
 
     def save(self, path: str | AnyPath) -> None:
-        """Write the policy's file, whole or not at all: to a local path or a URI. Raises ConfigError if it cannot."""
+        """Write the policy's file atomically, to a local path or a URI. Raises ConfigError if that fails."""
         write_text(path_of(path), self.to_json())
 
     def to_json(self) -> str:

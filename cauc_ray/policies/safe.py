@@ -1,4 +1,4 @@
-"""The best guarded policy: fused only where that is supported, and no worse on validation than a single model."""
+"""Safe policies: fused only where validation supports it, and no worse on validation than a single model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule, choose_threshold
 from cauc_ray.policies.trace import answers_alone, replay
 
-# Fits a method on two splits by a rule; with safe=True it admits only fusions that are supported.
+# Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
 Fit: TypeAlias = Callable[..., Policy]
 
 
 def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:
-    """Fit a policy that guards its fusions and falls back on a single model, and record what that has changed.
+    """Fit a policy that tests its fusions and falls back to a single model, and record the changes.
 
-    A fusion is admitted where its gain over the stage's own answers is established on validation (numbers.intervals);
-    for Base, whose models are fused at once, that of each one on calibration too, where complementarity is counted.
-    Stages whose fusion is not admitted answer by themselves.
-    Without a budget or a threshold the policy may cost no more on validation than always calling the largest model.
-    A threshold that leaves it behind a single model within that limit, or within the budget, is chosen anew as the best
-    within it, and where that is behind too, the chain of that model alone is published. A threshold that is given
-    stays; the policy is then compared with the models that cost no more than it does.
-    Errors are those of the fit; validation is needed, with all of its labels.
+    A fusion is kept if its gain over the stage's own answers is significant on validation (numbers.intervals); for
+    Base, which fuses all models at once, each model's gain on calibration must be significant too. Stages whose fusion
+    is rejected answer by themselves.
+    Without a budget or a threshold, the policy may cost no more on validation than always calling the largest model.
+    If a single model within that limit, or within the budget, is better, the best threshold within it is chosen
+    instead; if the single model is still better, the result is the chain of that model alone. A given threshold stays;
+    the policy is then compared with the models that cost no more than it does.
+    Errors are those of the fit; a validation split with all labels is required.
     """
     require_safe_rule(rule)
     if validation is None:
@@ -49,19 +49,19 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
     own, split, unit = found(policy), policy.validation.split, policy.cost_unit
     unfused, changes = _unfused(policy), []
     if unfused:
-        changes.append(f"{', '.join(unfused)} not fused: no gain is established")
-    # A threshold that is given may cost what it does.
+        changes.append(f"{', '.join(unfused)} not fused: no significant gain")
+    # A given threshold has no cost limit.
     limit = rule.budget
     if limit is None:
         limit = float(costs[-1]) if rule.threshold is None else own.cost
     alone = zip(validation.models, answers_alone(policy, validation).T, costs.tolist(), strict=True)
     singles = [_Found(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
-    # Among equals the cheaper.
+    # Among equals, the cheapest.
     single = min(singles, key=lambda one: (-one.quality, one.cost), default=None)
     if rule.threshold is None and own.behind(single, limit):
         anew = _best_within(policy, calibration, validation, limit, rule)
         if anew is not None and anew.threshold != policy.threshold:
-            changes.append(f"threshold chosen anew, the best on {split} within {limit:.4g} {unit}")
+            changes.append(f"another threshold chosen, the best on {split} within {limit:.4g} {unit}")
             policy, own = anew, found(anew)
     if single is not None and own.behind(single, limit):
         changes = [
@@ -71,7 +71,7 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
         own_index = [calibration.models.index(single.name)]
         policy = fit(calibration.of_models(own_index), validation.of_models(own_index), rule, safe=True)
     choice = SafeChoice(
-        models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "nothing had to be changed"
+        models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
     )
     guards = tuple(_without_refusals(policy, guard) for guard in policy.guards)
     return policy.model_copy(update={"safe": choice, "guards": guards})
@@ -80,21 +80,19 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
 def require_safe_rule(rule: ThresholdRule) -> None:
     """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
     if rule.certify is not None:
-        raise ConfigError(
-            "validation that has admitted fusions cannot certify a risk as well; leave --safe or --certify out"
-        )
+        raise ConfigError("--safe and --certify cannot be combined: both need validation; remove one of them")
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What somebody's answers have on validation.   quality: of the objective.   cost: mean per example."""
+    """Results on validation.   quality: of the objective.   cost: mean per example."""
 
     name: str
     quality: float
     cost: float
 
     def behind(self, single: _Found | None, limit: float) -> bool:
-        """Return whether it costs too much, or a single model is better, or as good and cheaper."""
+        """Return whether it exceeds the limit, or a single model is better, or as good and cheaper."""
         if self.cost > most_within(limit):
             return True
         if single is None or self.quality > single.quality:
@@ -105,7 +103,7 @@ class _Found:
 def _best_within(
     policy: Policy, calibration: Chain, validation: Chain, limit: float, rule: ThresholdRule
 ) -> Policy | None:
-    """Choose the threshold anew, None where none is within the limit."""
+    """Choose the best threshold within the limit, None if there is none."""
     within = ThresholdRule(budget=limit, objective=rule.objective)
     try:
         anew = choose_threshold(policy, calibration, validation, within)
@@ -113,13 +111,13 @@ def _best_within(
         return None
     if rule.budget is not None:
         return anew
-    # The limit was not asked for as a budget; the policy's file has it under safe.
+    # The limit is not a requested budget; the policy's file has it under safe.
     choice = ThresholdChoice(rule="best", objective=rule.objective, split=anew.threshold_choice.split)
     return anew.model_copy(update={"threshold_choice": choice})
 
 
 def _unfused(policy: Policy) -> tuple[str, ...]:
-    """Return the stages that a fit without guards would have fused."""
+    """Return the stages that an ordinary fit would have fused."""
     if isinstance(policy, BasePolicy):
         return tuple(stage.name for stage in policy.stages if not stage.fused and (stage.complementarity_rate or 0) > 0)
     assert isinstance(policy, RFPolicy)
@@ -127,7 +125,7 @@ def _unfused(policy: Policy) -> tuple[str, ...]:
 
 
 def _without_refusals(policy: Policy, guard: Guard) -> Guard:
-    """Return a guard, without its warning where the fusion in question was refused for it."""
+    """Return a guard, without its warning if its fusion was rejected."""
     refused = isinstance(policy, BasePolicy) and any(
         stage.name == guard.stage and not stage.fused for stage in policy.stages
     )

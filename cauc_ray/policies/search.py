@@ -1,7 +1,7 @@
-"""The best sub-chain of a pool, with its threshold, found on validation among all of them.
+"""Search for the best sub-chain of a pool, with its threshold, on validation among all sub-chains.
 
-Sub-chains are visited depth first, so that those which begin alike share their fits and steps. Every one is measured as
-a fit of only its models would be: by the steps that fits and replays take.
+Sub-chains are visited depth first, so that common prefixes share fits and steps. Each is measured exactly as a fit of
+its models would be, by the steps of fits and replays.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _Answers: TypeAlias = tuple[Ints, Floats]
 
 @dataclass(frozen=True, slots=True)
 class SubChain:
-    """What a fitted chain of S of a pool's models answers on validation, whatever its threshold.
+    """The answers on validation, for any threshold, of a fitted chain of S of a pool's models.
 
-    indices: of the models in the pool.   steps: S.   reference: the threshold where nothing chooses one; None for the
-    best on validation.
+    indices: of the models in the pool.   steps: S.   reference: the default threshold; None for the best on validation.
     """
 
     indices: tuple[int, ...]
@@ -50,7 +49,7 @@ class SubChain:
 
 
 def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
-    """Fit CAUC-RF to every sub-chain of a pool (paper, eq. 8-10): each beginning has a pair of its own, and its r."""
+    """Fit CAUC-RF to every sub-chain of a pool (paper, eq. 8-10): each prefix has its own pair and its own r."""
     n_models = len(calibration.models)
     calibrators = [calibrator_of(calibration, index, kind)[0] for index in range(n_models)]
     scores = [
@@ -74,14 +73,14 @@ def sub_chains_of_rf(calibration: ChainLogits, validation: ChainLogits, kind: Ca
 
 
 def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: CalibratorKind) -> Iterator[SubChain]:
-    """Fit CAUC Base to every sub-chain of a pool (paper, algorithm 1): what is fused depends on the last model alone.
+    """Fit CAUC Base to every sub-chain of a pool (paper, algorithm 1): fusion depends only on the last model.
 
-    One fit for each last model serves all chains that end there. Stages before it answer for themselves, whatever
-    the others are, and only those that are fused change the last answer.
+    One fit for each last model serves all chains that end there. Stages before it answer by themselves, independently
+    of other stages, and only fused stages change the last answer.
     """
     for last in range(len(calibration.models)):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CaucWarning)  # the fit of the chosen chain warns of what is in it
+            warnings.simplefilter("ignore", CaucWarning)  # the final fit of the chosen chain issues the warnings
             policy = fit_base(calibration.of_models(range(last + 1)), calibrator=kind)
         own = [policy.own(index, logits) for index, logits in enumerate(validation.logits[: last + 1])]
         yield from _ending(policy, own, (), None, policy.fuse(last, own[last], None))
@@ -90,9 +89,9 @@ def sub_chains_of_base(calibration: ChainLogits, validation: ChainLogits, kind: 
 def _ending(
     policy: BasePolicy, own: list[Step], indices: tuple[int, ...], state: Floats | None, end: Step
 ) -> Iterator[SubChain]:
-    """Return all chains that begin with these indices and end with the policy's last stage.
+    """Return all chains that start with these indices and end with the policy's last stage.
 
-    own: answers of all stages.   state: after these indices.   end: the last stage's step from there.
+    own: answers of all stages.   state: after these indices.   end: the last stage's step from that state.
     """
     last = len(policy.stages) - 1
     steps = *(own[index] for index in indices), end
@@ -110,10 +109,10 @@ _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
 
 
 def check_pool(models: Iterable[str]) -> None:
-    """Raise ConfigError where a pool is too large to search all its sub-chains."""
+    """Raise ConfigError if a pool is too large to search all its sub-chains."""
     n = len(tuple(models))
     if n > MOST_MODELS:
-        raise ConfigError(f"a search takes up to {MOST_MODELS} models, got {n}: leave some out of --models")
+        raise ConfigError(f"a search supports up to {MOST_MODELS} models, got {n}; reduce --models")
 
 
 def search_chains(
@@ -125,13 +124,13 @@ def search_chains(
     *,
     calibrator: CalibratorKind = "temperature",
 ) -> ChainSearch:
-    """Find the sub-chain of a pool whose threshold, as the rule gives it, has the highest quality on validation.
+    """Find the sub-chain of a pool that has the highest quality on validation, at the threshold chosen by the rule.
 
     calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
-    cost on calibration, those that cost the same as given.   split: validation's name.
-    Each of the 2^M - 1 sub-chains is measured as a fit of its models would. Among equals the cheaper is chosen, then
-    the shorter. Raises ConfigError for a pool that is too large or a rule that the method cannot follow, DataError
-    where labels are missing, BudgetError where no model is as cheap as the budget.
+    cost on calibration, ties as given.   split: validation's name.
+    Each of the 2^M - 1 sub-chains is measured as a fit of its models would be. Among equals the cheapest is chosen,
+    then the shortest. Raises ConfigError for a pool that is too large or a rule that the method does not support,
+    DataError if labels are missing, BudgetError if no model is within the budget.
     """
     check_pool(calibration.models)
     if method not in _METHODS:
@@ -156,18 +155,18 @@ def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
     if rule.budget is not None and means.min() > most_within(rule.budget):
         cheapest, unit = int(means.argmin()), validation.costs.unit
         raise BudgetError(
-            f"budget {rule.budget:g} {unit} is below what the cheapest chain costs, {means[cheapest]:g} {unit} "
+            f"budget {rule.budget:g} {unit} is below the cost of the cheapest chain, {means[cheapest]:g} {unit} "
             f"({validation.models[cheapest]!r} alone); raise the budget or add a cheaper model"
         )
 
 
 def _halves(n: int, seed: int = 0) -> tuple[Ints, ...]:
-    """Return the rows of two halves of n examples, drawn at random, rising; one example has no halves."""
+    """Return the ascending rows of two random halves of n examples; none for a single example."""
     order = np.random.default_rng(seed).permutation(n)
     return () if n < 2 else (np.sort(order[: n // 2]), np.sort(order[n // 2 :]))
 
 
-# Of a chain that has no threshold within the budget.
+# The quality of a chain without a threshold within the budget.
 _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 
 
@@ -175,7 +174,7 @@ _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 class _Found:
     """A chain measured on validation.
 
-    whole: at its threshold there.   halves: of each half, at the threshold chosen on it.   held_out: what that one has
+    whole: at its threshold there.   halves: on each half, at the threshold chosen on it.   held_out: at that threshold
     on the other half.
     """
 
@@ -192,7 +191,7 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
 
     def swept(rows: Ints) -> Frontier:
         costs = of_chain if of_chain.per_call.ndim == 1 else Costs(of_chain.unit, of_chain.per_call[rows])
-        # One stage after another in memory, as a sweep reads them.
+        # Contiguous by stage, the order in which a sweep reads them.
         inner, answers = confidences[:-1].take(rows, axis=1).T, predictions.take(rows, axis=1).T
         return sweep(inner, answers, validation.labels[rows], costs, rule.objective)
 
@@ -210,8 +209,8 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
 
 
 def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
-    """Return what orders chains from the best on some examples to the worst."""
-    # Sums of the same costs in another order are equal but for rounding.
+    """Return a sort key that orders chains from best to worst on some examples."""
+    # Sums of the same costs in different orders differ by rounding.
     return -on.quality, float(f"{on.cost:.9e}"), len(found.indices), found.indices
 
 

@@ -1,4 +1,4 @@
-"""The threshold of a fitted policy: given, or chosen on validation; and what to expect of it, and of others."""
+"""The threshold of a fitted policy, given or chosen on validation, and the expected results at it and at others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """What decides the threshold: a given one, a budget (mean cost per example), a limit of risk, or none of these.
+    """How to choose the threshold: a given one, a budget (mean cost per example), a risk limit, or none of these.
 
     With none, Base stops at the last model's calibration accuracy and RF at its best on validation.
     """
@@ -34,20 +34,20 @@ class ThresholdRule:
         if self.threshold is not None and self.budget is not None:
             raise ConfigError("give a budget or a threshold, not both: a budget chooses the threshold")
         if self.certify is not None and not self.threshold is self.budget is None:
-            raise ConfigError("give a risk to certify, a budget or a threshold, not two of them: each decides it alone")
+            raise ConfigError("give one of a risk to certify, a budget and a threshold: each decides it alone")
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.budget is not None:
             check_budget(self.budget)
         if self.objective not in ("accuracy", "macro-f1"):
-            raise ConfigError(f"objective {self.objective!r} is none of accuracy, macro-f1")
+            raise ConfigError(f"unknown objective {self.objective!r}; expected accuracy or macro-f1")
         if self.objective != "accuracy" and (self.threshold is not None or self.certify is not None):
             raise ConfigError(
                 "an objective chooses a threshold: give it with a budget, not with a threshold or a risk to certify"
             )
 
 
-# What the paper has where nothing is given.
+# The paper's default.
 BY_DEFAULT = ThresholdRule()
 
 
@@ -58,12 +58,12 @@ def choose_threshold(
     rule: ThresholdRule,
     reference: float | None = None,
 ) -> AnyPolicy:
-    """Set the threshold that the rule gives, certifies or finds best on validation (paper, eq. 11).
+    """Set the threshold that the rule gives, certifies, or that is best on validation (paper, eq. 11).
 
-    policy: fitted on these splits, at any threshold.   reference: the threshold where the rule leaves it open; None for
-    the best on validation. Returns the policy with what to expect at its threshold, and at others.
-    Raises ConfigError without a validation split to choose on, DataError where its labels are missing, BudgetError
-    where no operating point is as cheap as the budget, RiskError where no threshold's risk is certified.
+    policy: fitted on these splits, at any threshold.   reference: the threshold if the rule leaves it open; None for
+    the best on validation. Returns the policy with the expected results at its threshold, and at others.
+    Raises ConfigError without a validation split to choose on, DataError if labels are missing, BudgetError if no
+    operating point is within the budget, RiskError if no threshold is certified.
     """
     given = reference if rule == BY_DEFAULT else rule.threshold
     if given is None:
@@ -75,7 +75,7 @@ def choose_threshold(
         assert policy.validation is not None
         measured_on, split = validation, policy.validation.split
     policy.check_chain(measured_on)
-    # A threshold is chosen on it, others are measured, and later answers compared.
+    # Used to choose a threshold, to measure others, and as the reference for later answers.
     chosen_on = measured_on is validation and bool(measured_on.labelled.all())
     trace = trace_policy(policy, measured_on, likeliest=chosen_on)
     frontier = trace.frontier(measured_on, rule.objective) if chosen_on else None
@@ -113,13 +113,13 @@ def choose_threshold(
 def _certify(
     policy: Policy, calibration: Chain, trace: Trace, validation: Chain, limit: RiskLimit
 ) -> tuple[float, RiskCertificate]:
-    """Return the certified threshold of most coverage. Calibration only decides what to test, and in which order."""
+    """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
-        raise ConfigError("with one model nothing is answered early, whose risk could be certified; give two or more")
+        raise ConfigError("a certified risk is that of early answers, which need two models or more")
     on_validation = _early(trace, validation)
     found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
     plug_in = on_validation.plug_in(limit.risk)
-    assert plug_in is not None  # a certified threshold's own risk on these rows is within the limit
+    assert plug_in is not None  # the observed risk of a certified threshold is within the limit
     figures = asdict(limit) | asdict(found)
     threshold: float = figures.pop("threshold")
     return threshold, RiskCertificate(**figures, plug_in_threshold=plug_in[0], plug_in_accepted=plug_in[1])

@@ -33,10 +33,10 @@ def cauc(tables, tmp_path, command):
 def test_a_policy_holds_on_new_rows_and_not_where_models_have_changed(cauc):
     code, out, err = cauc("check", "same", "--policy", "p.json")
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1] == "the policy holds"
+    assert out.splitlines()[-1] == "the policy is valid"
     code, out, err = cauc("check", "other", "--policy", "p.json")
     assert (code, err) == (3, "")
-    assert out.splitlines()[-1].startswith("the policy no longer holds: ")
+    assert out.splitlines()[-1].startswith("the policy has drifted: ")
     code, out, _ = cauc("check", "other", "--policy", "p.json", "--json")
     found = json.loads(out)
     assert code == 3

@@ -140,7 +140,7 @@ def test_a_missing_partition_is_named(tmp_path, on_hub):
             f"socialiqa={folder}",
             r"\(it has train, validation\); add it, or give only the path for the partitions that exist",
         ),
-        (f"socialiqa={alone}", r"\(it has validation\); add it, or give the path alone for a 25/25/50 cut"),
+        (f"socialiqa={alone}", r"\(it has validation\); add it, or give only the path for a 25/25/50 cut"),
     ):
         with pytest.raises(DataError, match=f"^.* has no test {says}.*$"):
             dataset(name)
@@ -256,9 +256,7 @@ def test_what_is_not_to_be_had_is_refused_in_one_line(monkeypatch):
     with pytest.raises(DataError, match="iwildcam is not on the hub: give the path of its files as iwildcam=PATH"):
         dataset("iwildcam")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ConfigError, match=r"pip install 'cauc-ray\[datasets\]', or give the path of its files as mmlu=PATH"
-    ):
+    with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[datasets\]', or give .* mmlu=PATH"):
         dataset("mmlu")
 
 

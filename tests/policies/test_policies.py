@@ -300,7 +300,7 @@ def test_what_is_seldom_meant_is_warned_of():
         status = policy.stages[0].diagnostics.status
         assert (status == "converged") == ("no more" in said)
         assert (policy.stages[0].diagnostics.standard_error is None) >= (status == "separable")
-    with pytest.warns(CaucWarning, match="'m1' .*'log-probabilities'.*fitted on 'raw'"):
+    with pytest.warns(CaucWarning, match="'log-probabilities' for model 'm1'.*fitted on 'raw'"):
         replay(fit_base(calibration), replace(calibration, logit_kind=("raw", "log-probabilities", "raw")))
 
 
@@ -322,17 +322,17 @@ UNLABELLED = replace(chain(15, 50), labels=np.where(np.arange(50) == 7, -1, chai
 @pytest.mark.parametrize(
     ("wrong", "error", "says"),
     [
-        (lambda: with_other_options(fit(KINDS[1], of_kind(KINDS[1]))), DataError, "answer over the same options"),
+        (lambda: with_other_options(fit(KINDS[1], of_kind(KINDS[1]))), DataError, "must have the same options"),
         (
             lambda: of_more_options(fit(KINDS[3], of_kind(KINDS[3]))),
             DataError,
-            "row 6 of the batch has more options than the 5 .* for 'm0'",
+            "row 6 of the batch has more options than the 5 .* 'm0'",
         ),
         (lambda: fit_base(UNLABELLED), DataError, "'0-00007' has no label"),
         (lambda: refit(fit_base(chain(13, 100)), chain(14, 100, shift=3), None), PolicyError, "other calibration exam"),
         (lambda: replay(fit_base(chain()), chain(strengths=(1.0, 2.0))), PolicyError, "the policy is for m0, m1, m2"),
         (lambda: fit_rf(chain()), ConfigError, "needs a validation split"),
-        (lambda: fit_base(chain(), rule=ThresholdRule(objective="macro-f1")), ConfigError, "only for a budget"),
+        (lambda: fit_base(chain(), rule=ThresholdRule(objective="macro-f1")), ConfigError, "only with a budget"),
         (
             lambda: fit_base(chain(5, 200, 5, ragged=True), calibrator="offsets"),
             DataError,

@@ -88,7 +88,7 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
         supported = first.fused and gains and supported
     assume(supported and cost <= 6 and quality > max(large, of_model(validation, 0, "accuracy")))
     safe = fit_policy(method, calibration, validation, ThresholdRule(), NAMES, safe=True)
-    assert safe.safe.says == "nothing had to be changed"
+    assert safe.safe.says == "no change was needed"
     assert safe.safe.unfused == ()
     assert safe.model_copy(update={"safe": None}) == plain
     assert safe.id == plain.id

@@ -166,9 +166,9 @@ def test_a_search_finds_the_chain_that_is_best_with_offsets(method):
 @pytest.mark.parametrize(
     ("error", "says", "asked"),
     [
-        (BudgetError, r"budget 0.5 GFLOPs is below .* chain costs, 1 GFLOPs \('m0'", {"rule": {"budget": 0.5}}),
+        (BudgetError, r"budget 0.5 GFLOPs is below .* cheapest chain, 1 GFLOPs \('m0'", {"rule": {"budget": 0.5}}),
         (ConfigError, "validation split", {"validation": lambda data: None}),
-        (ConfigError, "only for a budget", {"method": "base", "rule": {"objective": "macro-f1"}}),
+        (ConfigError, "only with a budget", {"method": "base", "rule": {"objective": "macro-f1"}}),
         (ConfigError, "'fr'", {"method": "fr"}),
         (ConfigError, "up to 12 models, got 13", {"calibration": lambda data: data.of_models([0] * 13)}),
         (DataError, "a chain needs labels", {"validation": lambda data: replace(data, labels=np.full(150, -1))}),

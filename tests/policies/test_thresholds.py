@@ -254,7 +254,7 @@ def test_a_threshold_that_cannot_be_chosen_is_refused_in_one_line(fit, many):
         (ConfigError, "needs a validation split", calibration, None, TENTH),
         (ConfigError, "needs a validation split", calibration, None, ThresholdRule(budget=9.0)),
         (DataError, "has no label; choosing a threshold needs labels", calibration, partly, TENTH),
-        (ConfigError, "with one model nothing is answered early", *one, TENTH),
+        (ConfigError, "need two models or more", *one, TENTH),
     ):
         with pytest.raises(error, match=says) as refused:
             fit(*asked)
@@ -265,7 +265,7 @@ def test_a_threshold_that_cannot_be_chosen_is_refused_in_one_line(fit, many):
     ("rule", "says"),
     [
         ({"threshold": 0.5, "budget": 1.0}, "not both"),
-        ({"objective": "f2"}, "none of"),
+        ({"objective": "f2"}, "unknown objective"),
         ({"threshold": 0.5, "objective": "macro-f1"}, "not with a threshold"),
         ({"budget": 3.0, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),
         ({"threshold": 0.5, "certify": RiskLimit(0.1, 0.9)}, "each decides it alone"),

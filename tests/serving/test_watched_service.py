@@ -129,7 +129,7 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
     assert sum(one["counted"] for one in told) == N_SAME
     content = seen(service, lambda content: content["n"] == N_SAME == content["n_labelled"] and content["n_compared"])
     expected = replay(watched.policy, watched.same)
-    assert (content["holds"], content["says"], content["routers"]) == (True, "holds", 1)
+    assert (content["holds"], content["says"], content["routers"]) == (True, "is valid", 1)
     assert content["policy_id"] == policy_id
     assert content["cost"][0] == pytest.approx(expected.costs.mean())
     correct = expected.predictions == watched.same.labels
@@ -157,7 +157,7 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
     content = seen(service, lambda content: not content["holds"])
     assert content["holds"] is False
     assert content["n"] <= N_OTHER
-    assert content["says"].startswith("no longer holds: ")
+    assert content["says"].startswith("has drifted: ")
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, t
         time.sleep(0.2)
     content = seen(two_routers, lambda content: content["routers"] == 2)
     assert (content["holds"], content["n"]) == (False, 0)
-    assert content["says"].startswith("no longer holds: ")
+    assert content["says"].startswith("has drifted: ")
     kept = {one["name"] for one in content["features"] if not one["holds"]}
     assert kept
     assert kept <= {one["name"] for one in raised["features"] if not one["holds"]}

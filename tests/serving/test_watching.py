@@ -196,7 +196,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
         for _ in range(3):
             watch.outcomes(POLICY.id, none, np.full(4000, 0.9), none == 1)
             assert not watch.settle().watched.holds
-    assert [record.message.startswith(f"policy {POLICY.id} no longer holds: ") for record in caplog.records] == [True]
+    assert [record.message.startswith(f"policy {POLICY.id} has drifted: ") for record in caplog.records] == [True]
     assert not told.seen[-1].holds
     assert report_of(POLICY, POLICY.id, [watch.settle()])["holds"] is False
     other = POLICY.with_threshold(0.5)
