@@ -1,4 +1,4 @@
-"""What a model answers to a batch, checked."""
+"""A model's answers to a batch, and their checks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a model says of n rows.
+    """A model's answers for n rows.
 
     logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
-    rows have K.   costs: what the call cost for each row, float64 (n,), or None.   failures: rows that the model
-    cannot answer and why; their logits mean nothing.   counts: how often something happened that a reader of the
-    logits should know, by its name.   device_s: seconds of the forward passes on a GPU, None where nobody
-    measures them.
+    rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
+    answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
+    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.
     """
 
     logits: Floats
@@ -37,18 +36,18 @@ class Answers:
     device_s: float | None = None
 
 
-# Of a model that gives embeddings in place of logits, for policies to look at.
+# The logit kind of a model that returns embeddings instead of logits, as input for policies.
 EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a loaded model says of itself.
+    """Facts that a loaded model reports.
 
-    source: what it is, in one phrase.   logit_kind: what its logits are, or EMBEDDING.   gflops: of one example, as
-    whoever published the model counts them (multiply-adds), None if nobody does.   params_b: parameters in billions.
-    labels: names of its options in their order, where they are the same in every row and the model knows them.
-    dtype: the precision that it computes in, None where nobody knows.   prepares: whether it prepares calls ahead.
+    source: a phrase that describes it.   logit_kind: the kind of its logits, or EMBEDDING.   gflops: of one example, as
+    published (multiply-adds), None if unknown.   params_b: parameters in billions.   labels: names of its options in
+    order, if they are the same in every row and known.   dtype: the precision of the computation, None if unknown.
+    prepares: whether it prepares calls ahead.
     """
 
     source: str
@@ -66,23 +65,23 @@ class Model(Protocol):
     facts: ModelFacts
 
     def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch. Raises whatever the model raises; DataError for logits that nobody can use."""
+        """Answer a batch. Raises whatever the model raises; DataError for invalid logits."""
         ...
 
 
 class PreparingModel(Model):
-    """A model whose call is work of the host, then work of the device.
+    """A model whose calls consist of work on the host, then work on the device.
 
-    While the device computes a call, the next one is prepared in another thread, one at a time.
+    While the device computes a call, another thread prepares the next one, one at a time.
     """
 
     @abstractmethod
     def prepare(self, batch: Batch) -> Any:
-        """Do the host's work for a batch: decode, resize, tokenise, pin. Raises as a call would."""
+        """Do the host's work for a batch: decode, resize, tokenise, pin. Raises as a call does."""
 
     @abstractmethod
     def answer(self, prepared: Any) -> Answers:
-        """Answer a batch that prepare has returned."""
+        """Answer a prepared batch."""
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch. Raises what prepare and answer raise."""
@@ -95,23 +94,23 @@ def batch_size(batch: Batch) -> int:
 
 
 def require_columns(batch: Batch, *names: str) -> None:
-    """Raise DataError where a batch lacks a column."""
+    """Raise DataError if a batch lacks a column."""
     for name in names:
         if name not in batch:
             raise DataError(f"the input has no column {name!r}; it has {', '.join(sorted(batch))}")
 
 
 def spread(n: int, rows: Sequence[int], values: Floats) -> Floats:
-    """Lay values of some rows, (m, K), out as float32 (n, K), -inf in the others."""
+    """Return values of some rows, (m, K), as float32 (n, K), -inf in the other rows."""
     whole = np.full((n, values.shape[1]), -np.inf, dtype=np.float32)
     whole[rows] = values
     return whole
 
 
 def as_answers(output: object, n: int) -> Answers:
-    """Take what a user's callable returned for n rows: logits (n, K), or n vectors where K differs.
+    """Check what a user's callable returned for n rows: logits (n, K), or n vectors if K differs.
 
-    Raises DataError when the number of rows is another, a row is empty, or a logit is NaN or +inf.
+    Raises DataError if the number of rows differs, a row is empty, or a logit is NaN or +inf.
     """
     if not isinstance(output, np.ndarray | list | tuple):
         raise DataError(
@@ -132,19 +131,19 @@ def as_answers(output: object, n: int) -> Answers:
         raise DataError(f"the model returned logits of shape {logits.shape}; expected ({n}, number of options)")
     bad = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
     if len(bad):
-        raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has none")
+        raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has no logits")
     return Answers(logits, n_options)
 
 
 def _numbers(values: npt.NDArray[Any]) -> Floats:
-    """Return numbers as float32. Raises TypeError for what only looks like some: numpy would read texts."""
+    """Return numbers as float32. Raises TypeError for other types, such as texts, which numpy would parse."""
     if values.dtype.kind in "USOMmc":
-        raise TypeError(f"their type is {values.dtype}")
+        raise TypeError(f"their dtype is {values.dtype}")
     return values.astype(np.float32, copy=False)
 
 
 def padded(rows: Sequence[Floats]) -> Floats:
-    """Lay vectors of any lengths out as float32 (n, K), -inf beyond each one's end."""
+    """Return vectors of any lengths as float32 (n, K), padded with -inf."""
     if any(row.ndim != 1 for row in rows):
         raise DataError("a model that returns a list must return one vector of logits for each row")
     logits = np.full((len(rows), max((len(r) for r in rows), default=0)), -np.inf, dtype=np.float32)
@@ -154,25 +153,25 @@ def padded(rows: Sequence[Floats]) -> Floats:
 
 
 def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
-    """Lay vectors of some of n rows out as float32 (n, K), -inf beyond. Returns their lengths, too: int (n,)."""
-    nothing = np.full(1, -np.inf, np.float32)  # what follows has no use for logits without any
+    """Return vectors of some of n rows as float32 (n, K), padded with -inf, and their lengths, int (n,)."""
+    nothing = np.full(1, -np.inf, np.float32)  # later steps need at least one column
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
     return padded([rows.get(row, nothing) for row in range(n)]), lengths
 
 
 class AsDeclared:
-    """Turns a model's answers into logits by their kind, as the reading of a table does."""
+    """Converts a model's answers to logits by their kind, as is done when a table is read."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._kind = kind_of(facts.logit_kind) or "raw"
-        # Different rows so far, all of which may be probabilities; None once a row was none.
+        # Distinct rows so far that may all be probabilities; None once a row cannot be.
         self._seen: Floats | None = np.zeros((0, 0), np.float32) if self._kind in MUST_BE_DECLARED else None
 
     def __call__(self, answers: Answers) -> Answers:
         """Return answers with logits.
 
-        Raises DataError naming a row that holds no probabilities where these were declared, ConfigError where all rows
-        so far are probabilities that were not.
+        Raises DataError naming a row that is not probabilities although they were declared, ConfigError if all rows so
+        far are probabilities that were not declared.
         """
         rows = np.ones(len(answers.logits), dtype=bool)
         rows[list(answers.failures)] = False
@@ -184,8 +183,8 @@ class AsDeclared:
             sums = self._look(self._seen, logits)
             if sums.certain:
                 raise ConfigError(
-                    "the model gives probabilities (none below 0, each row sums to one), not logits; declare them in "
-                    "the pool file as logit_kind: probabilities in the stage's model"
+                    "the model returns probabilities (none below 0, each row sums to one), not logits; declare them in "
+                    "the pool file with logit_kind: probabilities in the stage's model"
                 )
         if logits is given:
             return answers
@@ -194,7 +193,7 @@ class AsDeclared:
         return replace(answers, logits=every)
 
     def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
-        """Look at rows together with those before them; one that comes again says nothing new."""
+        """Count rows together with earlier rows; repeated rows count once."""
         sums = SumsToOne.of(logits)
         if not sums.n_negative:
             width = max(seen.shape[1], logits.shape[1])
@@ -207,14 +206,14 @@ class AsDeclared:
 
 
 def choices_in(batch: Batch) -> list[int | None] | None:
-    """Return how many choices each row of a batch offers, None where it has none, and None without such a column."""
+    """Return each row's number of choices, None for a row without choices; None without such a column."""
     if "choices" not in batch:
         return None
     return [None if choices is None else len(choices) for choices in batch["choices"]]
 
 
 def matched(answers: Answers, n_choices: Sequence[int | None] | None) -> Answers:
-    """Return answers with those rows as failures whose logits are more or fewer than their choices."""
+    """Return answers in which rows with other numbers of logits than choices are failures."""
     if n_choices is None:
         return answers
     width = answers.logits.shape[1]
@@ -222,5 +221,5 @@ def matched(answers: Answers, n_choices: Sequence[int | None] | None) -> Answers
     for row, n in enumerate(n_choices):
         got = width if answers.n_options is None else int(answers.n_options[row])
         if row not in failures and n is not None and got != n:
-            failures[row] = f"the model gave {got} logits for its {n} choices"
+            failures[row] = f"the model returned {got} logits for its {n} choices"
     return replace(answers, failures=failures)

@@ -23,12 +23,12 @@ from cauc_ray.numbers.types import Floats
 BELOW = "options below the returned log-probabilities"
 
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-# What every request of a model has in common: a server that refuses one of these refuses every question.
+# Parameters common to all requests: a server that rejects one of these rejects every question.
 _SETTINGS = {"model", "logprobs", "top_logprobs", "temperature", "max_tokens", "max_completion_tokens"}
-# Wrong key, no money left, not allowed, no such model or path.
+# Wrong key, no credit, not allowed, no such model or path.
 _ACCOUNT = {401, 402, 403, 404, 405}
 _RETRIED = {408, 409, 429}
-# The client waits no longer than this between attempts, whatever the server asks for.
+# The client's longest wait between attempts, whatever the server asks for.
 _LONGEST_WAIT_S = 120.0
 _SAID_LENGTH = 200
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """What came of one question.   logits: float (K,), all -inf where it failed.   n_below: how many only bounded."""
+    """The result of one question.   logits: float (K,), all -inf if it failed.   n_below: how many are only bounds."""
 
     logits: Floats
     n_below: int = 0
@@ -48,8 +48,8 @@ class _Reply:
 class OpenAIModel:
     """A served model that answers multiple-choice questions with the log-probabilities of the options' letters.
 
-    Retries, with growing waits or those that the server asks for, are the client's. A question that the server
-    refuses is a failed row. What would befall every question raises: ConfigError for a key, model or setting
+    The client retries, with growing waits or those that the server asks for. A question that the server
+    rejects is a failed row. Problems of all questions raise: ConfigError for a key, model or setting
     that the server does not accept, ExecutionError for a server that does not answer.
     """
 
@@ -66,8 +66,8 @@ class OpenAIModel:
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch of questions, at most max_concurrency at a time.
 
-        Raises DataError when a column is missing, ConfigError and ExecutionError as the class says. A failed
-        row's cost is what the server billed for it, 0 where it told none.
+        Raises DataError if a column is missing, ConfigError and ExecutionError as described for the class. A failed
+        row's cost is what the server billed for it, 0 if it reported none.
         """
         questions, faults = read_questions(batch)
         replies = _run(self._ask_all(questions))
@@ -81,7 +81,7 @@ class OpenAIModel:
         return Answers(logits, n_options, costs if self._spec.prices else None, faults | refused, counts)
 
     async def _ask_all(self, questions: Mapping[int, Question]) -> dict[int, _Reply]:
-        """Ask everything; the first error that concerns all questions ends the rest."""
+        """Ask all questions; the first error that concerns all of them ends the rest."""
         gate = asyncio.Semaphore(self._spec.max_concurrency)
         client = openai.AsyncOpenAI(
             api_key=self._key,
@@ -103,12 +103,12 @@ class OpenAIModel:
         return {row: task.result() for row, task in tasks.items()}
 
     async def _reply(self, client: openai.AsyncOpenAI, question: Question) -> _Reply:
-        """Ask one question; what is wrong with it or its answer alone is its failure."""
+        """Ask one question; problems of this question or its answer are its failure."""
         nothing = np.full(len(question.choices), -np.inf)
         cost_usd = 0.0
         try:
             if len(question.choices) > len(LETTERS):
-                raise DataError(f"it has {len(question.choices)} options, and there are letters for {len(LETTERS)}")
+                raise DataError(f"it has {len(question.choices)} options; letters support up to {len(LETTERS)}")
             answer = await self._answer(client, question)
             cost_usd = self._cost_usd(answer)
             alternatives = first_alternatives(answer, self._spec.endpoint)
@@ -121,7 +121,7 @@ class OpenAIModel:
         return _Reply(logits, n_below, cost_usd)
 
     async def _answer(self, client: openai.AsyncOpenAI, question: Question) -> object:
-        """Return the server's answer, parsed JSON. Raises DataError when it refuses this very question."""
+        """Return the server's answer, parsed JSON. Raises DataError if it rejects this question."""
         started_at = time.monotonic()
         limit = self._limit
         try:
@@ -133,7 +133,7 @@ class OpenAIModel:
                 return await self._answer(client, question)
             raise self._refusal(error, started_at) from None
         except TimeoutError:
-            raise ExecutionError(self._no_answer(f"nothing within {self._deadline_s:g} s")) from None
+            raise ExecutionError(self._no_answer(f"no answer within {self._deadline_s:g} s")) from None
         except openai.APIConnectionError as error:
             raise ExecutionError(self._no_answer(type(error.__cause__ or error).__name__)) from None
         except openai.APIError as error:
@@ -162,23 +162,23 @@ class OpenAIModel:
         n_prompt = value_at(answer, "usage", "prompt_tokens")
         n_completion = value_at(answer, "usage", "completion_tokens")
         if not isinstance(n_prompt, int) or not isinstance(n_completion, int):
-            raise DataError("the answer tells no usage, so that nobody knows what it cost")
+            raise DataError("the answer has no usage, so its cost is unknown")
         return (n_prompt * prices.input + n_completion * prices.output) / 1e6
 
     def _refusal(self, error: openai.APIStatusError, started_at: float) -> CaucError:
-        """Say what a refusal means: DataError for the question's own fault, else what ends the call."""
+        """Return the error of a rejection: DataError if the question is at fault, else one that ends the call."""
         spec, status = self._spec, error.status_code
         said = f"{status}: {self._told(_message(error))}"
         param, code = value_at(error.body, "param"), value_at(error.body, "code")
         if status in _ACCOUNT or param in _SETTINGS or code == "model_not_found":
             return ConfigError(
-                f"{spec.url} refuses model {spec.model!r} ({said}); check base_url, model and its settings, "
+                f"{spec.url} rejects model {spec.model!r} ({said}); check base_url, model and its settings, "
                 f"and the key in the environment variable {spec.api_key_env}"
             )
         if status not in _RETRIED and status < 500:
-            return DataError(f"the server refuses it ({said})")
-        # A fault that comes back for this question while others are answered is its own; a server that is down
-        # answers none of them.
+            return DataError(f"the server rejects it ({said})")
+        # An error that repeats for this question while others are answered is the question's; a server that is down
+        # answers none.
         if status == 500 and self._answered_at > started_at:
             return DataError(f"the server fails on it ({said})")
         return ExecutionError(self._no_answer(said))
@@ -186,8 +186,8 @@ class OpenAIModel:
     def _no_answer(self, why: str) -> str:
         spec = self._spec
         return (
-            f"{spec.url} does not answer for model {spec.model!r}, asked up to {spec.max_retries + 1} times ({why}); "
-            "go on when it does, with a lower max_concurrency if it limits its rate"
+            f"{spec.url} does not answer for model {spec.model!r} after up to {spec.max_retries + 1} attempts ({why}); "
+            "continue when it does, with a lower max_concurrency if it limits its rate"
         )
 
     def _no_logprobs(self) -> str:
@@ -199,24 +199,24 @@ class OpenAIModel:
         )
 
     def _told(self, text: str) -> str:
-        """Return what a server said in one short line, and never the key, which some servers repeat."""
+        """Return a server's message in one short line, without the key, which some servers repeat."""
         line = " ".join(text.replace(self._key, "…").split())
         return line if len(line) <= _SAID_LENGTH else f"{line[:_SAID_LENGTH]}…"
 
 
 def _wants_new_name(error: openai.APIStatusError) -> bool:
-    """Return whether a server refuses max_tokens in favour of its newer name, as for OpenAI's reasoning models."""
+    """Return whether a server rejects max_tokens in favour of its newer name, as for OpenAI's reasoning models."""
     about_limit = value_at(error.body, "param") in (None, "max_tokens")
     return error.status_code == 400 and about_limit and "max_completion_tokens" in _message(error)
 
 
 def _message(error: openai.APIStatusError) -> str:
-    """Return the server's own words, which servers put in different places, without the client's around them."""
+    """Return the server's own message, which servers put into different fields, without the client's additions."""
     said = value_at(error.body, "message") or value_at(error.body, "detail") or error.body or error.message
     return str(said)
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own, in another thread: this one may have a loop that runs."""
+    """Run a coroutine in a new event loop in another thread, since this thread may have a running loop."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, coroutine).result()

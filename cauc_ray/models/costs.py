@@ -1,4 +1,4 @@
-"""What a call of a model costs: declared, published with the model, or measured."""
+"""The cost of a model's call: declared, published with the model, or measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import CostSpec, StageSpec
 
 MEASURED_UNIT = "GFLOPs"
-# Padding, fused operations and counting habits explain less than this.
+# Padding, fused operations and counting conventions explain smaller ratios.
 FAR = 1.25
 
 
@@ -21,10 +21,10 @@ def cost_unit(stage: StageSpec) -> str:
 def model_cost(
     declared: CostSpec | None, facts: ModelFacts, measured_gflops: float | None, per_call: float | None
 ) -> float | None:
-    """Return the cost of one example, None where nobody knows it.
+    """Return the cost of one example, None if unknown.
 
-    declared: what the pool says; "auto" asks the model.   per_call: the mean of what the calls themselves cost,
-    which counts where the pool says nothing.   Without both, GFLOPs: published, else measured.
+    declared: the pool's value; "auto" asks the model.   per_call: the mean of the calls' own costs, used if the pool
+    has no value.   Without both, GFLOPs: published, else measured.
     """
     if declared is not None and declared.value is not None:
         return declared.value
@@ -36,11 +36,11 @@ def model_cost(
 
 
 def cost_far_off(stage: str, cost: float, measured: float | None) -> str | None:
-    """Say in one line that a cost in GFLOPs is far from the measured one, None where it is not."""
+    """Return a warning if a cost in GFLOPs is far from the measured one, else None."""
     if not measured or not cost or 1 / FAR <= cost / measured <= FAR:
         return None
     ratio = cost / measured
     habit = ""
     if 2 / FAR <= ratio <= 2 * FAR:
-        habit = "; it may count a multiply-add as two operations, which here is one"
+        habit = "; it may count a multiply-add as two operations instead of one"
     return f"stage {stage!r}: its cost of {cost:.4g} GFLOPs is {ratio:.2g} times the measured {measured:.4g}{habit}"

@@ -1,4 +1,4 @@
-"""How long a network's forward passes keep a GPU at work."""
+"""The GPU time of a network's forward passes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 
 class DeviceTime:
-    """Adds up the device's time of a call's forward passes: not of reading, preparing, copying and waiting."""
+    """Adds up the GPU time of a call's forward passes, without reading, preparing, copying and waiting."""
 
     def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
-        """Measure on a GPU, and nothing elsewhere.   new_event: makes events as torch.cuda.Event instead."""
+        """Measure on a GPU only.   new_event: makes events as torch.cuda.Event instead."""
         on_gpu = device.type == "cuda"
         self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if on_gpu else None)
         self._passes: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Forget the passes of a call that failed."""
+        """Drop the passes of a failed call."""
         self._passes = []
 
     @contextmanager
@@ -36,7 +36,7 @@ class DeviceTime:
         self._passes.append((begin, end))
 
     def seconds(self) -> float | None:
-        """Wait for the passes since the start and return their seconds; None where nothing is measured."""
+        """Wait for the passes since the start and return their seconds; None if nothing is measured."""
         if self._new_event is None:
             return None
         for _, end in self._passes:

@@ -24,10 +24,10 @@ class FeaturesSpec(KindSpec):
     of: ModelSpec
 
     def load(self) -> Model:
-        """Load the network. Raises ConfigError when it shows no such layer."""
+        """Load the network. Raises ConfigError if it has no such layer."""
         model = self.of.load()
         if not hasattr(model, "features"):
-            raise ConfigError(f"a model of kind {self.of.kind!r} shows no layer before its last one")
+            raise ConfigError(f"a model of kind {self.of.kind!r} has no layer before its last one to read")
         features: Model = model.features()
         return features
 
@@ -38,15 +38,15 @@ class ImageEncoderSpec(HubSpec):
     kind: Literal["image-encoder"] = "image-encoder"
 
     def load(self) -> ImageModel:
-        """Load the encoder. Raises ConfigError when it is not to be had."""
+        """Load the encoder. Raises ConfigError if it cannot be loaded."""
         require("transformers", "torch", "transformers", "PIL")
         from torch import nn
         from transformers import AutoModel
 
         class Pooled(nn.Module):
-            """An encoder's pooled output, or the mean over its patches where it pools nothing.
+            """An encoder's pooled output, or the mean over its patches if it has no pooler.
 
-            A classifier's weights often hold no pooler, which transformers then draws at random: it pools nothing.
+            A classifier's weights often lack the pooler, which transformers then initialises at random: it is unused.
             """
 
             def __init__(self, encoder: nn.Module, missing: frozenset[str]) -> None:
@@ -73,7 +73,7 @@ class TextEncoderSpec(HubModelSpec):
     kind: Literal["text-encoder"] = "text-encoder"
 
     def load(self) -> Model:
-        """Load the encoder. Raises ConfigError when it is not to be had."""
+        """Load the encoder. Raises ConfigError if it cannot be loaded."""
         require("embeddings", "torch", "sentence_transformers")
         from sentence_transformers import SentenceTransformer
 

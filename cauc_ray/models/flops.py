@@ -27,7 +27,7 @@ def measured_gflops(model: Model, batch: Batch) -> float | None:
         try:
             with FlopCounterMode(display=False) as counter:
                 answers = model({name: column[row : row + 1].copy() for name, column in batch.items()})
-        except Exception:  # its answers stand; only the count is missing, and who needs it will say so
+        except Exception:  # the answers are valid; only the count is missing, which raises where it is needed
             return None
         if not answers.failures:
             totals.append(counter.get_total_flops() / 2e9)

@@ -1,4 +1,4 @@
-"""What every kind of model in a pool file has in common."""
+"""The base class of all kinds of models in a pool file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.models.answers import Model
 from cauc_ray.models.section import Section
 from cauc_ray.numbers.logits import LogitKind
 
-# auto: a GPU where the stage has one.
+# auto: a GPU if the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 # auto: bfloat16 on a GPU that computes in it, float32 elsewhere.
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,25 +26,25 @@ Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 class KindSpec(Section):
     """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
 
-    # Settings that change how answers are got and not what they are.
+    # Settings that do not change answers.
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
     # Whether a model may span several GPUs.
     SPANS_GPUS: ClassVar[bool] = False
-    # The columns that it cannot do without, and all that it reads next to example_id; None for whatever there is.
+    # Required columns, and all columns that it reads in addition to example_id; None for all that exist.
     NEEDS: ClassVar[frozenset[str]] = frozenset()
     READS: ClassVar[frozenset[str] | None] = None
-    # Whether a call gives up by itself, and has to be waited for until then: another replica would ask the same server.
+    # Whether a call has its own timeout and must be awaited until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
 
     @property
     def identity(self) -> str:
-        """Return a hash of all that its answers depend on."""
+        """Return a hash of everything that its answers depend on."""
         content = json.dumps(self.model_dump(mode="json", exclude=set(self.HOW)), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def files(self) -> frozenset[AnyPath]:
-        """Return the files here that its settings name, and the folders that they name by an absolute path."""
+        """Return the local files that its settings name, and the folders that they name by absolute paths."""
         paths = map(Path, _texts(self.model_dump(mode="json")))
         return frozenset(path for path in paths if os.path.isfile(path) or (path.is_absolute() and os.path.isdir(path)))
 
@@ -55,19 +55,19 @@ class KindSpec(Section):
 
     @property
     def cost_unit(self) -> str | None:
-        """Return the unit of what each call tells of its own cost, None where calls tell none."""
+        """Return the unit of the costs that calls report, None if calls report none."""
         return None
 
     def located(self, folder: AnyPath) -> Self:
-        """Return the same with relative paths taken from the pool file's folder."""
+        """Return the same settings with relative paths resolved against the pool file's folder."""
         return self
 
     @abstractmethod
     def load(self) -> Model:
-        """Load the model. Raises CaucError where it is not there or a package is missing."""
+        """Load the model. Raises CaucError if it or a package is missing."""
 
     def load_over_gpus(self) -> Model:
-        """Load a model that may span GPUs over all that the process sees: user code does so itself."""
+        """Load a model over all GPUs that the process sees; user code handles this itself."""
         return self.load()
 
 
@@ -95,20 +95,20 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def require(extra: str, *packages: str) -> None:
-    """Raise ConfigError with the install command where a package of an extra is missing."""
+    """Raise ConfigError with the install command if a package of an extra is missing."""
     for package in packages:
         if find_spec(package) is None:
             raise ConfigError(f"this kind of model needs {package}; install it with: pip install 'cauc-ray[{extra}]'")
 
 
 def local_or_hub(name: str, folder: AnyPath) -> str:
-    """Return a model's name as a path if that stands there, seen from folder, else as a hub id. Raises ConfigError."""
+    """Return a model's path relative to folder if it exists there, else its hub id. Raises ConfigError."""
     path = path_from(folder, name)
     return require_here(path) if path.exists() else name
 
 
 def require_here(path: AnyPath) -> str:
-    """Return the path of weights. Raises ConfigError for a URI, from where no library loads them."""
+    """Return the path of weights. Raises ConfigError for a URI, which no library can load."""
     if isinstance(path, RemotePath):
-        raise ConfigError(f"weights are loaded from files of a node's own, not from {path}; give an absolute path")
+        raise ConfigError(f"weights must be local files on the nodes, not {path}; give an absolute path")
     return str(path)

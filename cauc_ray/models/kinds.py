@@ -1,4 +1,4 @@
-"""The kinds of models that a pool file may name: those built in, and those that other packages register."""
+"""The kinds of models that a pool file may name: built-in ones, and those that other packages register."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class RegisteredSpec(DeclaringSpec):
     """`{kind: NAME, logit_kind: …, …}`: a kind that another package registers; all other keys go to its factory."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    # Without this a built-in kind would fit two of the schema's alternatives, of which one is allowed.
+    # Without this, a built-in kind would match two alternatives of the schema, which allows only one.
     kind: str = Field(json_schema_extra={"not": {"enum": [*BUILT_IN]}})
 
     def load(self) -> Model:
-        """Call the registered factory. Raises ConfigError when it cannot be imported or gives no callable."""
+        """Call the registered factory. Raises ConfigError if it cannot be imported or does not return a callable."""
         entry = next(iter(entry_points(group=ENTRY_POINTS, name=self.kind)), None)
         if entry is None:  # the pool was read on another machine
             raise ConfigError(unknown_name("kind", self.kind, known_kinds()))
         try:
             factory = entry.load()
-        except Exception as error:  # importing it runs whatever stands there
+        except Exception as error:  # the import runs arbitrary code
             raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {one_line(error)}") from error
         return python_model(factory(**(self.model_extra or {})), f"{self.kind} {entry.value}", self.logit_kind)
 

@@ -1,4 +1,4 @@
-"""Names of classes, in a pool file or a text file beside it."""
+"""Names of classes, in a pool file or in a text file next to it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cauc_ray.files.paths import AnyPath
 def _named(labels: tuple[str, ...] | None) -> tuple[str, ...] | None:
     # Two classes may have one name: ImageNet has two cranes.
     if labels is not None and not labels:
-        raise ValueError("there is no name")
-    for place, label in enumerate(labels or ()):
+        raise ValueError("the list of labels is empty")
+    for index, label in enumerate(labels or ()):
         if not label.strip():
-            raise ValueError(f"class {place} has an empty name")
+            raise ValueError(f"class {index} has an empty name")
     return labels
 
 
-# A path in the file, names once it has been read.
+# A path in the pool file, names once the file has been read.
 _NAMES_OR_PATH = {"type": ["array", "string", "null"], "items": {"type": "string"}, "minItems": 1, "minLength": 1}
 Labels: TypeAlias = Annotated[tuple[str, ...] | None, AfterValidator(_named), WithJsonSchema(_NAMES_OR_PATH)]
 
 
 def read_labels(path: AnyPath, source: str) -> list[str]:
-    """Read names, one on each line. A line without one is kept: names after it shall not move up.
+    """Read names, one per line. Empty lines are kept, so that later names keep their numbers.
 
     source: the pool, for messages. Raises ConfigError.
     """

@@ -2,7 +2,7 @@
 
 Prompts are padded on the left and sorted by length into passes of a bounded number of tokens; positions and the
 attention mask leave padding out, so that neither neighbours nor padding change a row's logits beyond rounding.
-Of a head as wide as the vocabulary only the options' numbers leave this module.
+Of the vocabulary-wide logits, only those of the options leave this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOGITS_AT_ONCE = 2**28
 def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceModel:
     """Load a language model and its tokenizer, the model on one device, or layer by layer over all GPUs.
 
-    Raises ConfigError when they are not to be had or do not serve.
+    Raises ConfigError if they cannot be loaded or are unsuitable.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,8 +69,8 @@ class _Asked:
 class _Questions:
     """A batch in tokens.
 
-    n_options: of each row, 0 for those that cannot be asked, whose faults say why.   passes: questions that are asked
-    together.
+    n_options: of each row, 0 for those that cannot be asked; faults has the reasons.   passes: questions that share a
+    forward pass.
     """
 
     n_options: list[int]
@@ -94,9 +94,9 @@ class ChoiceModel(PreparingModel):
         wanted = spec.scoring == "letter" if spec.chat_template is None else spec.chat_template
         self._chat = bool(wanted and tokenizer.chat_template)
         if spec.chat_template and not tokenizer.chat_template:
-            raise ConfigError(f"chat_template: {spec.model} has none")
+            raise ConfigError(f"chat_template: {spec.model} has no chat template")
         if spec.scoring == "text" and "past_key_values" not in self._accepts:
-            raise ConfigError(f"{spec.model} keeps no cache that options could share; use scoring: letter")
+            raise ConfigError(f"{spec.model} has no cache for options to share; use scoring: letter")
         self._letters = self._letter_tokens() if spec.scoring == "letter" else torch.zeros(0)
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
         how = "through its chat template" if self._chat else "without a chat template"
@@ -147,7 +147,7 @@ class ChoiceModel(PreparingModel):
         if self._spec.scoring == "letter":
             n = len(question.choices)
             if n > len(self._letters):
-                return f"it has {n} options and there are {len(self._letters)} letters; scoring: text takes any number"
+                return f"it has {n} options, more than the {len(self._letters)} letters; scoring: text takes any number"
             asked = _Asked(row, self._encoded(letter_request(question) if self._chat else letter_prompt(question)))
         else:
             texts = [choice.strip() for choice in question.choices]
@@ -158,7 +158,7 @@ class ChoiceModel(PreparingModel):
             prompt = self._encoded(text_request(question) if self._chat else text_prompt(question))
             asked = _Asked(row, prompt, tuple(options))
         if asked.n_tokens > self._max_tokens:
-            return f"it is {asked.n_tokens:,} tokens long; the model takes {self._max_tokens:,}"
+            return f"it has {asked.n_tokens:,} tokens; the model takes up to {self._max_tokens:,}"
         return asked
 
     def _encoded(self, text: str) -> list[int]:
@@ -170,9 +170,9 @@ class ChoiceModel(PreparingModel):
         return tokens
 
     def _letter_tokens(self) -> torch.Tensor:
-        """Return the tokens that letters are where the answer begins: after a space, or first in a chat's turn.
+        """Return the letters' tokens at the start of an answer: after a space, or first in a chat's turn.
 
-        As many letters as are tokens by themselves. Raises ConfigError where those are fewer than two.
+        Returns as many letters as are single tokens. Raises ConfigError if these are fewer than two.
         """
         tokens: list[int] = []
         for letter in LETTERS:
@@ -181,7 +181,7 @@ class ChoiceModel(PreparingModel):
                 break
             tokens.append(last)
         if len(tokens) < 2:
-            raise ConfigError(f"{self._spec.model}: its letters are no tokens by themselves; use scoring: text")
+            raise ConfigError(f"{self._spec.model}: letters are not single tokens in its vocabulary; use scoring: text")
         return torch.tensor(tokens, device=self._device)
 
     def _passes(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
@@ -207,9 +207,9 @@ class ChoiceModel(PreparingModel):
         width = max(len(one.prompt) for one in together)
         tokens = torch.zeros(len(together), width, dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for place, one in enumerate(together):
-            tokens[place, width - len(one.prompt) :] = torch.tensor(one.prompt)
-            mask[place, width - len(one.prompt) :] = 1
+        for row, one in enumerate(together):
+            tokens[row, width - len(one.prompt) :] = torch.tensor(one.prompt)
+            mask[row, width - len(one.prompt) :] = 1
         tokens, mask = tokens.to(self._device), mask.to(self._device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         output = self._run(tokens, mask, positions, logits_to_keep=1, use_cache=self._spec.scoring == "text")
@@ -221,15 +221,15 @@ class ChoiceModel(PreparingModel):
         The prompt is run once; what it leaves in the cache serves every option.
         """
         first, cache, mask = self._ask(together)
-        options = [(place, tokens) for place, one in enumerate(together) for tokens, _ in one.options]
-        owners = torch.tensor([place for place, _ in options], device=self._device)
+        options = [(row, tokens) for row, one in enumerate(together) for tokens, _ in one.options]
+        owners = torch.tensor([row for row, _ in options], device=self._device)
         starts = torch.tensor([tokens[0] for _, tokens in options], device=self._device)
         totals = first.float().log_softmax(dim=1)[owners, starts].double()
-        longer = [place for place, (_, tokens) in enumerate(options) if len(tokens) > 1]
+        longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
         if longer:
             rest = torch.tensor(longer, device=self._device)
             cache.batch_select_indices(owners[rest].cpu())  # its layers may be on several devices
-            own_tokens = [options[place][1] for place in longer]
+            own_tokens = [options[index][1] for index in longer]
             totals[rest] += self._continuations(own_tokens, cache, mask[owners[rest]])
         likelihoods = iter(totals.cpu().numpy())
         return {

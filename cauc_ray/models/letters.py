@@ -1,4 +1,4 @@
-"""What a server says of its answer's first token, turned into a logit for each option's letter.
+"""From a server's log-probabilities of its answer's first token to a logit for each option's letter.
 
 K is a question's number of options.
 """
@@ -19,9 +19,9 @@ from cauc_ray.numbers.types import Floats
 # The likeliest first tokens and their log-probabilities, in nats.
 Alternatives: TypeAlias = Sequence[tuple[str, float]]
 
-# White space, and what vocabularies write in its place: sentencepiece a space, byte-level BPE a space and a new line.
+# White space and its substitutes in vocabularies: sentencepiece's space, byte-level BPE's space and new line.
 _SPACE = string.whitespace + "▁ĠĊ"
-# Servers write "too unlikely to say" as -9999.
+# Servers report tokens that are too unlikely as -9999.
 _UNSAID = -9999.0
 # Where the returned probabilities add up to 1 or more, what is left is below the rounding of float32 numbers near 1.
 _LEAST_LEFT = 2.0**-24
@@ -73,10 +73,10 @@ def first_alternatives(answer: object, endpoint: str) -> Alternatives | None:
     """Find the likeliest first tokens in an answer as it came, JSON of the chat or the completions endpoint.
 
     Returns None where the answer has no log-probabilities at all.
-    Raises DataError when there is no answer, or it has log-probabilities for no token, since it ended before the first.
+    Raises DataError if there is no answer, or no token with log-probabilities because it ended before the first one.
     """
     if not value_at(answer, "choices", 0):
-        raise DataError("the server's answer holds no choices")
+        raise DataError("the server's answer has no choices")
     logprobs = value_at(answer, "choices", 0, "logprobs")
     said = value_at(logprobs, "content" if endpoint == "chat" else "top_logprobs")
     if said == []:
@@ -93,7 +93,7 @@ def first_alternatives(answer: object, endpoint: str) -> Alternatives | None:
 
 
 def value_at(answer: Any, *path: str | int) -> Any:
-    """Return what stands at a path in parsed JSON, None where there is no such place."""
+    """Return the value at a path in parsed JSON, None if the path does not exist."""
     for key in path:
         try:
             answer = answer[key]

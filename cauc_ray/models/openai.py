@@ -15,7 +15,7 @@ from cauc_ray.models.section import Section
 from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
-# What servers that ask for no key are given: the client refuses to have none.
+# A placeholder for servers without keys, since the client requires one.
 NO_KEY = "no-key-needed"
 
 
@@ -30,8 +30,8 @@ class OpenAISpec(KindSpec):
     """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`.
 
     base_url: of another server than OpenAI's, up to and with its /v1.   api_key_env: the environment variable
-    that holds the key, which stands nowhere else; another server than OpenAI's may do without.   prices: what
-    tokens cost, so that each call tells its own cost.   top_logprobs: how many of the likeliest first tokens
+    that holds the key, which is stored nowhere else; servers other than OpenAI's may need none.   prices: of
+    tokens, so that each call reports its own cost.   top_logprobs: how many of the likeliest first tokens
     to ask for.   max_concurrency: requests at a time within one call.   timeout_s: of one attempt.
     max_retries: further attempts after a rate limit, a fault of the server or of the connection.
     endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
@@ -43,7 +43,7 @@ class OpenAISpec(KindSpec):
     READS: ClassVar[frozenset[str] | None] = questions.READ
     kind: Literal["openai"]
     model: str = Field(min_length=1)
-    # A password or key in the address would show in tables and messages.
+    # A password or key in the address would appear in tables and messages.
     base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
     api_key_env: str = Field(default="OPENAI_API_KEY", min_length=1)
     prices: Prices | None = None
@@ -84,7 +84,7 @@ class OpenAISpec(KindSpec):
         key = os.environ.get(self.api_key_env)
         if not key and self.base_url is None:
             raise ConfigError(
-                f"model {self.model!r}: the environment variable {self.api_key_env} holds no key for {self.url}; "
-                "set it where the stage runs, or give base_url for a server that needs none"
+                f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
+                "set it on the nodes of the stage, or give base_url for a server that needs no key"
             )
         return OpenAIModel(self, key or NO_KEY)

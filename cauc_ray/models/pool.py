@@ -1,4 +1,4 @@
-"""The pool file: which models there are, what they cost and what they run on."""
+"""The pool file: models, their costs and their resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.models.section import Section
 from cauc_ray.models.service import InputSpec, PoolServing, Replicas, StageServing
 
-LONGEST_NAME = 200  # a folder's name has 255 at most
+LONGEST_NAME = 200  # folder names are limited to 255 bytes
 COST_UNITS = {
     "gflops": "GFLOPs",
     "kflops": "kFLOPs",
@@ -92,7 +92,7 @@ class StageSpec(Section):
     serving: StageServing = StageServing()
 
     def load(self) -> Model:
-        """Load the model, over several GPUs where the stage has them. Raises CaucError as its kind does."""
+        """Load the model, over several GPUs if the stage has them. Raises CaucError as its kind does."""
         return self.model.load_over_gpus() if self.resources.num_gpus > 1 else self.model.load()
 
     @model_validator(mode="after")
@@ -107,11 +107,11 @@ class StageSpec(Section):
     @field_validator("name")
     @classmethod
     def _names_a_folder(cls, name: str) -> str:
-        """Keep names to what can stand in a folder's name and in --models a,b."""
+        """Restrict names to those that are valid in a folder's name and in --models a,b."""
         if not name or name != name.strip() or not name.isprintable() or set(name) & set("/=,"):
-            raise ValueError(f"a stage's name is some printable text without '/', '=' and ',', not {name!r}")
+            raise ValueError(f"a stage's name must be printable text without '/', '=' and ',', got {name!r}")
         if len(name.encode(errors="replace")) > LONGEST_NAME:
-            raise ValueError(f"a stage's name has at most {LONGEST_NAME} bytes, not {len(name.encode())}")
+            raise ValueError(f"a stage's name may have up to {LONGEST_NAME} bytes, got {len(name.encode())}")
         return name
 
 
@@ -154,7 +154,7 @@ class Pool(Section):
         return self
 
     def stage(self, name: str) -> StageSpec:
-        """Return a stage by its name. Raises ConfigError, with the nearest name there is, if it has none such."""
+        """Return a stage by its name. Raises ConfigError with the nearest name if there is no such stage."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -182,7 +182,7 @@ class Pool(Section):
 def load_pool(path: str | AnyPath) -> Pool:
     """Read a pool file, a path or a URI. Relative paths of tables, weights and labels are taken from its own folder.
 
-    Raises ConfigError in one line when the file is missing, no YAML, or has an unknown key, kind or value.
+    Raises ConfigError in one line if the file is missing, not YAML, or has an unknown key, kind or value.
     """
     location = path_of(path)
     content = read_yaml(location, "pool file")
@@ -195,7 +195,7 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
     Raises ConfigError in one line.
     """
     if not isinstance(content, dict):
-        raise ConfigError(f"{source} holds no pool: a mapping with name, task and stages was expected")
+        raise ConfigError(f"{source} is not a pool file: expected a mapping with name, task and stages")
     _refuse_unknown_kinds(source, content)
     if isinstance(content.get("labels"), str):
         content = {**content, "labels": read_labels(path_from(folder, content["labels"]), source)}
@@ -208,10 +208,10 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
 
 
 def _refuse_unknown_kinds(source: str, content: dict[str, Any]) -> None:
-    """Name the kinds there are: the schema's own message would not say which is near."""
+    """Raise ConfigError for an unknown kind with the nearest one, which the schema's own message lacks."""
     stages = content.get("stages")
-    for place, stage in enumerate(stages if isinstance(stages, list) else []):
+    for index, stage in enumerate(stages if isinstance(stages, list) else []):
         model = stage.get("model") if isinstance(stage, dict) else None
         kind = model.get("kind") if isinstance(model, dict) else None
         if isinstance(kind, str) and kind not in known_kinds():
-            raise ConfigError(f"{source}: stages.{place}.model: {unknown_name('kind', kind, known_kinds())}")
+            raise ConfigError(f"{source}: stages.{index}.model: {unknown_name('kind', kind, known_kinds())}")

@@ -32,24 +32,24 @@ class PythonSpec(DeclaringSpec):
 
     @property
     def folder(self) -> str | None:
-        """Return the pool file's folder, in which the factory's module may lie."""
+        """Return the pool file's folder, which may contain the factory's module."""
         return self._folder
 
     def located(self, folder: AnyPath) -> Self:
-        """Return the same, with the pool file's folder noted."""
+        """Return the same with the pool file's folder."""
         located = self.model_copy()
-        if isinstance(folder, Path):  # modules are not imported from elsewhere
+        if isinstance(folder, Path):  # modules are imported from local folders only
             located._folder = str(folder.absolute())
         return located
 
     def load(self) -> Model:
-        """Import the factory and call it. Raises ConfigError when it cannot be imported or gives no callable."""
+        """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""
         factory = imported(self.factory)
         return python_model(factory(**self.kwargs), f"python {self.factory}", self.logit_kind)
 
 
 def imported(factory: str) -> Callable[..., object]:
-    """Import what "package.module:function" names. Raises ConfigError when it cannot be."""
+    """Import "package.module:function". Raises ConfigError if that fails."""
     module_name, _, function_name = factory.partition(":")
     try:
         found: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
@@ -59,9 +59,9 @@ def imported(factory: str) -> Callable[..., object]:
 
 
 def python_model(function: object, source: str, logit_kind: LogitKind | None = None) -> Model:
-    """Take what a factory returned as a model. Raises ConfigError when it cannot be called."""
+    """Wrap what a factory returned as a model. Raises ConfigError if it is not callable."""
     if not callable(function):
-        raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which cannot be called")
+        raise ConfigError(f"the factory of {source!r} returned {type(function).__name__}, which is not callable")
     kind = PreparingPythonModel if hasattr(function, "prepare") else PythonModel
     return kind(function, ModelFacts(source, logit_kind or "as the model returns them"))
 
@@ -75,7 +75,7 @@ class PythonModel:
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch."""
-        n = batch_size(batch)  # asked before: the function may do with its batch what it likes
+        n = batch_size(batch)  # before the call: the function may change its batch
         return as_answers(self.function(batch), n)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from cauc_ray.data.prompts import Question
 from cauc_ray.models.answers import Batch, batch_size, require_columns
 
-# What questions cannot do without, and all that is read of them.
+# The required columns of questions, and all columns that are read.
 NEEDED = frozenset({"question", "choices"})
 READ = NEEDED | {"context", "subject", "task"}
 

@@ -1,4 +1,4 @@
-"""What a replica of a stage occupies, and on which nodes it may stand."""
+"""The resources of a stage's replica, and the nodes on which it may run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
 
 
 class Resources(Section):
-    """What one replica occupies, and what its node's labels must be.
+    """The resources of one replica, and the required labels of its node.
 
     num_cpus: by default 4 for each GPU, to prepare its batches, and at least 1.   num_gpus: a fraction of one, which
-    several replicas share, or whole ones, which need a language model or a model of your own.   memory: bytes, also as
-    text such as "4GiB"; Ray places by it and does not enforce it.   custom: Ray's custom resources, by name.   labels:
-    label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the label.
-    fallback: other labels, tried in order where no node meets the first.
+    several replicas share, or whole ones, which need a language model or a model of your own.   memory: bytes, or
+    text such as "4GiB"; Ray schedules by it and does not enforce it.   custom: Ray's custom resources, by name.
+    labels: label -> "value", "!value", "in(a, b)" or "!in(a, b)"; a negated one is also met by a node without the
+    label. fallback: other labels, tried in order where no node meets the first.
     """
 
     num_cpus: float = Field(default=1, ge=0)
@@ -44,7 +44,7 @@ class Resources(Section):
     @classmethod
     def _whole_above_one(cls, n: float) -> float:
         if n > 1 and n != int(n):
-            raise ValueError(f"GPUs come as a fraction of one or as whole ones, not {n:g}")
+            raise ValueError(f"num_gpus must be a fraction below 1 or a whole number, got {n:g}")
         return n
 
     @field_validator("memory", mode="before", json_schema_input_type=int | str)
@@ -54,7 +54,7 @@ class Resources(Section):
             return memory
         found = _SIZE.fullmatch(memory.strip())
         if found is None:
-            raise ValueError(f"bytes, or a number with KiB, MiB, GiB or TiB were expected, not {memory!r}")
+            raise ValueError(f"expected bytes, or a number with KiB, MiB, GiB or TiB, got {memory!r}")
         return round(float(found[1]) * _BYTES[found[2]])
 
     @field_validator("custom")
@@ -63,10 +63,10 @@ class Resources(Section):
         for name, amount in custom.items():
             if name in ("CPU", "GPU", "memory", "object_store_memory") or not name:
                 raise ValueError(
-                    f"{name!r} is no custom resource; CPUs, GPUs and memory are num_cpus, num_gpus and memory"
+                    f"{name!r} is not a custom resource; use num_cpus, num_gpus and memory for CPUs, GPUs and memory"
                 )
             if amount <= 0:
-                raise ValueError(f"{name!r}: an amount above 0 was expected, got {amount:g}")
+                raise ValueError(f"{name!r}: expected an amount above 0, got {amount:g}")
         return custom
 
     @field_validator("labels")
@@ -82,16 +82,16 @@ class Resources(Section):
     @model_validator(mode="after")
     def _falls_back_from_something(self) -> Resources:
         if self.fallback and not self.labels:
-            raise ValueError("fallback labels need labels to fall back from")
+            raise ValueError("fallback needs labels")
         return self
 
     @property
     def amounts(self) -> dict[str, float]:
-        """Return what a replica occupies, by Ray's names."""
+        """Return a replica's resources, by Ray's names."""
         return {"CPU": self.num_cpus, "GPU": self.num_gpus, "memory": self.memory, **self.custom}
 
     def met_by(self, node_labels: Mapping[str, str]) -> bool:
-        """Say whether a node's labels are what is asked, or one of the fallbacks."""
+        """Return whether a node's labels match the required ones, or one of the fallbacks."""
         return any(
             all(_meets(node_labels.get(label), expression) for label, expression in one.items())
             for one in (self.labels, *self.fallback)
@@ -103,7 +103,7 @@ class Resources(Section):
 
 
 def amounts_text(amounts: Mapping[str, float]) -> str:
-    """Return amounts of resources by Ray's names as people read them, without those that are 0.
+    """Return a readable text of amounts of resources by Ray's names, without those that are 0.
 
     >>> amounts_text({"CPU": 1, "GPU": 0, "memory": 3 << 29})
     '1 CPU and 1.5 GiB of memory'
@@ -122,7 +122,7 @@ def _amount_text(name: str, amount: float) -> str:
 def _expression(label: str, text: str) -> str:
     """Return an expression without spaces: Ray 2.60 takes those of "in(a, b)" for part of the values."""
     if not _EXPRESSION.fullmatch(text):
-        raise ValueError(f"label {label!r}: 'value', '!value', 'in(a, b)' or '!in(a, b)' was expected, not {text!r}")
+        raise ValueError(f"label {label!r}: expected 'value', '!value', 'in(a, b)' or '!in(a, b)', got {text!r}")
     return re.sub(r"\s", "", text)
 
 

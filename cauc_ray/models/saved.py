@@ -19,8 +19,8 @@ from cauc_ray.numbers.logits import LogitKind
 class SavedSpec(DeclaringSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
-    Answers from a logit table, a path or a URI, by example_id, taking the time that it is told to.   logit_kind: what
-    the table holds, where its pool.json does not declare it.
+    Answers from a logit table, a path or a URI, by example_id, with the given delays.   logit_kind: of the table's
+    logits, if its pool.json does not declare it.
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
@@ -56,16 +56,16 @@ class SavedSpec(DeclaringSpec):
         return frozenset({path_of(self.logits)})
 
     def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative table taken from the pool file's folder."""
+        """Return the same with a relative table resolved against the pool file's folder."""
         return self.model_copy(update={"logits": str(path_from(folder, self.logits))})
 
     def load(self) -> Model:
-        """Read the logits. Raises CaucError when the table does not hold them."""
+        """Read the logits. Raises CaucError if the table does not have them."""
         return SavedModel(self)
 
 
 class SavedModel:
-    """Logits of one model on one split, by example_id, with each call's cost where the table has it."""
+    """Logits of one model on one split, by example_id, with each call's cost if the table has it."""
 
     def __init__(self, spec: SavedSpec) -> None:
         self._spec = spec
@@ -75,14 +75,14 @@ class SavedModel:
         self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
 
     def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch that has a column example_id; examples that were not saved are failures."""
+        """Answer a batch that has a column example_id; unknown examples are failures."""
         started = time.perf_counter()
         require_columns(batch, "example_id")
         ids = batch["example_id"]
         failures = {
-            place: f"example {example!r:.100} is not in {self._spec.logits}, model {self._spec.model!r}, "
+            row: f"example {example!r:.100} is not in {self._spec.logits}, model {self._spec.model!r}, "
             f"split {self._spec.split!r}"
-            for place, example in enumerate(ids)
+            for row, example in enumerate(ids)
             if example not in self._rows
         }
         rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)

@@ -1,4 +1,4 @@
-"""How a pool is served: what its stages and its router are given, and which tensors a request holds."""
+"""How a pool is served: settings of its stages and its router, and the tensors of a request."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Replicas(Section):
 class StageServing(Section):
     """How a stage is served.
 
-    batch_size: most rows in a call, the stage's own without one.   batch_wait_s: how long a request's rows wait for
-    others to share a call, less where no others are to be expected.   timeout_s: what takes longer to be answered,
-    waiting included, is given up; a replica whose call takes twice as long is replaced.   target_busy: the
-    share of their time that replicas are to compute; where more would be needed, another is started. upscale_delay_s
-    and downscale_delay_s: how long that, or its contrary, must last.
+    batch_size: most rows in a call, by default the stage's own.   batch_wait_s: how long a request's rows wait for
+    others to share a call, less if no others are expected.   timeout_s: rows that take longer, waiting included, are
+    abandoned; a replica whose call takes twice as long is replaced.   target_busy: the target share of time in which
+    replicas compute; above it, another is started.   upscale_delay_s and downscale_delay_s: how long the load must
+    stay above, or below, before replicas are added, or removed.
     """
 
     batch_size: int | None = Field(default=None, ge=1)
@@ -63,7 +63,7 @@ class InputSpec(Section):
     @classmethod
     def _sizes(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
         if any(size < 1 and size != -1 for size in shape):
-            raise ValueError(f"sizes are at least 1, or -1 for any, not {list(shape)}")
+            raise ValueError(f"sizes must be at least 1, or -1 for any, got {list(shape)}")
         return shape
 
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
 
 _FILES = (".pth", ".pt", ".safetensors")
-# How long a silent server of published weights is waited for.
+# The timeout of the server of published weights.
 FETCH_TIMEOUT_S = 30.0
-# As TorchVision builds these two for published weights: they scale their normalised input once more.
+# TorchVision builds these two for published weights so that they rescale their normalised input.
 _INCEPTION = {"aux_logits": False, "init_weights": False, "transform_input": True}
-# DenseNet's published files name layers as modules may no longer be named: norm.1, conv.1.
+# DenseNet's published files use layer names that are no longer valid module names: norm.1, conv.1.
 _DENSE_LAYER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
@@ -46,7 +46,7 @@ class TorchvisionSpec(KindSpec):
     dtype: Precision = "auto"
 
     def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative weight file taken from the pool file's folder."""
+        """Return the same with a relative weight file resolved against the pool file's folder."""
         if not self.weights.endswith(_FILES):
             return self
         return self.model_copy(update={"weights": require_here(path_from(folder, self.weights))})
@@ -74,13 +74,13 @@ class TorchvisionSpec(KindSpec):
         facts = ModelFacts(
             source=f"torchvision {self.arch}, weights {self.weights}",
             gflops=weights.meta.get("_ops"),
-            # A file of other weights may be of other classes.
+            # A file of other weights may have other classes.
             labels=labels if len(labels) == n_classes else None,
         )
         return ImageModel(network, weights.transforms(), facts, self.device, self.dtype)
 
     def _from_file(self, models: Any) -> Any:
-        """Build the network that TorchVision builds for published weights, with those of a file."""
+        """Build the network as TorchVision does for published weights, with the weights of a file."""
         from cauc_ray.models.vision import classifier_size, load_state
 
         state = _current_names(load_state(Path(self.weights)))
@@ -89,7 +89,7 @@ class TorchvisionSpec(KindSpec):
         n_classes = classifier_size(network, state)
         if n_classes != classifier_size(network, network.state_dict()):
             network = models.get_model(self.arch, weights=None, num_classes=n_classes, **options)
-        # MNASNet asks for the version of the format, which a .safetensors file does not hold.
+        # MNASNet needs the format's version, which a .safetensors file does not have.
         state._metadata = getattr(state, "_metadata", None) or {"": network.state_dict()._metadata[""]}
         try:
             network.load_state_dict(state)
@@ -99,7 +99,7 @@ class TorchvisionSpec(KindSpec):
 
     def _fetched(self, models: Any, weights: Any) -> Any:
         try:
-            # torch.hub tells of its download on stdout, and waits for a silent server for ever.
+            # torch.hub reports its download on stdout, and waits indefinitely for a server that does not answer.
             with redirect_stdout(io.StringIO()), _socket_timeout(FETCH_TIMEOUT_S):
                 return models.get_model(self.arch, weights=weights, progress=False)
         except (OSError, HTTPException, RuntimeError) as error:  # no network, or a file whose hash is wrong
@@ -110,7 +110,7 @@ class TorchvisionSpec(KindSpec):
 
 
 def _current_names(state: Mapping[str, Any]) -> Any:
-    """Return weights by the names of today's modules, without the auxiliary heads, which only training uses."""
+    """Return weights by the current module names, without the auxiliary heads, which only training uses."""
     current: Any = OrderedDict(
         (_DENSE_LAYER.sub(r"\1\2", name), tensor)
         for name, tensor in state.items()

@@ -27,7 +27,7 @@ class HubModelSpec(KindSpec):
     device: Device = "auto"
 
     def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative folder taken from the pool file's."""
+        """Return the same with a relative folder resolved against the pool file's."""
         return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 
 
@@ -49,7 +49,7 @@ class TransformersImageSpec(HubSpec):
     kind: Literal["transformers-image"]
 
     def load(self) -> ImageModel:
-        """Load the network and its preprocessing. Raises ConfigError when they are not to be had."""
+        """Load the network and its preprocessing. Raises ConfigError if they cannot be loaded."""
         require("transformers", "torch", "transformers", "PIL")
         from transformers import AutoModelForImageClassification
 
@@ -91,7 +91,7 @@ class TransformersChoiceSpec(HubSpec):
         return self.load(over_gpus=self.device != "cpu")
 
     def load(self, *, over_gpus: bool = False) -> Model:
-        """Load the model and its tokenizer. Raises ConfigError when they are not to be had."""
+        """Load the model and its tokenizer. Raises ConfigError if they cannot be loaded."""
         require("transformers", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf", "gguf", "accelerate")
@@ -104,20 +104,20 @@ def load_network(factory: Any, spec: HubSpec, **options: Any) -> tuple[Any, froz
     """Load a network by one of transformers' auto classes.
 
     Returns it with the names of its weights that the file lacks: transformers draws them at random. Raises ConfigError
-    when there is no such model, or its weights do not fit.
+    if there is no such model, or its weights do not fit.
     """
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    network, told = fetched(factory, spec.model, revision=spec.revision, **more, **options)
-    for name, found, expected in sorted(told["mismatched_keys"]):
+    network, report = fetched(factory, spec.model, revision=spec.revision, **more, **options)
+    for name, found, expected in sorted(report["mismatched_keys"]):
         shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
-    return network, frozenset(told["missing_keys"])
+    return network, frozenset(report["missing_keys"])
 
 
 def refuse_missing(model: str, what: str, missing: Iterable[str]) -> None:
-    """Raise ConfigError where weights are missing without which a model is not what it has to be."""
+    """Raise ConfigError if a model lacks weights that its task needs."""
     if missing:
-        raise ConfigError(f"model {model!r} is no {what}: it has no weights {', '.join(sorted(missing)[:3])}")
+        raise ConfigError(f"model {model!r} is not a complete {what}: it lacks {', '.join(sorted(missing)[:3])}")
 
 
 def image_model(spec: HubSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:
@@ -136,15 +136,15 @@ def image_model(spec: HubSpec, network: Any, labels: tuple[str, ...] | None = No
 
 
 def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
-    """Return the names of a classifier's options in order; None where its config names none or not all of them."""
+    """Return the names of a classifier's options in order; None if its config does not name all of them."""
     names = tuple(str(by_index[index]) for index in range(len(by_index)) if index in by_index)
-    # What transformers writes where nobody gave any names.
+    # The names that transformers writes by default.
     made_up = tuple(f"LABEL_{index}" for index in range(len(by_index)))
     return names if len(names) == len(by_index) and names != made_up else None
 
 
 def fetched(factory: Any, name: str, **options: Any) -> Any:
-    """Load something by hub id or folder. Raises ConfigError in one line when it is not to be had."""
+    """Load something by hub id or folder. Raises ConfigError in one line if it cannot be loaded."""
     with loading(name):
         return factory.from_pretrained(name, **options)
 
@@ -153,7 +153,7 @@ def fetched(factory: Any, name: str, **options: Any) -> Any:
 def loading(name: str) -> Iterator[None]:
     """Load a model in the block, without progress bars and advice on the terminal.
 
-    What the library raises when the model is not to be had becomes a ConfigError of one line.
+    Errors of the library become a ConfigError of one line.
     """
     from transformers.utils import logging
 
@@ -166,7 +166,7 @@ def loading(name: str) -> Iterator[None]:
         yield
     except CaucError:
         raise
-    except Exception as error:  # transformers, safetensors and torch raise whatever the damage leads to
+    except Exception as error:  # damaged files raise errors of many types
         raise ConfigError(f"model {name!r} cannot be loaded: {first_line(error)}") from error
     finally:
         logging.set_verbosity(before)

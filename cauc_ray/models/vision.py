@@ -23,7 +23,7 @@ from cauc_ray.models.device_time import DeviceTime
 from cauc_ray.models.kind import Device, Precision
 from cauc_ray.numbers.types import Floats
 
-# Not all that Pillow reads: it hands an EPS file, which is a program, to Ghostscript.
+# Not all that Pillow reads: it passes EPS files, which are programs, to Ghostscript.
 Image.init()
 FORMATS = tuple(
     name for name in ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP") if name in Image.OPEN
@@ -69,12 +69,12 @@ class ImageModel(PreparingModel):
         self._preprocess = preprocess
         self.facts = replace(facts, dtype=dtype_name(self._dtype), params_b=params_b(network))
         self._device_time = device_time or DeviceTime(self._device)
-        # As many as torch's own: those are the CPUs that the stage was given.
+        # As many as torch's own threads: the CPUs of the stage.
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._last_layer: nn.Module | None = None
 
     def features(self) -> ImageModel:
-        """Answer with what enters the network's last linear layer from now on."""
+        """Return the input of the network's last linear layer from now on."""
         linear = [module for module in self._network.modules() if isinstance(module, nn.Linear)]
         if not linear:
             raise ConfigError(f"{self.facts.source} has no linear layer whose input could serve as an embedding")
@@ -127,7 +127,7 @@ class ImageModel(PreparingModel):
         return entering[-1].flatten(1)
 
     def _read(self, image: Any) -> torch.Tensor | str:
-        """Return a preprocessed image, or why there is none."""
+        """Return a preprocessed image, or the reason of its failure."""
         try:
             decoded = decode_image(image)
         except DataError as error:
@@ -147,7 +147,7 @@ def decode_image(image: Any) -> Image.Image:
     if image is None:
         raise DataError("there is no image")
     if isinstance(image, bytes) and not image:
-        raise DataError("there is no image: its file is empty or cannot be read")
+        raise DataError("there is no image: the file is empty or cannot be read")
     try:
         with _unwarned():
             decoded = _opened(image)
@@ -158,7 +158,7 @@ def decode_image(image: Any) -> Image.Image:
         raise
     except UnidentifiedImageError as error:
         raise DataError("the image cannot be decoded: its format is unknown") from error
-    except Exception as error:  # Pillow's readers raise whatever the damage leads to
+    except Exception as error:  # damaged images raise errors of many types
         raise DataError(f"the image cannot be decoded: {one_line(error)}") from error
 
 
@@ -167,7 +167,7 @@ def _opened(image: Any) -> Image.Image:
         return Image.open(io.BytesIO(image), formats=FORMATS)
     pixels = np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
-        raise DataError(f"an array of {pixels.dtype}, shape {pixels.shape}, is no image; uint8 (H, W, 3) is")
+        raise DataError(f"expected an image as uint8 (H, W, 3), got an array of {pixels.dtype}, shape {pixels.shape}")
     return Image.fromarray(pixels)
 
 
@@ -177,7 +177,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
-        raise DataError(f"pixels of mode {image.mode} have no known range; 8 or 16 bits a channel do")
+        raise DataError(f"pixels of mode {image.mode} are not supported; give 8 or 16 bits per channel")
     return image
 
 
@@ -188,10 +188,10 @@ _filters = ExitStack()
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Keep warnings out of a block, in as many threads as there are.
+    """Suppress warnings in a block that several threads may be in.
 
-    Pillow warns of what it reads all the same: odd metadata, images near the size that it refuses. The filters
-    belong to the process, so the first thread in changes them and the last one out restores them.
+    Pillow warns about images that it reads all the same: odd metadata, sizes near its limit. Filters belong to the
+    process, so the first thread to enter changes them and the last one to leave restores them.
     """
     global _n_quiet
     with _quiet:
@@ -213,7 +213,7 @@ def params_b(network: nn.Module) -> float:
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return the device to use. Raises ConfigError when a GPU is asked for and the stage sees none."""
+    """Return the device to use. Raises ConfigError if a GPU is required and the stage has none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "auto":
@@ -237,7 +237,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:
-    """Read a file of weights. Raises ConfigError when it is missing or holds none."""
+    """Read a file of weights. Raises ConfigError if it is missing or has no weights."""
     if not path.is_file():
         raise ConfigError(f"there is no weight file {path}")
     try:
@@ -247,13 +247,13 @@ def load_state(path: Path) -> Mapping[str, torch.Tensor]:
             tensors: Mapping[str, torch.Tensor] = load_file(path)
             return tensors
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and safetensors raise whatever the damage leads to
-        raise ConfigError(f"{path} is no readable weight file: {first_line(error)}") from error
+    except Exception as error:  # damaged files raise errors of many types
+        raise ConfigError(f"{path} is not a readable weight file: {first_line(error)}") from error
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ConfigError(f"{path} holds no weights by name")
+        raise ConfigError(f"{path} has no named weights")
     return state
 
 

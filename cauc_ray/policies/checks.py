@@ -1,4 +1,4 @@
-"""Checks of fitted policies for common problems; the policy file keeps the results as guards (docs/how-to/guards.md)."""
+"""Checks of fitted policies for common problems; the policy file keeps the results (docs/how-to/guards.md)."""
 
 from __future__ import annotations
 

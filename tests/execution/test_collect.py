@@ -291,7 +291,7 @@ def test_a_row_whose_logits_are_not_as_many_as_its_choices_has_failed(tmp_path):
     cauc_ray.collect(pool(tmp_path, stage), tmp_path / "q.parquet", tmp_path / "L", split="all")
     (failed,) = read_all(tmp_path / "L" / "failed" / "model=odd" / "split=all").to_pylist()
     n = len(rows["q7"]["choices"])
-    assert (failed["example_id"], failed["reason"]) == ("q7", f"the model gave {n + 1} logits for its {n} choices")
+    assert (failed["example_id"], failed["reason"]) == ("q7", f"the model returned {n + 1} logits for its {n} choices")
 
 
 @pytest.mark.slow

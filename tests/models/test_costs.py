@@ -80,7 +80,7 @@ def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_
 def test_twice_the_cost_is_told_for_what_it_is():
     assert cost_far_off("a", 8.0, 4.0) == (
         "stage 'a': its cost of 8 GFLOPs is 2 times the measured 4; "
-        "it may count a multiply-add as two operations, which here is one"
+        "it may count a multiply-add as two operations instead of one"
     )
     assert cost_far_off("a", 2.0, 4.0) == "stage 'a': its cost of 2 GFLOPs is 0.5 times the measured 4"
     assert cost_far_off("a", 4.0, 4.0) is None

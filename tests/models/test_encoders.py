@@ -225,7 +225,9 @@ def test_an_image_encoder_that_is_not_to_be_had_is_refused(tmp_path):
     shallow = transformers.ViTModel(transformers.ViTConfig(**{**SIZES, "num_hidden_layers": 1}))
     saved(shallow, tmp_path / "shallow")
     transformers.ViTConfig(**SIZES).save_pretrained(tmp_path / "shallow")
-    assert "is no image encoder: it has no weights" in refused(ImageEncoderSpec(model=str(tmp_path / "shallow")).load)
+    assert "is not a complete image encoder: it lacks" in refused(
+        ImageEncoderSpec(model=str(tmp_path / "shallow")).load
+    )
 
 
 # Of a stage.
@@ -233,6 +235,6 @@ def test_an_image_encoder_that_is_not_to_be_had_is_refused(tmp_path):
 
 def test_kinds_that_show_no_last_layer_are_refused():
     python = FeaturesSpec(of=PythonSpec(kind="python", factory="user_models:by_x"))
-    assert refused(python.load) == "a model of kind 'python' shows no layer before its last one"
+    assert refused(python.load) == "a model of kind 'python' has no layer before its last one to read"
     registered = FeaturesSpec(of=RegisteredSpec(kind="elsewhere", setting=3))
     assert "kind 'elsewhere'" in refused(registered.load)

@@ -140,7 +140,7 @@ def test_faults_of_a_registered_kind_are_said_in_one_line(tmp_path):
     assert "other_package.needs:load" in message
     assert "a_package_that_is_not_there" in message
     assert "the licence has ended" in refused(lambda: loaded(tmp_path, kind="breaks"))
-    assert "returned dict, which cannot be called" in refused(lambda: loaded(tmp_path, kind="number"))
+    assert "returned dict, which is not callable" in refused(lambda: loaded(tmp_path, kind="number"))
 
 
 @pytest.mark.usefixtures("other_package")

@@ -165,7 +165,7 @@ def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, 
     answers = model(batch(rows))
     assert answers.failures.keys() == {1, 2, 3, 4, 5}
     longest = language_model.network.config.max_position_embeddings
-    assert f"tokens long; the model takes {longest:,}" in answers.failures[1]
+    assert f"tokens; the model takes up to {longest:,}" in answers.failures[1]
     assert answers.failures[2] == "it has no question"
     for row in (0, 6):
         assert answers.logits[row] == pytest.approx(model(batch([good])).logits[0], abs=TOLERANCE)

@@ -98,7 +98,7 @@ def test_an_answer_without_any_letter_shows_what_came():
 
 @pytest.mark.parametrize("answer", [None, "<html>", [], {}, {"choices": None}, {"choices": []}])
 def test_what_is_no_answer_is_refused(answer):
-    with pytest.raises(DataError, match="holds no choices"):
+    with pytest.raises(DataError, match="has no choices"):
         first_alternatives(answer, "chat")
 
 
@@ -381,9 +381,9 @@ REFUSAL = "This model's maximum context length is\n8192 tokens " + "…" * 300
     ("fault", "says"),
     [
         (Fault(400, {"error": {"message": REFUSAL, "param": "messages"}}), "context length is 8192 tokens"),
-        (Fault(413, {"detail": "too large"}), r"the server refuses it \(413: too large\)"),
+        (Fault(413, {"detail": "too large"}), r"the server rejects it \(413: too large\)"),
         (Fault(422, "no JSON", content_type="text/plain"), r"422: no JSON"),
-        (Fault(200, "<html>", content_type="text/html"), "holds no choices"),
+        (Fault(200, "<html>", content_type="text/html"), "has no choices"),
         (Fault(200, "{", content_type="application/json"), "not JSON"),
         (Fault(200, {"choices": [{"logprobs": {"content": []}}]}), "ended its answer before"),
     ],
@@ -451,7 +451,7 @@ def test_a_server_that_is_silent_is_not_waited_for(max_retries):
     with scripted_server(script) as server:
         model = spec(base_url=server.url, max_retries=max_retries, timeout_s=0.2).load()
         # The client's own limit and that of the whole call run out together: either may be the first.
-        with pytest.raises(ExecutionError, match=rf"up to {max_retries + 1} times \((nothing within|\w+Timeout)"):
+        with pytest.raises(ExecutionError, match=rf"up to {max_retries + 1} attempts \((no answer within|\w+Timeout)"):
             model(batch(*TWO))
         assert all(n_asked <= max_retries + 1 for n_asked in server.asked.values())
         released.set()
