@@ -128,7 +128,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__name": "a,b"}, "without '/', '=' and ','"),
         ({"stages__0__name": "a\nb"}, "printable"),
         ({"stages__0__name": " a"}, "printable"),
-        ({"stages__0__name": "ä" * 101}, "at most 200 bytes, not 202"),
+        ({"stages__0__name": "ä" * 101}, "up to 200 bytes, got 202"),
         ({"stages__0__cost": {"gflops": None}}, "exactly one of gflops"),
         ({"stages__0__cost": {"gflops": True}}, "stages.0.cost.gflops"),
         ({"stages__0__cost": {"params_b": "4"}}, "stages.0.cost.params_b"),

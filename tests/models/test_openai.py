@@ -135,7 +135,7 @@ def test_a_spec_says_what_it_is():
 
 def test_openais_own_server_needs_a_key(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY holds no key"):
+    with pytest.raises(ConfigError, match="the environment variable OPENAI_API_KEY has no key"):
         spec().load()
     monkeypatch.setenv("OTHER_KEY", KEY)
     spec(api_key_env="OTHER_KEY").load()
@@ -436,7 +436,7 @@ def test_a_server_that_does_not_answer_ends_the_call(fault, says):
 
     with scripted_server(lambda prompt, before: fault) as server:
         said = asked(server.url)
-    assert f"{server.url} does not answer for model 'm', asked up to 1 times ({says}" in said
+    assert f"{server.url} does not answer for model 'm' after up to 1 attempts ({says}" in said
     assert "ConnectError" in asked(server.url)  # it is gone now
 
 

@@ -470,10 +470,10 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
         (PIXELS[..., :2], "shape (24, 40, 2)"),
         (PIXELS[0, 0], "shape (3,)"),
         (np.uint8(3), "shape ()"),
-        ("photo.jpg", "is no image"),
-        ({"bytes": JPEG, "path": None}, "is no image"),
+        ("photo.jpg", "expected an image"),
+        ({"bytes": JPEG, "path": None}, "expected an image"),
         ([[1, 2], [3]], "cannot be decoded"),
-        (3.5, "is no image"),
+        (3.5, "expected an image"),
     ],
 )
 def test_what_is_no_image_is_said_in_one_line(image, says):
@@ -739,4 +739,4 @@ def test_a_network_without_a_trained_classifier_is_refused(vit, tmp_path):
     ViTModel(network.config).save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     message = refused(transformers_spec(tmp_path).load)
-    assert "is no image classifier: it has no weights classifier.bias, classifier.weight" in message
+    assert "is not a complete image classifier: it lacks classifier.bias, classifier.weight" in message
