@@ -20,7 +20,7 @@ DEVIATION = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut without weights."""
+    """Two 3 x 3 convolutions with a shortcut without weights."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

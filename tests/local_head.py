@@ -129,7 +129,7 @@ def wait_for(what, seconds, name, *, every_s=0.1):
     """Wait until something is there, and return it."""
     ends = time.monotonic() + seconds
     while not (found := what()):
-        assert time.monotonic() < ends, f"{name} has not come within {seconds} s"
+        assert time.monotonic() < ends, f"{name} did not arrive within {seconds} s"
         time.sleep(every_s)
     return found
 

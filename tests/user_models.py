@@ -109,7 +109,7 @@ def by_x_once(path):
 
 
 def sign_of_x():
-    """Answer 0 where the column x is above 0, else 1, whatever it holds; it takes only pixels and texts beside it."""
+    """Answer 0 where the column x is above 0, else 1, whatever it holds; its other inputs are only pixels and texts."""
 
     def answer(batch):
         assert all(np.asarray(one).dtype == np.uint8 for one in batch["pixels"])

@@ -17,14 +17,14 @@ def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
         given = spec.model.answers_kind
         if fitted not in (None, given):
             raise PolicyError(
-                f"stage {spec.name!r} gives logits of the kind {given}; the policy was fitted on {fitted}: declare "
-                "what it gives as logit_kind in the stage's model, or fit a policy on such logits"
+                f"stage {spec.name!r} returns logits of kind {given}; the policy was fitted on {fitted}: declare "
+                "the right logit_kind in the stage's model, or fit a policy on such logits"
             )
         unit = spec.cost.unit if spec.cost is not None else None
         if unit is None and policy.costs == "per-call":
             unit = spec.model.cost_unit
         if unit is not None and policy.cost_unit not in (unit, UNNAMED_UNIT):
             raise PolicyError(
-                f"the pool gives the cost of stage {spec.name!r} in {unit}, the policy counts {policy.cost_unit}: "
-                "give the pool's cost in that unit or leave it out, or fit a policy with costs in the pool's"
+                f"the pool has the cost of stage {spec.name!r} in {unit}, the policy has costs in {policy.cost_unit}: "
+                "give the pool's cost in the policy's unit or omit it, or fit a policy with costs in the pool's unit"
             )

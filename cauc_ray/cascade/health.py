@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# A stage that has failed in so many calls in a row is left alone, but for one call each so many seconds.
+# Calls of a stage pause after this many failed calls in a row, except for one every so many seconds.
 FAILURES_TO_PAUSE = 8
 PAUSE_S = 1.0
 # Rows wait so long for a replica where there is none; then the stage is down.
@@ -35,12 +35,12 @@ class StageHealth:
         self.most_replicas = max(self.most_replicas, n)
 
     def missing(self, now: float) -> bool:
-        """Say whether there has been no replica for longer than rows wait for one."""
+        """Return whether there has been no replica for longer than rows wait for one."""
         return self._without_since is not None and now - self._without_since > self._down_after_s
 
     @property
     def paused(self) -> bool:
-        """Say whether the stage is to be left alone, but for a call that finds out whether it is well again."""
+        """Return whether calls are paused, except for one that checks whether the stage has recovered."""
         return self._n_failures >= FAILURES_TO_PAUSE
 
     def why_not(self, now: float, *, calling: bool) -> str | None:
@@ -57,7 +57,7 @@ class StageHealth:
         self.succeeded_at = now
 
     def failed(self, reason: str, now: float, *, for_good: bool = False) -> None:
-        """Note a call that came to nothing; for_good: it alone is reason enough to leave the stage alone."""
+        """Note a failed call; for_good: this single failure is enough to pause calls."""
         self.why_paused = f"its last calls have failed: {reason}"
         self._n_failures += FAILURES_TO_PAUSE if for_good else 1
         if self.paused:

@@ -1,8 +1,8 @@
 """Which rows of a call a model cannot answer, and whether the rows or the replica is at fault.
 
-A call that fails is divided on the replica itself, until the rows that fail are isolated. What tells rows from replica
-is an answer: a replica that answers other rows, or a row that is known to be good, works, so that the rows that fail on
-it are at fault. A replica that fails on a row known to be good is broken.
+A call that fails is divided on the replica itself, until the rows that fail are isolated. Rows and replica
+are distinguished by answers: a replica that answers other rows, or a row known to be good, works, so the rows that fail
+on it are at fault. A replica that fails on a row known to be good is broken.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def answer_isolated(
 
     first: asks for the whole batch.   batch: makes the call's columns, each (n, ...), anew: the model may do with them
     what it likes.   good_row: a row
-    that this stage has answered before, each column (1, ...).   stopped: whether nobody waits for the answer any more.
-    Raises ConfigError and ExecutionError of the model: a wrong key, or a server that is down, is no fault of the rows.
+    that this stage has answered before, each column (1, ...).   stopped: whether the answer is no longer wanted.
+    Raises ConfigError and ExecutionError of the model: a wrong key, or a server that is down, is not the rows' fault.
     """
     try:
         answers = first()

@@ -1,4 +1,4 @@
-"""One stage of a service: rows for which somebody waits.
+"""One stage of a service: rows of requests that wait for an answer.
 
 Requests take turns: a batch's worth each, half of one where shorter requests wait, which the next batch has. A batch
 that is not full goes to a replica that is free, or just in time for one that will be, so that rows can join it until
@@ -24,7 +24,7 @@ MOST_WAIT = 0.8
 OVERDUE, OVERDUE_CALLS = 0.5, 4.0
 # Calls that take so many times what their model computes wait for more than the one before.
 CROWDED = 2.5
-# What has computed alone for less than this does not hang.
+# An isolated call that has computed for less than this does not hang.
 HANGS_S = 1.0
 # Suspected rows wait for this share of their time where others wait for the only replica; where there are several,
 # until two of them run, so that one is left for the others, or for so much.
@@ -75,7 +75,7 @@ class RequestQueue(StageQueue):
         too_many = self.n_waiting + len(rows) > limits.queue_rows
         too_large = self.queued_bytes > 0 and self.queued_bytes + rows.n_bytes > limits.queue_bytes
         if too_many or too_large or self._wait_s(len(rows)) > MOST_WAIT * limits.timeout_s:
-            return "overloaded", f"stage {name!r} has too much to do"
+            return "overloaded", f"stage {name!r} is overloaded"
         return None
 
     def push(self, rows: Rows) -> None:
@@ -279,11 +279,11 @@ class RequestQueue(StageQueue):
         return max(OVERDUE * self.limits.timeout_s, OVERDUE_CALLS * self.service_time.call_s)
 
     def may_hang(self, call: Call, now: float) -> bool:
-        """Say whether a call has taken suspiciously long."""
+        """Return whether a call has taken suspiciously long."""
         return not call.isolated and now - call.sent_at >= self._longest_s
 
     def hangs(self, call: Call, now: float) -> bool:
-        """Say whether an isolated call that has not ended in time hangs."""
+        """Return whether an isolated call that has not ended in time hangs."""
         longest_s = max(HANGS_S, 10 * self.service_time.compute_s)
         return call.isolated and call.began_at is not None and now - call.began_at > longest_s
 

@@ -2,7 +2,7 @@
 
 Requests are refused, or cut short, rather than kept waiting: when a stage has too much to do, is down, or does not
 answer in time. What a replica could not answer is asked of another. The rows of a call during which a replica ended or
-hung are suspected: each request's go alone from then on, and one that ends a replica once more is refused.
+hung are suspected: from then on each request's go in an isolated call, and one that ends a replica again is refused.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class RequestScheduler(Scheduler):
         return self._others_at_work(stage) or (stage == 0 and self._expects_more())
 
     def held_back(self, stage: int) -> bool:
-        """Say no: what a stage does not take is refused or cut short."""
+        """Refuse rows that a stage does not take, or cut them short."""
         return False
 
     # What takes too long
@@ -159,7 +159,7 @@ class RequestScheduler(Scheduler):
             self._close_stage(owner, stage)
         for at in self.stages:
             idle = [call for call in at.calls() if not (call.wanted or call.probe)]
-            # While others are answered, a replica hangs or there is much to do: no reason to leave the stage alone.
+            # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
             silent = now - at.health.succeeded_at > at.limits.timeout_s
             if idle and silent and any(stage == at.stage for _, stage in late):
                 self._failed_call(at, f"it has not answered within {at.limits.timeout_s:g} s", now, for_good=True)
@@ -178,7 +178,7 @@ class RequestScheduler(Scheduler):
         return f"stage {limits.name!r} has not answered within {limits.timeout_s:g} s"
 
     def _blame(self, owner: Owner, stage: int, now: float) -> None:
-        """Find an input guilty that hangs alone, and suspect what is in a call that may hang."""
+        """Refuse an input that hangs in an isolated call, and suspect the rows of a call that may hang."""
         at = self.stages[stage]
         for call in at.calls():
             rows = next((rows for rows in call.rows if rows.owner is owner), None)
@@ -287,7 +287,7 @@ class RequestScheduler(Scheduler):
             at.try_again(call.again(now))
 
     def _suspect(self, call: Call, now: float) -> None:
-        """Have each owner's rows answered alone, as soon as that may be risked."""
+        """Have each owner's rows answered in an isolated call, as soon as possible."""
         at = self.stages[call.stage]
         for rows in call.by_owner():
             if not rows[0].owner.wants(call.stage):
@@ -299,7 +299,7 @@ class RequestScheduler(Scheduler):
                     at.set_apart([alike], now)
 
     def _convict(self, rows: Rows, stage: int, now: float) -> None:
-        """Refuse the input of rows that have ended or hung a replica alone, wherever it waits."""
+        """Refuse the input of rows that have ended or hung a replica in an isolated call, wherever it waits."""
         at = self.stages[stage]
         at.suspects.note(rows.owner, "guilty", now)
         reason = f"this input has ended or hung replicas of stage {at.limits.name!r}"

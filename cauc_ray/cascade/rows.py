@@ -73,9 +73,9 @@ class Owner:
         self.costs[indices] += result.costs[places]
         predictions, confidences = result.predictions[places], result.confidences[places]
         goes_on: Bools = ~result.accepted[places]
-        if predictions.min(initial=0) < 0:  # an encoder tells nothing
-            told = predictions >= 0
-            indices, predictions, confidences = indices[told], predictions[told], confidences[told]
+        if predictions.min(initial=0) < 0:  # an encoder gives no answers
+            known = predictions >= 0
+            indices, predictions, confidences = indices[known], predictions[known], confidences[known]
         self.predictions[indices] = predictions
         self.confidences[indices] = confidences
         self.stages[indices] = stage
@@ -95,7 +95,7 @@ class Owner:
         return int(np.count_nonzero(known))
 
     def wants(self, stage: int) -> bool:
-        """Say whether anybody wants a stage's answers to its rows."""
+        """Return whether a stage's answers to its rows are still wanted."""
         return self.live and stage not in self.closed
 
     def fingerprint(self) -> bytes | None:
@@ -186,7 +186,7 @@ class Call:
 
     @property
     def wanted(self) -> bool:
-        """Say whether anybody wants its answers."""
+        """Return whether its answers are still wanted."""
         return any(rows.owner.wants(self.stage) for rows in self.rows)
 
     def by_owner(self) -> list[list[Rows]]:

@@ -56,7 +56,7 @@ class Scheduler:
     # Input
 
     def wants_block(self) -> bool:
-        """Say whether another block may be read: the first queue and the open rows leave room, or all is done."""
+        """Return whether another block may be read: the first queue and the open rows have room, or all is done."""
         if self._input_ended:
             return False
         if not self._open and not self.n_reads:
@@ -93,7 +93,7 @@ class Scheduler:
 
     @property
     def finished(self) -> bool:
-        """Say whether every row of the input has its answer or its failure."""
+        """Return whether every row of the input is answered or failed."""
         return self._input_ended and not (self._open or self.n_reads or self.lost)
 
     def next_call(self, now: float) -> Call | None:
@@ -264,11 +264,11 @@ class Scheduler:
         self.done.append(owner)
 
     def held_back(self, stage: int) -> bool:
-        """Say whether the queue of a later stage is full that a stage sends rows to."""
+        """Return whether a later stage to which this stage sends rows has a full queue."""
         return any(to > stage and not self.stages[to].has_room for to in self.stages[stage].sent)
 
     def _more_can_come(self, stage: int) -> bool:
-        """Say whether input or another stage may still add rows to a stage's queue."""
+        """Return whether input or another stage may still add rows to a stage's queue."""
         return bool(self.n_reads or self.lost or self.wants_block()) or self._others_at_work(stage)
 
     def _others_at_work(self, stage: int) -> bool:

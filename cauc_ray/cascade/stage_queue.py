@@ -2,8 +2,8 @@
 
 A worker finds out by itself which rows of a call fail and whether it is their fault, by a row that the stage has
 answered before. A replica that fails on such a row gets no others, but that row, until it answers; if it fails again,
-it is bad: it is to be replaced. What ends or hangs a replica tells nothing; rows that may have done so are tried in a
-call of their own.
+it is bad: it is to be replaced. When a replica ends or hangs, its rows may be the cause: they are tried again in
+isolated calls.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LONGEST_PAUSE_S = 5.0
 # no restart.
 FAILURES_TO_REPLACE = 2
 
-# Until a stage has answered a row, nothing tells its rows from its replicas. Rows are then tried so often at least, and
-# a replica that fails so many calls is replaced by a new one. Where so many rows fail, and so many calls of a new one,
-# the stage cannot work; nor can it after so many isolated calls that end their replica.
+# Until a stage has answered a row, it is unknown whether its rows or its replicas are at fault. Rows are then tried so
+# often at least, and a replica that fails so many calls is replaced by a new one. Where so many rows fail, and so many
+# calls of a new one, the stage cannot work; nor can it after so many isolated calls that end their replica.
 EXHAUSTED = 2 * TRIES
 ROWS_TO_GIVE_UP = 32
 CALLS_TO_GIVE_UP = 8
@@ -156,33 +156,33 @@ class StageQueue:
 
     @property
     def in_work(self) -> bool:
-        """Say whether any row waits or is at a replica."""
+        """Return whether any row waits or is at a replica."""
         return bool(self._queue or self._again or self.in_flight)
 
     @property
     def may_send(self) -> bool:
-        """Say whether there is anything that could be sent to a replica, with room and in time."""
+        """Return whether anything could be sent to a replica now."""
         return bool(self._queue or self._again or self._failing) or self._reserved is not None
 
     @property
     def has_room(self) -> bool:
-        """Say whether the stage ahead may send more."""
+        """Return whether the previous stage may send more rows."""
         return self.down or (self.queued_rows < self.limits.queue_rows and self.queued_bytes < self.limits.queue_bytes)
 
     @property
     def pressed(self) -> bool:
-        """Say whether the queue is half full or more."""
+        """Return whether the queue is at least half full."""
         rows, n_bytes = self.queued_rows / self.limits.queue_rows, self.queued_bytes / self.limits.queue_bytes
         return max(rows, n_bytes) >= 0.5
 
     @property
     def starved(self) -> bool:
-        """Say whether a replica could take a batch and there is no row for it."""
+        """Return whether a replica is free and no rows wait."""
         return not self._queue and self._free_replica() is not None
 
     @property
     def never_succeeds(self) -> bool:
-        """Say whether the stage has failed many times and never succeeded: its model is at fault, not the rows."""
+        """Return whether the stage has failed many times and never succeeded: its model is at fault, not the rows."""
         return self.known_good is None and (self._gives_up or self.deaths >= DEATHS_TO_GIVE_UP)
 
     @property
@@ -271,8 +271,8 @@ class StageQueue:
     def _next_again(self, now: float, *, first: bool) -> Call | None:
         """Take a call that is tried again.   first: one that goes before rows which were never tried.
 
-        While the stage has never answered any, those that failed go last: rows from elsewhere say more than others of
-        the same kind.
+        While the stage has never answered any, those that failed go last: rows from elsewhere are more informative than
+        others of the same kind.
         """
         for place, call in enumerate(self._again):
             is_first = self.known_good is not None or not call.n_unproven
@@ -325,7 +325,7 @@ class StageQueue:
     # Replicas
 
     def take_facts(self, facts: ModelFacts) -> None:
-        """Take what a replica says of its model: whether it prepares one call while it computes another."""
+        """Note whether a replica prepares one call while it computes another."""
         self.calls_at_work = 2 if facts.prepares else 1
 
     def add_replica(self, replica: int) -> None:
@@ -439,7 +439,7 @@ class StageQueue:
         self.failing_since = now if self.failing_since is None else self.failing_since
 
     def try_unproven(self, call: Call, reason: str, now: float, *, more_can_come: bool) -> bool:
-        """Have rows tried again that failed while the stage has never answered any: nothing says whose fault it is.
+        """Have rows tried again that failed while the stage has never answered any: the cause is unknown.
 
         Each replica that only failed is replaced once. Returns False if the rows are to be given up: all rows of the
         stage have failed again and again, on new replicas, too, and no more can come.
@@ -449,7 +449,7 @@ class StageQueue:
         self._n_failed_rows += len(call) if n_unproven == 1 else 0
         many = self._n_failed_rows >= ROWS_TO_GIVE_UP
         self._look_elsewhere()
-        # What one that was found bad still had under way says nothing new.
+        # Calls that a bad replica still had under way give no new information.
         if replica.open and all(other.n_failed for other in self._replicas.values() if other.open):
             often = replica.n_failed >= CALLS_TO_GIVE_UP
             if not replica.is_renewed and (often or n_unproven >= TRIES):
@@ -486,7 +486,7 @@ class StageQueue:
     # Which replica takes what
 
     def _avoided(self, call: Call) -> Set[int]:
-        """Return the replicas that say nothing new of a call, unless there is no other."""
+        """Return the replicas on which a call already failed, unless there is no other."""
         if not call.failed_on and not call.n_unproven:
             return frozenset()
         failed_on = set(call.failed_on)
@@ -495,7 +495,7 @@ class StageQueue:
         return failed_on if self.has_other(failed_on) else frozenset()
 
     def has_other(self, numbers: Set[int]) -> bool:
-        """Say whether there are other replicas than these, which are not being replaced."""
+        """Return whether there are other replicas than these that are not being replaced."""
         return any(replica.open and number not in numbers for number, replica in self._replicas.items())
 
     def _in_doubt(self) -> list[int]:

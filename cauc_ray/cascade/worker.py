@@ -110,7 +110,7 @@ class Worker:
 
     @property
     def prepares(self) -> bool:
-        """Say whether the model does some of its work before it answers, so that calls can be prepared ahead."""
+        """Return whether the model has a preparation step, so that calls can be prepared ahead."""
         return isinstance(self._model, PreparingModel)
 
     def load(self) -> ModelFacts:
@@ -148,9 +148,9 @@ class Worker:
 
         bundles: what the parts point into.   policies: by key, those that this worker may not have yet.
         carries_columns: whether rows that go on bring their columns, too.   good_row: one that the stage has answered
-        before, each column (1, ...), which tells a bad row from a broken replica; the worker keeps the first that it
-        knows of.
-        stopped: whether nobody waits for the answer any more.   ahead: what prepare has returned for these rows.
+        before, each column (1, ...), which distinguishes a bad row from a broken replica; the worker keeps the first
+        that it knows of.
+        stopped: whether the answer is no longer wanted.   ahead: what prepare has returned for these rows.
         Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
         ConfigError and ExecutionError of the model: they are no fault of the rows.
         """
@@ -185,7 +185,7 @@ class Worker:
         that failed. Arguments and errors are those of decide.
         """
         clock = self._clock(ahead)
-        found = self._found(_as_they_are, parts, bundles, good_row, ahead)  # the table says of which kind
+        found = self._found(_as_they_are, parts, bundles, good_row, ahead)  # the table records the kind
         answers = found.answers
         if answers is None:
             return self._broken(clock, found.error, found.fault or "unknown"), None

@@ -1,4 +1,4 @@
-"""Ray actors: made, waited for with a deadline, and their faults told in one line."""
+"""Ray actors: creation, waiting with a deadline, and errors in one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ START_DEADLINE_S = 600.0
 
 
 def in_group(name: str) -> Callable[[Method], Method]:
-    """Have an actor's method run beside the others; Ray's own decorator has no types."""
+    """Have an actor's method run concurrently with the others; Ray's own decorator has no types."""
     return cast("Callable[[Method], Method]", ray.method(concurrency_group=name))
 
 
@@ -69,14 +69,14 @@ def placement(needs: Resources) -> dict[str, Any]:
 
 
 def result_of(ref: Any, timeout_s: float, who: str) -> Any:
-    """Return a result, or say in one line why there is none."""
+    """Return a result. Raises CaucError in one line if there is none."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayError as error:
-        raise told(error, who, timeout_s) from error
+        raise explained(error, who, timeout_s) from error
 
 
-def told(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
+def explained(error: RayError, who: str, timeout_s: float = 0.0) -> CaucError:
     """Return what an error of Ray's means, in one line; a CaucError that was raised over there as it is."""
     if isinstance(error, GetTimeoutError):
         return ExecutionError(f"{who} has not answered for {timeout_s:.0f} s")
@@ -97,13 +97,13 @@ def _last_words(error: RayActorError) -> str:
     found = re.search(r"Worker exit detail: (.+?)(?: Some common causes|\n|$)", str(error))
     if found:
         return f": {found.group(1).rstrip('. ')}"
-    if "creation task" in str(error):  # a traceback follows, whose last line says what went wrong
+    if "creation task" in str(error):  # a traceback follows, whose last line is the error
         return f": {str(error).strip().splitlines()[-1]}"
     return ""
 
 
 def kind_of(error: RayError) -> Literal["died", "lost", "full", "raised"]:
-    """Say what an error of a call is: its actor died, objects of it are lost, there is no room for any, or it raised.
+    """Return the kind of a call's error: its actor died, its objects are lost, the store is full, or it raised.
 
     What a call needs may be found missing before it begins or while it runs: the error is the same, or the cause.
     """

@@ -72,10 +72,10 @@ class Layout:
 
 
 class CollectRecord(BaseModel):
-    """What a collected split says of itself (_collect.json), so that it is gone on with and not mixed with another.
+    """The record of a collected split (_collect.json), so that it can be continued and is not mixed with another.
 
     fingerprint, split, n_rows, block_rows, model: what must be the same for that; so must ids (of all rows, a digest)
-    and dtype, where both records have them.   The others are what the model says of itself and what was measured.
+    and dtype, where both records have them.   The others are facts that the model reports and measurements.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -96,7 +96,7 @@ class CollectRecord(BaseModel):
     params_b: float | None = None
 
     def same_work(self, other: CollectRecord) -> bool:
-        """Say whether another record is of the same rows and the same model."""
+        """Return whether another record is of the same rows and the same model."""
         same_ids = self.ids == other.ids or None in (self.ids, other.ids)
         return same_ids and all(
             getattr(self, key) == getattr(other, key)
@@ -135,16 +135,16 @@ class Target:
             if found is None or not found.same_work(wanted):
                 other = "dataset, seed or layout" if found and found.model == wanted.model else "model of that name"
                 whose = "no collection" if found is None else f"another {other}"
-                raise ConfigError(f"{parts.rows} is of {whose}; remove it or choose another -o")
+                raise ConfigError(f"{parts.rows} belongs to {whose}; remove it or choose another -o")
         return parts.committed()
 
     def record(self, split: str) -> CollectRecord | None:
-        """Return what a collected split says of itself, None where nothing was collected."""
+        """Return a collected split's record, None if nothing was collected."""
         path = self.parts(split).rows / RECORD
         return read_model(path, CollectRecord, FORMAT) if path.is_file() else None
 
     def records(self) -> list[CollectRecord]:
-        """Return what all collected splits say of themselves."""
+        """Return the records of all collected splits."""
         splits = hive_values(self._folder, "split") if self._folder.is_dir() else []
         return [record for record in map(self.record, splits) if record is not None]
 
@@ -169,7 +169,7 @@ class CollectedTables:
         records: Mapping[str, CollectRecord],
         answered: frozenset[str],
     ) -> None:
-        """Take what each split's record says.   answered: the splits of which an earlier attempt has answers."""
+        """Take each split's record.   answered: the splits of which an earlier attempt has answers."""
         self.commit_s = manifest.COMMIT_S
         self._target = target
         self._stage = stage
@@ -187,16 +187,16 @@ class CollectedTables:
         return sum(writer.n_bytes for split, writer in self._writers.items() if split in self._answered)
 
     def start(self, facts: ModelFacts) -> None:
-        """Note what the model says of itself. Raises ConfigError where other rows were answered in another precision.
+        """Note the model's facts. Raises ConfigError if other rows were answered in another precision.
 
-        A model's precision may follow the device that a replica has, and a collection may be gone on with elsewhere.
+        A model's precision may follow the device that a replica has, and a collection may be continued elsewhere.
         """
         for record in (*self._records.values(), *self._target.records()):
             if record.dtype is not None and facts.dtype is not None and record.dtype != facts.dtype:
                 raise ConfigError(
-                    f"{self._target.name!r} has answered split {record.split!r} in {record.dtype} and would go on in "
-                    f"{facts.dtype}; collect it on the kind of device that it began on, or remove what "
-                    f"{self._target.table} has of it, or choose another -o"
+                    f"{self._target.name!r} answered split {record.split!r} in {record.dtype} and would continue in "
+                    f"{facts.dtype}; continue on the kind of device that it started on, or remove its files in "
+                    f"{self._target.table}, or choose another -o"
                 )
         known = {
             "dtype": facts.dtype,
@@ -280,9 +280,7 @@ class CollectedTables:
         self.commit()
         for split, reason in self._reasons.items():
             if split not in self._answered:
-                raise DataError(
-                    f"{self._target.name!r} answered no row of split {split!r}; the first failed with: {reason}"
-                )
+                raise DataError(f"{self._target.name!r} answered no row of split {split!r}; the first error: {reason}")
 
     def _take_measure(self, collected: Collected) -> None:
         self._measured = True
@@ -292,7 +290,7 @@ class CollectedTables:
         per_call = None if collected.answers.costs is None else 0.0
         if self._target.kind == "model" and record_cost(self._stage, record, per_call) is None:
             raise ExecutionError(
-                f"stage {self._stage.name!r}: nobody says what a call costs, and torch saw no operation to count; "
+                f"stage {self._stage.name!r}: the cost of a call is unknown, and torch counted no operations; "
                 "give the stage a cost in the pool file"
             )
 

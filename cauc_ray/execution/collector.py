@@ -128,7 +128,7 @@ def run_side_by_side(
 
 
 def _that_fit(waiting: Mapping[str, Collection], taken: Sequence[StageSpec]) -> list[tuple[str, StageSpec, int]]:
-    """Return which collections can start beside the stages that run, and with how many replicas."""
+    """Return which collections can start next to the running stages, and with how many replicas."""
     chosen: list[tuple[str, StageSpec]] = []
     counts: list[int] = []
     for name, work in waiting.items():

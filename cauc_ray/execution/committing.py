@@ -1,4 +1,4 @@
-"""Commits beside the controller: a thread that hands results to where they are written, in order."""
+"""Commits in a thread of the controller: it passes results to the sink, in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Return the bytes that wait to be written."""
 
     def start(self, facts: ModelFacts) -> None:
-        """Take what the first stage's model says of itself, from each replica that has loaded it."""
+        """Take the facts of the first stage's model, from each replica that has loaded it."""
 
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
         """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
@@ -68,7 +68,7 @@ class Committer:
         self._thread.start()
 
     def start(self, facts: ModelFacts) -> None:
-        """Give the sink what the model says of itself."""
+        """Pass the facts of the model to the sink."""
         self._put(lambda: self._sink.start(facts))
 
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:

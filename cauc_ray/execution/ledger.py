@@ -51,7 +51,7 @@ ATTEMPT_REPLICAS = 100_000
 
 
 class RunRecord(BaseModel):
-    """What a run's folder says of it (run.json), so that a resumption is of the same run.
+    """The record of a run in its folder (run.json), so that only the same run can be resumed.
 
     block_rows: most rows in a block of input.   input: what it is of, such as the rows of each file by its name.
     costs: of the policy's calls, which its id leaves out; null where calls tell their own.
@@ -85,11 +85,11 @@ def resumed_record(out: AnyPath, now: RunRecord) -> RunRecord:
     Its blocks are as they were. Raises ConfigError when there is no run, or one of something else.
     """
     if not (out / "run.json").is_file():
-        raise ConfigError(f"{out} holds no run that could be resumed; leave --resume out to start one")
+        raise ConfigError(f"{out} has no run to resume; remove --resume to start one")
     record = read_record(out)
     for what, of in (("policy_id", "policy"), ("input", "input"), ("costs", "policy with other costs")):
         if getattr(record, what) != getattr(now, what):
-            raise ConfigError(f"the run in {out} is of another {of}; start a new one elsewhere")
+            raise ConfigError(f"the run in {out} has another {of}; start a new run in another folder")
     return record
 
 
@@ -139,7 +139,7 @@ class RunTables:
         return self._new.n_bytes + (self._again.n_bytes if self._retried else 0)
 
     def start(self, facts: ModelFacts) -> None:
-        """Need nothing of what the models say of themselves."""
+        """Ignore the models' facts."""
 
     def add_call(self, call: Call, result: CallResult, extra: object) -> None:
         """Note a batch of a call. A failed one, or a probe, accepted and deferred nothing and cost nothing."""

@@ -1,4 +1,4 @@
-"""Runs in progress: each in an actor of its own beside the user, started again if that dies, followed to its end."""
+"""Runs in progress: each in its own actor on the user's node, restarted if that dies, followed to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, result_of, told
+from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, result_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.run_controller import RunController
@@ -51,7 +51,7 @@ class LiveRun:
         try:
             seconds: float = ray.get(self._seconds)
         except RayError as error:
-            fault = told(error, "the controller")
+            fault = explained(error, "the controller")
             if kind_of(error) != "died" or not self._restarts:
                 raise fault from error
             return self._start_again()

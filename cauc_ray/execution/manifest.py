@@ -100,8 +100,8 @@ class Parts:
         for name, entry in self._entries().items():
             if name not in there:
                 raise DataError(
-                    f"{self.rows / name}.parquet is missing, which is committed; put it back, or remove "
-                    f"{self.manifest / name}.json to have its rows done again"
+                    f"{self.rows / name}.parquet is committed but missing; restore it, or remove "
+                    f"{self.manifest / name}.json to process its rows again"
                 )
             add_totals(totals, entry.totals)
             for number, n, digest in entry.blocks:
@@ -123,7 +123,7 @@ class Parts:
                 stages = Counter(stage or "" for stage in own.column("stage").to_pylist())
                 ids = frozenset(own.column("example_id").to_pylist())
                 if not stages[""] and len(ids) < n:
-                    raise DataError(f"{file} names an example_id twice, so that its rows cannot be tried again")
+                    raise DataError(f"{file} has a duplicate example_id, so its rows cannot be tried again")
                 found[block] = FailedBlock(stages, None if stages[""] else ids)
         return found
 
@@ -135,7 +135,7 @@ class Parts:
         entries = self._entries()
         for file in (*_files(self.rows), *_files(self.failed)):
             if not _NAME.fullmatch(file.stem):
-                raise DataError(f"{file} is none of the parts that were written there; remove it")
+                raise DataError(f"{file} was not written by a run; remove it")
             if file.stem not in entries:
                 file.unlink()
         retries = {name: entry for name, entry in entries.items() if name.startswith("retry")}

@@ -19,12 +19,12 @@ _STAGE_GAUGES = {
 }
 _RUN_GAUGES = {
     "finished_rows": "Rows of a run that are committed, by earlier attempts too",
-    "eta_seconds": "Seconds to the end of a run at the pace of the last minute; absent where that is not known",
+    "eta_seconds": "Seconds to the end of a run at the rate of the last minute; absent if unknown",
 }
 
 
 class RunMetrics:
-    """Tells Ray how far a run is.
+    """Reports a run's progress to Ray.
 
     Gauges and counters have the tags run and stage, those of the whole run only run. Counters count from the
     start of this process; Ray adds `_total` to their names.
@@ -48,7 +48,7 @@ class RunMetrics:
         self._last = tuple(StageProgress(name) for name in self._stages)
 
     def report(self, progress: RunProgress) -> None:
-        """Tell how far the run is; cheap enough for once a second."""
+        """Report the run's progress; cheap enough for once a second."""
         rates = self._meter.add(progress)
         for stage, last, rows_per_s in zip(progress.stages, self._last, rates.stage_rows_per_s, strict=True):
             tags = {**self._run, "stage": stage.name}
@@ -86,7 +86,7 @@ class RunMetrics:
 
 
 class JobMetrics:
-    """Tells Ray how far a job is; of the tags, unit is what it counts, such as rows."""
+    """Reports a job's progress to Ray; the tag unit is what it counts, such as rows."""
 
     def __init__(self, job: str) -> None:
         tags = ("job", "unit")
@@ -97,7 +97,7 @@ class JobMetrics:
         )
 
     def report(self, done: int, total: int | None, unit: str) -> None:
-        """Tell how far the job is."""
+        """Report the job's progress."""
         tags = {"job": self._job, "unit": unit}
         self._done.set(float(done), tags=tags)
         if total is not None:

@@ -17,9 +17,9 @@ logger = logging.getLogger("cauc_ray.output")
 # What the names of stages' workers begin with on Ray, and what Serve makes of its replicas' names.
 STAGE = "stage "
 _SERVED = re.compile(r"ServeReplica:.*:stage:(.+)")
-# What Serve logs for its own log files; warnings and errors are told here too.
+# What Serve logs for its own log files; warnings and errors are reported here too.
 _SERVE_LOG = re.compile(r"(INFO|DEBUG) \d{4}-\d\d-\d\d ")
-# So many different lines are told apart.
+# The number of distinct lines that are remembered.
 MOST_LINES = 10_000
 REPEATED_S = 1.0
 
@@ -41,7 +41,7 @@ def model_output() -> Iterator[None]:
 
 
 class ModelOutput:
-    """Lines of all replicas, told as if each stage had one: what each of them prints once appears once.
+    """Lines of all replicas, logged as if each stage had one: what each of them prints once appears once.
 
     Lines that differ in their digits alone (times, process ids) count as the same. Progress bars are left out, and
     what a process repeats within a second: where several nodes are one machine, each of them sends each line.
@@ -78,5 +78,5 @@ def _without_digits(line: str) -> str:
 
 
 def _plain(line: str) -> str:
-    """Return a line without colours and all else that steers a terminal."""
+    """Return a line without colours and other terminal control sequences."""
     return "".join(each for each in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line) if each.isprintable() or each == "\t")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RATE_WINDOW_S = 10.0
-# Batches, blocks and starting replicas make ten seconds too restless to foretell an end from.
+# Batches, blocks and starting replicas make the rate of ten seconds too noisy to predict an end.
 ETA_WINDOW_S = 60.0
 
 
@@ -47,7 +47,7 @@ class StageProgress:
 class RunProgress:
     """How far a run is.
 
-    at: seconds since the epoch, when the controller last said so.   n_rows: of the whole input, None where it is
+    at: seconds since the epoch, when the controller last reported.   n_rows: of the whole input, None where it is
     not known before its end.
     n_finished: rows of blocks that are done, by earlier attempts too.
     """
@@ -64,7 +64,7 @@ class RunRates:
 
     n_done: rows that ended, in earlier attempts too; the last of them may not be committed yet.
     rows_per_s: of those, over the last ten seconds.   stage_rows_per_s: rows that each stage's models had, likewise.
-    eta_s: seconds to the end at the pace of the last minute.
+    eta_s: seconds to the end at the rate of the last minute.
     """
 
     n_done: int
@@ -83,7 +83,7 @@ class RateMeter:
     def add(self, progress: RunProgress) -> RunRates:
         """Take another look and return the rates up to it."""
         if not any(stage.replicas for stage in progress.stages):
-            self._seen.clear()  # while nothing works yet, time says nothing of the pace
+            self._seen.clear()  # the rate is unknown until something works
         while self._seen and self._seen[-1].at >= progress.at:
             self._seen.pop()  # the clock was set back
         self._seen.append(progress)
@@ -94,8 +94,8 @@ class RateMeter:
             n_done=n_done,
             rows_per_s=self._rate(_ended, RATE_WINDOW_S),
             stage_rows_per_s=tuple(
-                self._rate(lambda at, place=place: _handled(at.stages[place]), RATE_WINDOW_S)  # type: ignore[misc]
-                for place in range(len(progress.stages))
+                self._rate(lambda at, index=index: _handled(at.stages[index]), RATE_WINDOW_S)  # type: ignore[misc]
+                for index in range(len(progress.stages))
             ),
             eta_s=None if progress.n_rows is None else self._eta_s(progress.n_rows - n_done),
         )

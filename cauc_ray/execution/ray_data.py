@@ -46,7 +46,7 @@ class DatasetInput:
         if isinstance(dataset, MaterializedDataset):  # only then are these known without an execution
             self.n_rows = dataset.count()
             if self.n_rows == 0:
-                raise DataError(f"{_SOURCE} holds no rows")
+                raise DataError(f"{_SOURCE} has no rows")
             self.row_bytes = dataset.size_bytes() / self.n_rows
 
     def source(self, block_rows: int, columns: frozenset[str] | None = None) -> DatasetSource:
@@ -104,7 +104,7 @@ class DatasetSource:
 def _as_an_input(dataset: Dataset) -> Iterator[None]:
     """Execute a dataset in order, within its part of the object store, without bars; then as its owner set it.
 
-    Its own blocks are kept small beside that part: Ray's usual ones of 128 MB would have a small store spill.
+    Its own blocks are kept small relative to that part: with Ray's usual 128 MB, a small store would spill.
     Datasets that are made of one another share their context.
     """
     context = dataset.context

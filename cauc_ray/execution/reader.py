@@ -24,7 +24,7 @@ LONG_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What is needed of a block beside what models read.
+    """What is needed of a block in addition to the columns that models read.
 
     group, number: where it is in the input.   chunks: rows and bytes of each.   digest: of the ids, "" where it cannot
     be read.   labels, unreadable, may_return: as InputBlock's.
@@ -92,7 +92,7 @@ def _settled(work: Work, piece: Piece, n_away: int) -> Iterator[tuple[int, Input
         number, block = found
         digest = ids_digest(block.example_ids) if block.unreadable is None else ""
         if digest and first.get(number) and digest != first[number] and again.get(number, "") is not None:
-            raise other_rows(source.name, f"its block {number} holds other rows")
+            raise other_rows(source.name, f"its block {number} has other rows")
         if number in seen or piece.only not in (None, number):
             continue
         pauses = LONG_PAUSES_S[: max(2, len(LONG_PAUSES_S) - n_away)] if block.may_return else PAUSES_S
@@ -113,6 +113,6 @@ def _failed_rows(name: str, number: int, block: InputBlock, ids: frozenset[str])
     """Return the rows of a block that failed."""
     failed = np.array([example in ids for example in block.example_ids])
     if block.unreadable is not None or failed.sum() != len(ids):
-        why = block.unreadable or "an example_id is there twice"
+        why = block.unreadable or "an example_id is a duplicate"
         raise DataError(f"{name}: failed rows of block {number} cannot be tried again: {why}")
     return block.where(failed)

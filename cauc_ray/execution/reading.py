@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.data.blocks import other_rows
 from cauc_ray.errors import CaucError, ExecutionError
-from cauc_ray.execution.actors import kind_of, told
+from cauc_ray.execution.actors import explained, kind_of
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.reader import BlockHeader, Piece, Work, read_blocks
 from cauc_ray.execution.session import live_nodes
@@ -94,17 +94,17 @@ class Reading:
 
     @property
     def exhausted(self) -> bool:
-        """Say whether no block will come for the first time."""
+        """Return whether no new block will come."""
         pieces = [*self._again, *(task.piece for task in self._tasks.values())]
         return self._n_begun == self._plan.source.n_groups and all(piece.only is not None for piece in pieces)
 
     @property
     def owes(self) -> bool:
-        """Say whether something must be read again that is not being read."""
+        """Return whether something must be read again and is not being read."""
         return bool(self._again)
 
     def reads(self, stream: Any) -> bool:
-        """Say whether something that was waited for is one of its streams."""
+        """Return whether an awaited reference is one of its streams."""
         return stream in self._tasks
 
     def ask_again(self, block: BlockHeader) -> None:
@@ -166,7 +166,7 @@ class Reading:
 
     def failed(self, stream: Any, error: RayError) -> None:
         """Have read again what was not. Raises what the source raised, and ExecutionError when task after task dies."""
-        fault, kind = told(error, "a task that reads the input"), kind_of(error)
+        fault, kind = explained(error, "a task that reads the input"), kind_of(error)
         if kind == "raised":
             raise fault from error
         self._lost(stream, fault, died=kind != "full")
@@ -191,7 +191,7 @@ class Reading:
     def _whole(self, task: _Task, header: BlockHeader) -> ReadBlock:
         known = self._read.setdefault(header.group, {})
         if header.digest and known.get(header.number, header.digest) != header.digest:
-            raise other_rows(self._plan.source.name, f"its block {header.number} holds other rows")
+            raise other_rows(self._plan.source.name, f"its block {header.number} has other rows")
         known[header.number] = header.digest
         self._n_open[header.group] += task.piece.only is None
         chunks, task.chunks = task.chunks, []

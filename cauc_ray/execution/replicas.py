@@ -10,7 +10,7 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.cascade.scheduler import Scheduler
-from cauc_ray.execution.actors import kind_of, told, worker_class
+from cauc_ray.execution.actors import explained, kind_of, worker_class
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.scaling import StageLoad, scale
 from cauc_ray.execution.session import autoscales, hardest_first
@@ -99,7 +99,7 @@ class Replicas:
         try:
             answer = ray.get(ref)
         except RayError as error:
-            fault = told(error, f"stage {self._plan.stages[replica.stage].name!r}")
+            fault = explained(error, f"stage {self._plan.stages[replica.stage].name!r}")
             if kind_of(error) == "raised" and not self._stages[replica.stage].was_live:
                 raise fault from error
             self.lost(replica, str(fault), now)
@@ -138,7 +138,9 @@ class Replicas:
         at, why = self._stages[stage], self._stages[stage].why
         placing = [r for r in self.by_number.values() if r.stage == stage and r.phase == "placing"]
         if any(now - replica.since > BOOT_S for replica in placing):
-            why = f"no node has room for {self._plan.stages[stage].resources}" + (f"; before: {why}" if why else "")
+            why = f"no node has free resources for {self._plan.stages[stage].resources}" + (
+                f"; before: {why}" if why else ""
+            )
         return (0.0 if at.without_since is None else now - at.without_since), why
 
     def dies_loading(self, stage: int) -> str | None:

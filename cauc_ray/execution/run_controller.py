@@ -15,7 +15,7 @@ from cauc_ray.cascade.rows import Call, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageQueue
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
-from cauc_ray.execution.actors import in_group, kind_of, told
+from cauc_ray.execution.actors import explained, in_group, kind_of
 from cauc_ray.execution.committing import Committer
 from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
@@ -28,7 +28,7 @@ from cauc_ray.models.pool import StageSpec
 # The pause after the object store was found full, and for how long it may be.
 FULL_PAUSE_S = 2.0
 FULL_LIMIT_S = 300.0
-# How long one wait for events lasts at most, how often replicas are looked after, and how often metrics are told.
+# How long one wait for events lasts at most, how often replicas are looked after, and how often metrics are reported.
 POLL_S = 0.1
 COMING_S = 0.003  # while the rest of a block is about to come
 WATCH_S = 0.1
@@ -138,7 +138,7 @@ class RunController:
             read = self._reading.take(stream, now)
         except RayError as error:
             if kind_of(error) == "full":
-                self._note_full(now, told(error, "a task that reads the input"))
+                self._note_full(now, explained(error, "a task that reads the input"))
             self._reading.failed(stream, error)
             return
         if read is None:
@@ -198,7 +198,7 @@ class RunController:
 
     def _call_broken(self, call: Call, error: RayError, now: float) -> None:
         name = self._names[call.stage]
-        kind, fault = kind_of(error), told(error, f"stage {name!r}")
+        kind, fault = kind_of(error), explained(error, f"stage {name!r}")
         cause = getattr(error, "cause", None)
         if kind == "raised" and isinstance(cause, ConfigError | ExecutionError):
             if isinstance(cause, ConfigError):
@@ -212,7 +212,7 @@ class RunController:
             # Several idle replicas may die with their node, which calls find out only one after another.
             self._replica_lost(replica, str(fault), now, own_fault=replica.node in live_nodes())
             if self._scheduler.stages[call.stage].never_succeeds:
-                self._stage_fails(call.stage, ExecutionError(f"every replica of stage {name!r} dies: {fault}"))
+                self._stage_fails(call.stage, ExecutionError(f"all replicas of stage {name!r} die: {fault}"))
             return
         broken = self._note_broken(call, str(fault), now)
         if kind == "full":
@@ -288,11 +288,11 @@ class RunController:
         self._n_finished = self._plan.n_done + self._committer.n_rows
         for stage, spec in enumerate(self._plan.stages):
             for number in self._scheduler.stages[stage].overdue(spec.call_timeout_s, now):
-                why = f"stage {spec.name!r} has not answered a call for {spec.call_timeout_s:g} s"
+                why = f"stage {spec.name!r} has not answered a call within {spec.call_timeout_s:g} s"
                 self._replica_lost(self._replicas.by_number[number], why, now)
             if (dies := self._replicas.dies_loading(stage)) is not None:
                 self._stage_fails(
-                    stage, ExecutionError(f"every replica of stage {spec.name!r} dies as it loads: {dies}")
+                    stage, ExecutionError(f"all replicas of stage {spec.name!r} die while they load: {dies}")
                 )
             self._check_answers(stage, spec, now)
             seconds, why = self._replicas.down_for(stage, now)
@@ -318,8 +318,8 @@ class RunController:
         self._stage_fails(
             stage,
             ExecutionError(
-                f"every replica of stage {spec.name!r} has failed for {now - at.failing_since:.0f} s, {at.lost_in_row} "
-                f"in a row ({why}); mend the model or its device, then go on with --resume"
+                f"all replicas of stage {spec.name!r} have failed for {now - at.failing_since:.0f} s, {at.lost_in_row} "
+                f"in a row ({why}); fix the model or its device, then continue with --resume"
             ),
         )
 

@@ -56,9 +56,9 @@ class FailureLimit:
         where = ", ".join(f"{n:,} at stage {name!r}" for name, n in failed.items() if n)
         of = f"{n_done:,} rows" if at_end or n_done == self.n_rows else f"{n_done:,} rows so far"
         raise ExecutionError(
-            f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why()}; mend "
-            "the cause and go on with --resume --retry-failed, or raise max_failed in the pool file and go on with "
-            "--resume"
+            f"models failed on {n_failed:,} of {of} ({where}), more than max_failed allows; most often: {why()}; fix "
+            "the cause and continue with --resume --retry-failed, or raise max_failed in the pool file and continue "
+            "with --resume"
         )
 
 

@@ -46,7 +46,7 @@ class StageLoad:
 
     @property
     def needy(self) -> bool:
-        """Say whether a replica more would be of use."""
+        """Return whether one more replica would help."""
         return self.least <= self.n < self.most and (
             self.each_s > ENOUGH_S or (self.pressed and not self.held_back and self.backlog_s is not None)
         )
@@ -61,7 +61,7 @@ class Change:
 
 
 def scale(loads: Sequence[StageLoad], *, n_unplaced: int, may_move: bool = True) -> Change:
-    """Say which stages to give a replica and which to take one from.
+    """Return which stages get a replica and which let one go.
 
     n_unplaced: replicas that wait for a place on the cluster. While one beyond the stages' least numbers waits, no
     other is asked for: instead the stage with the least to do, if it has much less to do than the neediest, lets
@@ -83,7 +83,7 @@ def scale(loads: Sequence[StageLoad], *, n_unplaced: int, may_move: bool = True)
 
 
 def _donor(loads: Sequence[StageLoad], needy: int) -> int | None:
-    """Return the stage that has the least to do for each of its spare replicas, if that is little beside a needy one.
+    """Return the stage with the least work for each of its spare replicas, if that is little compared with a needy one.
 
     Its others must be able to take over what it has to do.
     """

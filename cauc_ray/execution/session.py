@@ -48,7 +48,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.ERROR}
     if address == "local":
-        # Ray 2.60 shows every GPU to actors that asked for none unless told otherwise.
+        # Ray 2.60 shows every GPU to actors that asked for none by default.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
         keep_store_free()
         n_cores = os.cpu_count() or 1
@@ -82,7 +82,7 @@ def _require_reachable(address: str) -> None:
     """Raise ExecutionError where nothing listens: Ray would end the whole process after a long wait."""
     if address.startswith("ray://"):
         raise ExecutionError(
-            f"address {address!r} is of a Ray Client, which is not supported; give HOST:PORT of the head"
+            f"address {address!r} is a Ray Client address, which is not supported; give HOST:PORT of the head node"
         )
     host, _, port = address.rpartition(":")
     if not port.isdigit():
@@ -93,7 +93,7 @@ def _require_reachable(address: str) -> None:
         raise ExecutionError(f"no Ray cluster at {address!r}: {getattr(error, 'strerror', None) or error}") from error
     if _sends_token() and not _has_token():
         raise ExecutionError(
-            "RAY_AUTH_MODE is token, and there is no token: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file; or "
+            "RAY_AUTH_MODE is token, but no token is set: set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to its file; or "
             "RAY_AUTH_MODE=disabled for a cluster without tokens"
         )
     if _refuses_token(address):
@@ -171,7 +171,7 @@ def draining_nodes() -> set[str]:
 def autoscales(patience_s: float = 0.0) -> bool:
     """Return whether an autoscaler starts nodes for what waits for a place on this cluster.
 
-    patience_s: for how long a cluster that has just started may not have told.
+    patience_s: how long to wait for the first report of a cluster that has just started.
     Ray 2.60 has no public question for this. Its second autoscaler is there where it is switched on. The first one runs
     on every cluster and reports the type of each node; where it can start none, it makes the type up from the name.
     """

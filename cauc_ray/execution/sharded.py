@@ -19,7 +19,7 @@ from cauc_ray.data.heads import unfit_row
 from cauc_ray.data.logits import ChainHeads, require_fit_rows
 from cauc_ray.data.spool import SpooledLogits, WantedRows
 from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.actors import START_DEADLINE_S, kind_of, make_actor, placement, told
+from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, placement
 from cauc_ray.execution.session import autoscales, room_for, wait_for_nodes
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
@@ -197,7 +197,7 @@ class Shards:
                 except RayError as error:
                     self._deaths[shard] += 1
                     if kind_of(error) != "died" or self._deaths[shard] > MOST_DEATHS:
-                        raise told(error, f"shard {shard + 1} of {len(rows)}", deadline_s) from error
+                        raise explained(error, f"shard {shard + 1} of {len(rows)}", deadline_s) from error
                     dead.add(self._holders[shard])
             if dead:
                 self._hold(dead, REPLACE_DEADLINE_S)

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cauc_ray.errors import CaucError, own_warnings, printable
-from cauc_ray.execution.actors import START_DEADLINE_S, told
+from cauc_ray.execution.actors import START_DEADLINE_S, explained
 
 # Ray tells the libraries of a task (OMP_NUM_THREADS) to start as many threads, unless the cluster has its own number.
 N_CPUS = 1
@@ -126,7 +126,7 @@ class _Runner:
         try:
             report: _Report | None = ray.get(next(stream))
         except RayError as error:
-            report = _Report(error=str(told(error, "the task")), may_pass=not isinstance(error, RayTaskError))
+            report = _Report(error=str(explained(error, "the task")), may_pass=not isinstance(error, RayTaskError))
         if report is None:
             self.running[stream].begun_at = time.monotonic()
             return
@@ -173,7 +173,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Say whether an error, or one that it came from, is the system's for the moment, not the input's."""
+    """Return whether an error, or its cause, is a temporary one of the system, not of the input."""
     for_good = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
     while error is not None:
         if isinstance(error, MemoryError | ConnectionError | TimeoutError):

@@ -94,7 +94,7 @@ def _first_rows(inputs: RunInput, n: int) -> Batch:
     source = inputs.source(n)
     block = next((block for group in range(source.n_groups) for _, block in source.blocks(group)), None)
     if block is None:
-        raise DataError(f"{inputs.path} holds no rows")
+        raise DataError(f"{inputs.path} has no rows")
     if block.unreadable is not None:
         raise DataError(f"{inputs.path}: its first rows cannot be read: {block.unreadable}")
     places = np.arange(n) % len(block.example_ids)

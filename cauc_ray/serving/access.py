@@ -33,10 +33,10 @@ def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
     scheme, _, text = headers.get("authorization", "").partition(" ")
     # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
     given = text.encode("latin-1").strip()
-    # All are compared, in constant time each: how long it takes tells nothing.
+    # All are compared, each in constant time, so that the duration reveals nothing.
     same = [hmac.compare_digest(given, token) for token in wanted]
     if scheme.lower() != "bearer" or not given or not any(same):
-        raise RequestError("this needs the header 'Authorization: Bearer TOKEN' with a token that is valid here", 401)
+        raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
 
 
 def log_request(logger: logging.Logger, fields: Mapping[str, Any]) -> None:

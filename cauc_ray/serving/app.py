@@ -67,7 +67,7 @@ def _stage(spec: StageSpec) -> Any:
         StageServer,
         name=stage_deployment(spec.name),
         ray_actor_options=placement(spec.resources),
-        # The routers' schedulers say which replica takes a call, and how many; beyond that it only needs room.
+        # The routers' schedulers decide which replica takes a call, and how many; beyond that it only needs room.
         request_router_config=RequestRouterConfig(request_router_class=NamedReplica),
         max_ongoing_requests=1000,
         health_check_period_s=1.0,

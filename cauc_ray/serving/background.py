@@ -24,5 +24,5 @@ async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
             if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
                 raise  # this task is to end; otherwise only a call within it was cancelled
             pause_s = max(period_s, min(2 * pause_s, LONGEST_PAUSE_S))
-            logger.exception(f"{getattr(do, '__name__', do)} failed; it is tried again in {pause_s:g} s")
+            logger.exception(f"{getattr(do, '__name__', do)} failed; trying again in {pause_s:g} s")
         await asyncio.sleep(pause_s)

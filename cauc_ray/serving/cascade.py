@@ -30,7 +30,7 @@ from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.open_requests import OpenRequests
 from cauc_ray.serving.packing import StageCall, packed
 from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.shadows import Shadows, Tell
+from cauc_ray.serving.shadows import Report, Shadows
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
@@ -42,7 +42,7 @@ class StageClient(Protocol):
     """How a stage is called, and which replicas it has."""
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
+        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
 
     async def answer(
         self, call: StageCall, on_begin: Callable[[], None] | None = None
@@ -60,7 +60,7 @@ class Cascade:
     """Answers requests by calling a chain's stages, on one event loop; made where that loop runs.
 
     A pool whose on_failure is "degrade" answers with the best so far where a later stage cannot; "fail" refuses
-    the request. Which replicas stages have is told by `replicas`.
+    the request. `replicas` updates the stages' replicas.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Cascade:
         """
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
         if last_stage < len(self.names) - 1 and not policy.in_turn:
-            raise RequestError("the policy in force does not call stages in turn, so none of them can be the last", 422)
+            raise RequestError("the active policy does not call stages in order: leave out max_stage and max_cost", 422)
         request = RequestState(
             policy,
             self._key(policy),
@@ -150,15 +150,15 @@ class Cascade:
         last = len(self.names) - 1
         return RequestState(policy, self._key(policy), columns, n, last, self._metrics, shadow=True)
 
-    def compare(self, request: RequestState, tell: Tell) -> None:
+    def compare(self, request: RequestState, report: Report) -> None:
         """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
 
-        tell: told the stages and whether they agree; not called for what comes to nothing.
+        report: called with the stages and whether they agree; not called for rows that are dropped.
         """
 
         def compared(stages: Ints, agreed: Bools) -> None:
             self._metrics.shadow_rows("compared", len(stages))
-            tell(stages, agreed)
+            report(stages, agreed)
 
         self._shadows.offer(request, compared)
 
@@ -181,7 +181,7 @@ class Cascade:
         """Take the replicas of a stage that take calls, by their names."""
         at, known, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
         for name in [name for name in known if name not in names]:
-            if not at.calls_at(known[name]):  # else its calls will tell
+            if not at.calls_at(known[name]):  # else its calls will show it
                 self._lost(stage, known[name], "it is gone", own_fault=False)
         self._leaving &= set(names) | {name for own in self._numbers for name in own}
         for name in names:
@@ -193,7 +193,7 @@ class Cascade:
         self.pump_soon()
 
     def missing(self, stage: int) -> bool:
-        """Say whether a stage has had no replica for longer than rows wait for one."""
+        """Return whether a stage has had no replica for longer than rows wait for one."""
         return self.scheduler.stages[stage].health.missing(self._loop.time())
 
     def queued(self) -> list[int]:
@@ -271,7 +271,7 @@ class Cascade:
                 answer = await client.answer(asked)
         except StageError as error:
             fault = error
-        except Exception as error:  # whatever it is, nobody shall wait for ever
+        except Exception as error:  # whatever it is, no request may wait indefinitely
             logger.exception("a call could not be made")
             fault = StageError("failed", f"{type(error).__name__}: {error}")
         if self._tasks.get(call) is not asyncio.current_task():
@@ -281,7 +281,7 @@ class Cascade:
                 self._recover(call, fault)
             else:
                 self._ended(call, *answer)
-        except Exception:  # whatever it is, nobody shall wait for ever
+        except Exception:  # whatever it is, no request may wait indefinitely
             logger.exception("answers could not be taken")
             for rows in call.rows:
                 assert isinstance(rows.owner, RequestState)
@@ -311,7 +311,7 @@ class Cascade:
 
     def _observe(self, call: Call, result: CallResult, now: float) -> None:
         """Count a call's answers: those of requests, and those of shadows."""
-        told, shadows = np.zeros((2, len(call)), dtype=bool)
+        answered, shadows = np.zeros((2, len(call)), dtype=bool)
         waits_s = []
         for rows, places in call.pieces():
             request = rows.owner
@@ -321,13 +321,13 @@ class Cascade:
             if request.shadow:
                 shadows[places] = True
             else:
-                told[places] = True
+                answered[places] = True
                 waits_s.append(now - rows.ready_at)
                 request.ready(call.stage, waits_s[-1])
         failed = list(result.failures)
-        told[failed] = shadows[failed] = False
+        answered[failed] = shadows[failed] = False
         if waits_s:
-            self._metrics.answered(call.stage, result.confidences[told], result.costs[told], waits_s)
+            self._metrics.answered(call.stage, result.confidences[answered], result.costs[answered], waits_s)
         if np.count_nonzero(shadows):
             self._metrics.shadowed(call.stage, result.costs[shadows])
 

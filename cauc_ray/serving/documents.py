@@ -79,7 +79,7 @@ class InputParameters(TypedDict, total=False):
 
     binary_data_size: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        Field(description="of its raw bytes, after the JSON part in the inputs' order"),
+        Field(description="length of its raw bytes, which follow the JSON part in the order of the inputs"),
     ]
     shared_memory_region: Annotated[None, Field(description="not supported")]
 
@@ -91,7 +91,7 @@ class InputTensor(TypedDict):
     shape: Annotated[_Shape, Field(description="rows first")]
     datatype: Datatype
     parameters: NotRequired[InputParameters | None]
-    data: NotRequired[Annotated[list[Any] | None, Field(description="flat, or nested as the shape says")]]
+    data: NotRequired[Annotated[list[Any] | None, Field(description="flat, or nested by the shape")]]
 
 
 class OutputParameters(TypedDict, total=False):
@@ -114,7 +114,7 @@ class RequestParameters(TypedDict, total=False):
 
     __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[misc]
     max_cost: Annotated[
-        Annotated[float, Field(ge=0)] | None, Field(description="what the calls for one row may cost at most")
+        Annotated[float, Field(ge=0)] | None, Field(description="the most that the calls for one row may cost")
     ]
     max_stage: Annotated[
         int | str | None, Field(description="the deepest stage to call: its number from 0, or its name")
@@ -123,7 +123,7 @@ class RequestParameters(TypedDict, total=False):
 
 
 class InferenceRequest(TypedDict):
-    """Rows to be answered. Null is as good as no key, and other keys are passed over."""
+    """Rows to be answered. Null is the same as a missing key, and unknown keys are ignored."""
 
     __pydantic_config__ = ConfigDict(cache_strings="keys")  # type: ignore[misc]
     id: NotRequired[str | None]
@@ -146,7 +146,7 @@ class AnswerParameters(TypedDict):
     """How a request was answered."""
 
     policy_id: str
-    answer_id: Annotated[str, Field(description="of this answer alone; feedback gives it back")]
+    answer_id: Annotated[str, Field(description="identifies this answer in feedback")]
     stage: Annotated[int, Field(description="the deepest stage that answered a row, from 0")]
     stages_called: Annotated[str, Field(description="names, separated by commas")]
     cost: Annotated[float, Field(description="of all calls for the request's rows")]
@@ -166,25 +166,25 @@ class InferenceResponse(TypedDict):
 
 
 class PolicyInForce(TypedDict):
-    """The policy in force."""
+    """The active policy."""
 
     policy_id: str
-    version: Annotated[int, Field(description="how many changes there were before it")]
+    version: Annotated[int, Field(description="the number of changes before it")]
     policy: Annotated[dict[str, Any], Field(description="a policy file's content")]
 
 
 class PolicyChanged(TypedDict):
-    """A change of the policy, which is in force everywhere."""
+    """A change of the policy, which is active on all replicas."""
 
     policy_id: str
     previous: str
     version: int
-    replicas: Annotated[int | None, Field(description="that have confirmed it; null where one is silent")]
+    replicas: Annotated[int | None, Field(description="replicas that have confirmed it; null if one does not answer")]
     says: str | None
 
 
 class FeedbackTaken(TypedDict):
-    """What became of feedback."""
+    """The result of feedback."""
 
     policy_id: str
     rows: int
@@ -193,16 +193,16 @@ class FeedbackTaken(TypedDict):
 
 
 class WatchReport(TypedDict):
-    """Whether the policy in force still holds."""
+    """Whether the active policy is still valid."""
 
     policy_id: str
-    holds: Annotated[bool | None, Field(description="null where the policy has nothing to be compared with")]
-    says: Annotated[str, Field(description="the same in words, and what spoke against it first")]
-    routers: Annotated[int, Field(description="replicas that have said what they saw")]
+    holds: Annotated[bool | None, Field(description="null if the policy has no reference to compare with")]
+    says: Annotated[str, Field(description="the same in words, with the first feature that drifted")]
+    routers: Annotated[int, Field(description="replicas that have reported")]
     n: NotRequired[Annotated[int, Field(description="answers")]]
     n_labelled: NotRequired[Annotated[int, Field(description="rows of feedback")]]
     n_compared: NotRequired[Annotated[int, Field(description="rows of the shadow sample")]]
     false_alarm_rate: NotRequired[float]
-    needed: NotRequired[Annotated[float, Field(description="evidence from which on it no longer holds, log10")]]
+    needed: NotRequired[Annotated[float, Field(description="evidence at which the policy counts as drifted, log10")]]
     features: NotRequired[list[dict[str, Any]]]
     stages: NotRequired[list[dict[str, Any]]]

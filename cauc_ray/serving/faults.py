@@ -13,7 +13,7 @@ _SHORT.maxlist = 16
 
 
 class RequestError(Exception):
-    """A request that cannot be answered, as its client is told.
+    """A request that cannot be answered; the message is for its client.
 
     status: of HTTP.   retry_after_s: when it may be worth trying again, None where it is not.
     """

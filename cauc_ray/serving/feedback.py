@@ -18,7 +18,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.store import Store
 
-# A confidence comes as the float32 that the answer said.
+# Confidences are the float32 values of the answer.
 _ROUNDING = 1e-6
 
 # Answers whose feedback one router remembers, so that it is counted once.
@@ -28,9 +28,9 @@ _Option = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class FeedbackMessage(BaseModel):
-    """The body: what the answers said, and the labels, a list of each by row.
+    """The body: values of the answers, and the labels, each a list by row.
 
-    answer_id: as the response's parameters said.   rows: which of the answer's rows these are, all of them without it.
+    answer_id: from the response's parameters.   rows: which of the answer's rows these are, all of them without it.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -47,7 +47,7 @@ class FeedbackMessage(BaseModel):
 class Feedback:
     """Rows of an answer that one policy gave, and which were right; arrays (n,).
 
-    stages: int.   confidences: float64.   correct: bool.   answer: what tells it from other answers.   rows: int, of
+    stages: int.   confidences: float64.   correct: bool.   answer: identifies the answer.   rows: int, of
     the answer; None where these are its first ones.
     """
 
@@ -67,19 +67,19 @@ class Feedback:
         try:
             message = FeedbackMessage.model_validate_json(body)
         except ValidationError as error:
-            raise RequestError(f"the feedback is not understood: {explain(error)}") from error
+            raise RequestError(f"the feedback is invalid: {explain(error)}") from error
         columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label", "rows")}
         sizes = {name: len(values) for name, values in columns.items() if values is not None}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{n} of {name}" for name, n in sizes.items())
-            raise RequestError(f"the feedback's lists must be of the same rows; there are {told}")
+            lengths = ", ".join(f"{n} of {name}" for name, n in sizes.items())
+            raise RequestError(f"the feedback's lists must have the same length, got {lengths}")
         if sizes["label"] > most_rows:
-            raise RequestError(f"feedback has at most {most_rows} rows, not {sizes['label']}", 413)
+            raise RequestError(f"feedback may have up to {most_rows} rows, got {sizes['label']}", 413)
         if max(message.stage) >= len(policy.stages):
-            raise RequestError(f"a stage is 0 to {len(policy.stages) - 1}, not {max(message.stage)}")
+            raise RequestError(f"stages are 0 to {len(policy.stages) - 1}, got {max(message.stage)}")
         rows = np.arange(sizes["label"]) if message.rows is None else np.array(message.rows)
         if message.rows is not None and message.answer_id is None:
-            raise RequestError("the feedback's rows are those of an answer: give its answer_id, too")
+            raise RequestError("rows need the answer_id of their answer")
         if len(np.unique(rows)) < len(rows) or rows.max() >= most_rows:
             raise RequestError(f"the feedback's rows must be distinct, from 0 to {most_rows - 1}")
         return cls(
@@ -145,5 +145,5 @@ class Reported:
 
 
 def _content_of(message: FeedbackMessage) -> str:
-    """Return what tells feedback without an answer_id from other such: its content."""
+    """Return an identifier for feedback without an answer_id: its content."""
     return hashlib.sha256(message.model_dump_json().encode()).hexdigest()[:32]

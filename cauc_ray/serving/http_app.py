@@ -68,7 +68,7 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
         ],
         exception_handlers={RequestError: _refused, HTTPException: _not_there, Exception: _broken},
     )
-    app.router.redirect_slashes = False  # a redirection would go where the client's own Host header says
+    app.router.redirect_slashes = False  # a redirection would follow the client's Host header
     most_asked = f"/v2/models/{service.model}/infer"
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,13 +88,13 @@ class _Handlers:
         self._max_body = max_body(service)
 
     async def server(self, request: Request) -> Response:
-        told = documents.ServerMetadata(
+        document = documents.ServerMetadata(
             name="cauc-ray",
             version=PACKAGE_VERSION,
             extensions=["binary_tensor_data"],
             models=[self._service.model],
         )
-        return JSONResponse(told)
+        return JSONResponse(document)
 
     async def live(self, request: Request) -> Response:
         return JSONResponse(documents.Live(live=True))
@@ -122,14 +122,12 @@ class _Handlers:
         authorize(request.headers, self._token, self._policy_token)
         in_force = await self._service.current_policy()
         policy = in_force.policy.model_dump(mode="json")
-        told = documents.PolicyInForce(policy_id=in_force.id, version=in_force.version, policy=policy)
-        return JSONResponse(told, headers={"ETag": self._service.etag(in_force)})
+        document = documents.PolicyInForce(policy_id=in_force.id, version=in_force.version, policy=policy)
+        return JSONResponse(document, headers={"ETag": self._service.etag(in_force)})
 
     async def _set_policy(self, request: Request) -> Response:
         if self._token is not None and self._policy_token is None:
-            raise RequestError(
-                f"changing the policy needs a token of its own: start the service with {POLICY_TOKEN}", 403
-            )
+            raise RequestError(f"changing the policy needs its own token: start the service with {POLICY_TOKEN}", 403)
         authorize(request.headers, self._policy_token)
         body = await self._bodies.read(request.receive, MAX_POLICY_BYTES)
         try:
@@ -138,8 +136,8 @@ class _Handlers:
             raise RequestError(str(error)) from error
         except ValueError as error:
             raise RequestError("the body is not JSON") from error
-        told, etag = await self._service.set_policy(change, request.headers.get("if-match"))
-        return JSONResponse(told, headers={"ETag": etag})
+        answer, etag = await self._service.set_policy(change, request.headers.get("if-match"))
+        return JSONResponse(answer, headers={"ETag": etag})
 
     async def watch(self, request: Request) -> Response:
         self._require_model(request)
@@ -165,17 +163,17 @@ class _Infer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        told: dict[str, Any] = {"request_id": headers.get("x-request-id"), "model": self._service.model}
+        fields: dict[str, Any] = {"request_id": headers.get("x-request-id"), "model": self._service.model}
         status = 500
         try:
             with self._service.one_more_request():
                 require_model(scope.get("path_params", {}), self._service.model)
                 response, more = await self._infer(headers, receive)
             status = 200
-            told |= more
+            fields |= more
         except RequestError as error:
             status = error.status
-            told["error"] = error.message
+            fields["error"] = error.message
             response = refusal(error)
         except asyncio.CancelledError:
             status = CLIENT_GONE
@@ -185,11 +183,11 @@ class _Infer:
         finally:
             seconds = time.perf_counter() - started
             self._service.metrics.request(status, seconds)
-            log_request(logger, {**told, "status": status, "seconds": round(seconds, 6)})
+            log_request(logger, {**fields, "status": status, "seconds": round(seconds, 6)})
         await response(scope, receive, send)
 
     async def _infer(self, headers: Mapping[str, str], receive: Receive) -> tuple[Response, Mapping[str, Any]]:
-        """Return the response, and what the log says of it."""
+        """Return the response and its fields for the log."""
         authorize(headers, self._token)
         body = await self._bodies.read(receive, self._max_body)
         encoding = headers.get("content-encoding")
@@ -198,9 +196,9 @@ class _Infer:
         json_length = headers.get("inference-header-content-length")
         reply = await self._inference.answer(body, _json_length(json_length), VERSION, headers)
         if reply.json_length is None:
-            return Response(reply.body, media_type="application/json"), reply.told
+            return Response(reply.body, media_type="application/json"), reply.log_fields
         own = {"Inference-Header-Content-Length": str(reply.json_length)}
-        return Response(reply.body, headers=own, media_type="application/octet-stream"), reply.told
+        return Response(reply.body, headers=own, media_type="application/octet-stream"), reply.log_fields
 
 
 def max_body(service: Service) -> int:
@@ -212,7 +210,7 @@ def require_model(given: Mapping[str, str], model: str) -> None:
     """Raise RequestError (404) where the parts of an address are not of a model."""
     name, version = given.get("name", model), given.get("version", VERSION)
     if name != model:
-        raise RequestError(f"there is no model {name!r:.80}; this service has {model!r}", 404)
+        raise RequestError(f"there is no model {name!r:.80}; this service has model {model!r}", 404)
     if version != VERSION:
         raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 
@@ -248,7 +246,7 @@ class Bodies:
                     if n_kept < self._n_reading > READING_BYTES:
                         raise RequestError("too many requests are being read; try again later", 429, RETRY_AFTER_S)
         except TimeoutError as error:
-            raise RequestError(f"the body has not come within {BODY_S:g} s", 408) from error
+            raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
         finally:
             self._n_reading -= n_kept
         if n_bytes > limit:
@@ -261,19 +259,19 @@ def _json_length(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise RequestError(f"Inference-Header-Content-Length is a count of bytes, not {text!r:.40}")
+        raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {text!r:.40}")
     return int(text)
 
 
 def refusal(error: RequestError) -> Response:
-    """Return what a client is told of a request that cannot be answered."""
+    """Return the response for a request that cannot be answered."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
     return _error(error.message, error.status, headers)
 
 
 def internal_error(scope: Scope) -> Response:
-    """Return what a client is told of an exception that is being handled."""
-    logger.exception(f"a fault of cauc-ray at {scope['method']} {scope['path']}")
+    """Return the response for an unexpected exception."""
+    logger.exception(f"internal error at {scope['method']} {scope['path']}")
     return _error("an internal error; the service's log has it", 500, {})
 
 

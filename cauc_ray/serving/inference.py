@@ -46,11 +46,11 @@ LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """body and json_length: of the response (None: it is JSON alone).   told: what the access log says of it."""
+    """body and json_length: of the response (None: it is JSON alone).   log_fields: for the access log."""
 
     body: bytes
     json_length: int | None
-    told: Mapping[str, Any]
+    log_fields: Mapping[str, Any]
 
 
 def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
@@ -102,9 +102,9 @@ class Inference:
         )
         n_values = sum(tensor.values.size for tensor in outputs if tensor.name not in binary)
         written, length = await self._service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
-        told = {"rows": n, **parameters}
-        self._spans.tell(headers, started_ns, answered, told)
-        return Reply(written, length, told)
+        log_fields = {"rows": n, **parameters}
+        self._spans.report(headers, started_ns, answered, log_fields)
+        return Reply(written, length, log_fields)
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
         """Read a request where it keeps nobody waiting."""
@@ -140,7 +140,7 @@ class Inference:
 
     def _parameters(self, answered: RequestState, policy_id: str) -> AnswerParameters:
         called = [name for stage, name in enumerate(answered.policy.models) if stage in answered.called]
-        told = AnswerParameters(
+        answer = AnswerParameters(
             policy_id=policy_id,
             answer_id=secrets.token_hex(16),
             stage=max(answered.stages.tolist()),
@@ -150,8 +150,8 @@ class Inference:
             degraded=answered.reason is not None,
         )
         if answered.reason is not None:
-            told["reason"] = answered.reason
-        return told
+            answer["reason"] = answered.reason
+        return answer
 
     def _values(self, name: str, answered: RequestState) -> npt.NDArray[Any]:
         if name == "prediction":
@@ -189,7 +189,9 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
     if (wanted := parameters.get("max_stage")) is not None:
         position = policy.models.index(wanted) if wanted in policy.models else wanted
         if not isinstance(position, int) or not 0 <= position <= deepest:
-            raise RequestError(f"max_stage is 0 to {deepest}, or one of {', '.join(policy.models)}, not {wanted!r:.80}")
+            raise RequestError(
+                f"max_stage must be 0 to {deepest} or one of {', '.join(policy.models)}, got {wanted!r:.80}"
+            )
         allowed = position
     if (cap := parameters.get("max_cost")) is not None:
         # A cap that equals a sum of costs shall not miss it by rounding.

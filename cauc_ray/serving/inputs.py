@@ -62,7 +62,7 @@ class Inputs:
         self.declared: Mapping[str, InputSpec] = declared
         self.names = tuple(dict.fromkeys([*declared, *(("choices", *_OPTIONAL) if self._questions else ())]))
         self.takes_any = bool(kinds - {*_IMAGE_KINDS, *_CHOICE_KINDS, "saved"}) and not pool.inputs
-        # What no queue can ever hold would be told to come again for ever.
+        # Clients would retry indefinitely with a request that no queue can hold.
         self._most_rows = min(pool.serving.max_request_rows, pool.serving.max_queued_rows)
 
     def columns(self, tensors: Mapping[str, Tensor]) -> tuple[Batch, int]:
@@ -101,7 +101,7 @@ class Inputs:
                 raise RequestError(f"input {name!r} has {count} rows, input {first!r} has {n}")
         assert n is not None
         if not 1 <= n <= self._most_rows:
-            raise RequestError(f"a request has 1 to {self._most_rows} rows, not {n}", 413 if n else 400)
+            raise RequestError(f"a request must have 1 to {self._most_rows} rows, got {n}", 413 if n else 400)
         return n
 
     def _check(self, tensor: Tensor) -> None:
@@ -109,23 +109,23 @@ class Inputs:
         optional = self._questions and tensor.name in _OPTIONAL
         declared = _BYTES if optional else self.declared.get(tensor.name)
         shape = tensor.values.shape[1:]
-        # Whatever the pool says: how many choices a row has is checked against the model's answers.
+        # Independent of the pool: the number of choices is checked against the model's answers.
         if tensor.name == "choices" and (tensor.datatype != "BYTES" or len(shape) > 1 or shape == (0,)):
             raise RequestError(
-                f"input 'choices' is BYTES of shape [rows] (JSON lists of texts) or [rows, choices], not "
+                f"input 'choices' must be BYTES of shape [rows] (JSON lists of texts) or [rows, choices], got "
                 f"{tensor.datatype} of shape {list(tensor.values.shape)}"
             )
         if self.any_pixels and tensor.name == "image" and tensor.datatype != "BYTES":
             if tensor.datatype != "UINT8" or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
                 raise RequestError(
-                    f"input 'image' is BYTES (encoded images) or UINT8 of shape [rows, height, width, 3], not "
+                    f"input 'image' must be BYTES (encoded images) or UINT8 of shape [rows, height, width, 3], got "
                     f"{tensor.datatype} of shape {list(tensor.values.shape)}"
                 )
             return
         if declared is None:
             return
         if tensor.datatype != declared.datatype:
-            raise RequestError(f"input {tensor.name!r} is {declared.datatype}, not {tensor.datatype}")
+            raise RequestError(f"input {tensor.name!r} must be {declared.datatype}, got {tensor.datatype}")
         if tensor.datatype == "BYTES" and not declared.shape and shape in ((), (1,)):
             return
         fits = len(shape) == len(declared.shape) and all(
@@ -133,10 +133,10 @@ class Inputs:
         )
         if not fits:
             raise RequestError(
-                f"input {tensor.name!r} has shape [rows, {', '.join(map(str, declared.shape))}], not "
+                f"input {tensor.name!r} must have shape [rows, {', '.join(map(str, declared.shape))}], got "
                 f"{list(tensor.values.shape)}"
                 if declared.shape
-                else f"input {tensor.name!r} has shape [rows], not {list(tensor.values.shape)}"
+                else f"input {tensor.name!r} must have shape [rows], got {list(tensor.values.shape)}"
             )
 
     def _column(self, tensor: Tensor) -> npt.NDArray[Any]:
@@ -158,7 +158,7 @@ def _require_finite(tensor: Tensor) -> None:
         return
     if not all_finite(tensor.values):
         row = int(np.argwhere(~np.isfinite(tensor.values))[0, 0])
-        raise RequestError(f"input {shown(tensor.name)}: row {row} holds NaN or an infinity; give finite numbers")
+        raise RequestError(f"input {shown(tensor.name)}: row {row} has NaN or an infinity; give finite numbers")
 
 
 def _texts(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:

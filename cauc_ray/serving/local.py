@@ -64,17 +64,17 @@ class LocalClient:
             raise ExecutionError(f"the service does not start: stage {self._spec.name}: {reason_of(failed)}")
 
     async def replicas(self) -> dict[str, ModelFacts]:
-        """Return what the replicas that have loaded say of their models, by name.
+        """Return the model facts of the replicas that have loaded, by name.
 
         Those whose call hangs are replaced, and those that could not be loaded.
         """
         for one in list(self._replicas):
             if one.facts.done() and (failed := one.facts.exception()) is not None:
-                logger.error(f"stage {self._spec.name!r} cannot be loaded, which is tried again: {reason_of(failed)}")
+                logger.error(f"stage {self._spec.name!r} cannot be loaded, trying again: {reason_of(failed)}")
                 self.replace(one.name)
             if (longest_s := one.hangs()) is not None:
                 logger.error(
-                    f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded anew"
+                    f"a call of stage {self._spec.name!r} has not ended for {longest_s:g} s; its model is loaded again"
                 )
                 self.replace(one.name)
         loaded = [one for one in self._replicas if one.facts.done() and one.facts.exception() is None]
@@ -86,7 +86,7 @@ class LocalClient:
         """Have the call's replica answer; if the caller is cancelled, what has not begun is. Raises StageError."""
         replica = next((one for one in self._replicas if one.name == call.replica), None)
         if replica is None:
-            raise StageError("gone", f"replica {call.replica} is there no more")
+            raise StageError("gone", f"replica {call.replica} no longer exists")
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
@@ -113,7 +113,7 @@ class LocalClient:
 
 
 class MemoryStore(Store):
-    """Values in this process.   values: of all prefixes, each in a list of its own, which tells equal ones apart."""
+    """Values in this process.   values: of all prefixes, each each in its own list, so that equal ones differ."""
 
     def __init__(self, prefix: str, values: dict[str, list[bytes]]) -> None:
         super().__init__(prefix)
@@ -256,7 +256,7 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
             if ended.done():
                 error = ended.exception()
                 reason = "" if error is None else f": {reason_of(error)}"
-                raise ExecutionError(f"the service has ended by itself{reason}") from error
+                raise ExecutionError(f"the service ended unexpectedly{reason}") from error
 
         threading.Thread(target=run, name="service", daemon=True).start()
         try:

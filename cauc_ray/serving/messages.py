@@ -34,7 +34,7 @@ class InferRequest:
 
 
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
-    """Read a request's body: JSON, and after it the raw bytes of those inputs that say so, in their order.
+    """Read a request's body: JSON, and after it the raw bytes of those inputs that declare them, in order.
 
     json_length: the header Inference-Header-Content-Length, None where the body is all JSON.
     Raises RequestError for anything else that is not the protocol; for shared memory and classification, too.
@@ -49,7 +49,7 @@ def read_infer_request(body: bytes | memoryview, json_length: int | None) -> Inf
     try:
         message = _REQUEST.validate_json(bytes(body[:end]), strict=True)
     except ValidationError as error:
-        raise RequestError(printable(f"the request is not understood: {explain(error)}")) from error
+        raise RequestError(printable(f"the request is invalid: {explain(error)}")) from error
     parameters = message.get("parameters") or {}
     return InferRequest(
         id=message.get("id"),
@@ -124,8 +124,8 @@ def _read_inputs(items: Sequence[InputTensor], raw: memoryview) -> dict[str, Ten
             raise RequestError(f"input {shown(name)} has both 'data' and a binary_data_size")
         if size > len(raw) - at:
             raise RequestError(
-                f"input {shown(name)} has the binary_data_size {shown(size)}, but {len(raw) - at} bytes are left of "
-                "the body after its JSON part, whose length is the header Inference-Header-Content-Length"
+                f"input {shown(name)} has the binary_data_size {shown(size)}, but only {len(raw) - at} bytes are left "
+                "in the body after its JSON part, whose length is the header Inference-Header-Content-Length"
             )
         inputs[name] = Tensor.from_raw(name, item["datatype"], item["shape"], raw[at : at + size])
         at += size
@@ -153,7 +153,7 @@ def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
     except zlib.error as error:
         raise RequestError(f"the body is not valid {encoding}: {error}") from error
     if len(inflated) <= limit and not inflater.eof:
-        raise RequestError(f"the body ends in the midst of its {encoding} data")
+        raise RequestError(f"the body ends within its {encoding} data")
     if inflater.eof and inflater.unused_data:
-        raise RequestError(f"the body goes on after the end of its {encoding} data")
+        raise RequestError(f"the body continues after the end of its {encoding} data")
     return inflated

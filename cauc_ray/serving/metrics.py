@@ -14,12 +14,12 @@ Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
 # Takes what is to be added, set or observed of a metric with its tags.
 Note: TypeAlias = Callable[[float], None]
-# Takes the name, the kind, the tags, what the metric says, and a histogram's boundaries; returns the Note of each tags.
+# Takes the name, the kind, the tags, the description and a histogram's boundaries; returns the Note for given tags.
 NewMetric: TypeAlias = Callable[[str, Kind, tuple[str, ...], str, list[float]], Callable[[Mapping[str, str]], Note]]
 # What a metric of a kind is asked to do, in prometheus_client as in Ray.
 ACTS: Mapping[Kind, str] = {"counter": "inc", "gauge": "set", "histogram": "observe"}
 
-# By name: what it is, its tags, what it says. `_total` is added to the names of counters.
+# By name: its kind, its tags, its description. `_total` is added to the names of counters.
 METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_requests": ("counter", ("model", "status"), "Requests for inference, by HTTP status"),
     "cauc_serve_rows": ("counter", ("model", "stage", "outcome"), "Rows that left a stage, by outcome"),
@@ -35,13 +35,13 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_cost": ("counter", ("model", "stage", "unit"), "What a stage's answers cost, in the policy's unit"),
     "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
     "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
-    "cauc_serve_policy": ("gauge", ("model", "policy"), "1 for the policy in force, 0 for earlier ones"),
+    "cauc_serve_policy": ("gauge", ("model", "policy"), "1 for the active policy, 0 for earlier ones"),
     "cauc_serve_policy_changes": ("counter", ("model", "outcome"), "Changes of the policy, by outcome"),
-    "cauc_serve_watch_holds": ("gauge", ("model",), "1 while answers are like validation's, 0 once they are not"),
+    "cauc_serve_watch_holds": ("gauge", ("model",), "1 while the policy is valid, 0 once it has drifted"),
     "cauc_serve_watch_evidence": (
         "gauge",
         ("model", "feature"),
-        "Most evidence so far that answers are no longer like validation's, log10; 1.3 is needed",
+        "Highest evidence so far that answers have drifted from validation's, log10; the alarm is at 1.3",
     ),
     "cauc_serve_watch_accuracy": ("gauge", ("model", "stage"), "Accuracy of a stage's answers, by feedback"),
     "cauc_serve_watch_calibration_error": (
@@ -114,12 +114,12 @@ class ServingMetrics:
         self._counts["cauc_serve_degraded", self._stages[stage], trouble] += n
 
     def queued(self, rows: Sequence[int]) -> None:
-        """Tell how many rows wait for each stage."""
+        """Report how many rows wait for each stage."""
         for stage, n in zip(self._stages, rows, strict=True):
             self._note("cauc_serve_queued_rows", stage)(n)
 
     def policy(self, now: str, before: str | None = None) -> None:
-        """Tell which policy is in force."""
+        """Report the active policy."""
         if before is not None and before != now:
             self._note("cauc_serve_policy", before)(0)
         self._note("cauc_serve_policy", now)(1)
@@ -129,7 +129,7 @@ class ServingMetrics:
         self._note("cauc_serve_policy_changes", outcome)(1)
 
     def watched(self, watched: Watched) -> None:
-        """Tell what has been seen of the answers of the policy in force."""
+        """Report the monitoring of the active policy."""
         self._note("cauc_serve_watch_holds")(float(watched.holds))
         for feature, evidence in watched.evidence.items():
             self._note("cauc_serve_watch_evidence", feature)(max(0.0, evidence.log10))

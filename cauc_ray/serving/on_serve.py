@@ -24,7 +24,7 @@ from cauc_ray.serving.service import environment
 
 PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 START_DEADLINE_S = 900.0
-# Routers that do not say so within this are not ready.
+# Routers that do not report within this are not ready.
 ASK_S = 5.0
 # How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
 GRACE_S = 4.0
@@ -60,18 +60,18 @@ def _application(
 ) -> Iterator[None]:
     """Run the application on the current Ray session, and end Serve afterwards.
 
-    Raises ExecutionError where Serve is there already: it listens where it was told to first, whatever it is told now.
+    Raises ExecutionError where Serve is there already: it keeps listening at its first address.
     """
     app = application(pool, policy, model)
     if serve.status().proxies:
         raise ExecutionError(
-            "Ray Serve runs on this cluster already; add the application to what it serves with serve deploy "
+            "Ray Serve already runs on this cluster; deploy the application there with serve deploy "
             "(deployments/serve.yaml)"
         )
     serve_logger = logging.getLogger("ray.serve")
     level = serve_logger.level
     try:
-        serve_logger.setLevel(logging.ERROR)  # what it tells is told here in fewer words
+        serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
         serve.start(http_options=HTTPOptions(host=host, port=port))
         serve.run_many(
             [serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)],
@@ -100,7 +100,7 @@ def _let_requests_end(app: str) -> None:
             time.sleep(0.05)
         time.sleep(SENT_S)
     except Exception as error:  # a router that has died in any way has no open request
-        logger.warning(f"open requests are not waited for: {type(error).__name__}: {error}")
+        logger.warning(f"not waiting for open requests: {type(error).__name__}: {error}")
 
 
 def _wait_until_running(app: str, on_wait: Callable[[str], None], deadline: float) -> None:
@@ -126,9 +126,9 @@ def _wait_until_ready(app: str, deadline: float) -> None:
             if all(handle.broadcast("ready").results(timeout_s=ASK_S)):
                 return
         except Exception as error:  # a router that is just replaced fails in any way
-            logger.warning(f"a router does not say whether it is ready: {type(error).__name__}: {error}")
+            logger.warning(f"cannot check whether a router is ready: {type(error).__name__}: {error}")
         time.sleep(0.1)
-    raise ExecutionError(f"the service has not been ready within {START_DEADLINE_S:.0f} s")
+    raise ExecutionError(f"the service was not ready within {START_DEADLINE_S:.0f} s")
 
 
 def _recovers(status: Any) -> bool:
@@ -138,12 +138,12 @@ def _recovers(status: Any) -> bool:
 
 
 def _reason(status: Any) -> str:
-    """Return the last line of what Serve says of the first deployment that failed: the error itself."""
+    """Return the last line of Serve's message on the first failed deployment, which is the error."""
     failed = {name: d.message for name, d in status.deployments.items() if d.message and d.status != "HEALTHY"}
-    name, said = next(iter(failed.items()), ("", status.message))
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    name, message = next(iter(failed.items()), ("", status.message))
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
-    # Of our own errors the words are enough.
+    # Our own errors need no type.
     reason = (errors or lines or ["no reason is known"])[-1]
     reason = re.sub(r"^cauc_ray\.errors\.\w+: ", "", reason)
     if reason.startswith("ActorDiedError"):

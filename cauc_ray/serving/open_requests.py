@@ -12,8 +12,8 @@ WINDOW_S = 0.5
 class OpenRequests:
     """Counts open requests.
 
-    Clients that send their next request when they have their answer come back in a crowd: it is worth waiting for
-    as long as fewer are open than there have lately been, and not at all for a client that is alone.
+    Clients that send their next request when they have their answer come back together: waiting for
+    them pays while fewer requests are open than recently, and never for a single client.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

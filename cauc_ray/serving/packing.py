@@ -26,8 +26,8 @@ class StageCall:
     """What a stage is asked.
 
     columns: of the rows, in their order, each (n, ...).   parts: neighbouring rows of which the same is asked.
-    policies: that decide, by the parts' keys.   good_row: one that the stage has answered before, to tell a bad input
-    from a broken replica; None where the replica has one.   replica: which one is asked.   router: who asks.
+    policies: that decide, by the parts' keys.   good_row: one that the stage has answered before, to distinguish a
+    bad input from a broken replica; None where the replica has one.   replica: which one is asked.   router: who asks.
     needed_replicas: of this stage, by it.
     """
 

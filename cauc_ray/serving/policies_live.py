@@ -31,11 +31,11 @@ class PolicyChange(BaseModel):
         try:
             change = cls.model_validate(content)
         except ValidationError as error:
-            raise PolicyError(f"no change of policy: {explain(error)}") from error
+            raise PolicyError(f"invalid change of policy: {explain(error)}") from error
         if change.threshold is not None and change.budget is not None:
             raise PolicyError("give a budget or a threshold, not both: a budget chooses the threshold")
         if not change.model_fields_set:
-            raise PolicyError("a change names a policy, a threshold or a budget")
+            raise PolicyError("give a policy, a threshold or a budget")
         return change
 
     def applied(self, current: Policy) -> Policy:
@@ -50,13 +50,13 @@ class PolicyChange(BaseModel):
 def require_same_chain(policy: Policy, current: Policy) -> None:
     """Raise PolicyError unless a policy is for the very chain that runs."""
     if policy.models != current.models:
-        raise PolicyError(f"the policy is for {', '.join(policy.models)}; what runs is {', '.join(current.models)}")
+        raise PolicyError(f"the policy is for {', '.join(policy.models)}; the service runs {', '.join(current.models)}")
     if policy.cost_unit != current.cost_unit:
-        raise PolicyError(f"the policy counts costs in {policy.cost_unit}; what runs counts {current.cost_unit}")
+        raise PolicyError(f"the policy has costs in {policy.cost_unit}; the service has costs in {current.cost_unit}")
     for model, fitted, given in zip(policy.models, policy.logit_kinds, current.logit_kinds, strict=True):
         if None not in (fitted, given) and fitted != given:
             raise PolicyError(
-                f"the policy was fitted on logits of {model!r} of the kind {fitted!r}; what runs gives {given!r}"
+                f"the policy was fitted on logits of kind {fitted!r} for {model!r}; the service's are {given!r}"
             )
 
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Replica:
     """A loaded model and its threads.
 
-    name: as people know it.   facts: what the model says of itself, once it is loaded.   leaves: whether it is being
+    name: as people know it.   facts: of the model, once it is loaded.   leaves: whether it is being
     replaced, and answers no more.
     """
 
@@ -69,14 +69,14 @@ class Replica:
         self._host.end(reason)
 
     async def _done_in(self, thread: _Thread, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Have a thread work; it is told where the caller goes away."""
+        """Run work in a thread; it is notified if the caller goes away."""
         stopped = threading.Event()
         future = thread.submit(partial(work, stopped.is_set))
         try:
             return await asyncio.wrap_future(future)
         finally:
             stopped.set()
-            if future.running():  # nobody shall take a replica for free whose thread is not
+            if future.running():  # a replica is not free while its thread is busy
                 await asyncio.wait([asyncio.wrap_future(future)])
 
     def _prepare(self, call: StageCall, begin: Callable[[], None], stopped: Callable[[], bool]) -> Prepared | None:

@@ -27,7 +27,7 @@ from cauc_ray.serving.store import Store, StoreError
 ROUTER = "Router"
 # Of this package's values in Ray's own key-value store.
 NAMESPACE = b"cauc_ray"
-# Serve says within this whether the stages have loaded, else they are taken not to have.
+# If Serve does not report within this that the stages have loaded, they count as not loaded.
 READY_S = 5.0
 _METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
@@ -115,17 +115,17 @@ class Router(Service):
         """Call a method of every replica of this deployment, this one included."""
         handle = serve.get_deployment_handle(ROUTER, self._app)
         try:
-            told: list[Any] = await handle.broadcast(what).results_async(timeout_s=LEASE_S, return_exceptions=True)
+            answers: list[Any] = await handle.broadcast(what).results_async(timeout_s=LEASE_S, return_exceptions=True)
         except Exception as error:  # a replica that is just ending fails in many ways
             return [error]
-        return told
+        return answers
 
     async def n_loaded(self) -> list[int] | None:
-        """Ask Serve, which tells all replicas of this deployment the same."""
+        """Ask Serve, which gives all replicas of this deployment the same answer."""
         try:
             return await asyncio.wait_for(asyncio.to_thread(self._running_replicas), READY_S)
         except (TimeoutError, RayError, RayServeException) as error:
-            logger.warning(f"Serve does not say whether the stages have loaded: {type(error).__name__}: {error}")
+            logger.warning(f"Serve does not report whether the stages have loaded: {type(error).__name__}: {error}")
             return None
 
     def _running_replicas(self) -> list[int]:

@@ -18,20 +18,20 @@ FRESH_S = 5.0
 
 
 class Needs:
-    """What routers have lately said that they need of a stage."""
+    """The replicas of a stage that routers have recently asked for."""
 
     def __init__(self) -> None:
-        self._told: dict[str, tuple[float, float]] = {}
+        self._needs: dict[str, tuple[float, float]] = {}
 
     def note(self, router: str, replicas: float) -> None:
         """Take what a router needs, in replicas that are busy all the time."""
-        self._told[router] = replicas, time.monotonic()
+        self._needs[router] = replicas, time.monotonic()
 
     def total(self) -> float:
         """Return what all routers need that have called lately."""
         now = time.monotonic()
-        self._told = {router: told for router, told in self._told.items() if now - told[1] < FRESH_S}
-        return sum(replicas for replicas, _ in self._told.values())
+        self._needs = {router: needs for router, needs in self._needs.items() if now - needs[1] < FRESH_S}
+        return sum(replicas for replicas, _ in self._needs.values())
 
 
 def replicas_for(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -39,5 +39,5 @@ def replicas_for(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
     A replica hears of the routers that call it; the most that one has heard is the nearest to the truth.
     """
-    told = (context.aggregated_metrics or {}).get(NEEDED, {})
-    return max(1, math.ceil(max(told.values(), default=0.0))), {}
+    needs = (context.aggregated_metrics or {}).get(NEEDED, {})
+    return max(1, math.ceil(max(needs.values(), default=0.0))), {}

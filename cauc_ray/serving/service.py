@@ -147,7 +147,7 @@ class Service(ABC):
     async def check_health(self) -> None:
         """Begin the background tasks, before the first request; raise if one has ended."""
         if self.cascade and any(task.done() for task in self._tasks):
-            raise RuntimeError("what follows the policy, the stages and the answers has ended")
+            raise RuntimeError("a background task of the service has ended")
 
     async def ready(self) -> bool:
         """Return whether requests can be answered: by all stages, or by the first where the pool degrades."""
@@ -193,8 +193,8 @@ class Service(ABC):
         try:
             return await asyncio.to_thread(self._adopt_kept)
         except StoreError as error:
-            logger.warning(f"the kept policy cannot be read: {error}")
-            raise RequestError("the policy in force cannot be looked up now; ask again", 503, 1.0) from error
+            logger.warning(f"the stored policy cannot be read: {error}")
+            raise RequestError("the active policy cannot be read now; try again", 503, 1.0) from error
 
     async def policy_version(self) -> int:
         """Look for a policy that was set elsewhere, and return the version of the one in force."""
@@ -222,9 +222,9 @@ class Service(ABC):
             self.metrics.policy_change("refused")
             raise RequestError(str(error), 409) from error
         except StoreError as error:
-            logger.warning(f"a policy could not be kept: {error}")
+            logger.warning(f"a policy could not be stored: {error}")
             raise RequestError(
-                "the policy may not have been kept: its store does not answer; GET it to see which is in force",
+                "the policy may not have been stored: its store does not answer; GET it to see which one is active",
                 503,
                 1.0,
             ) from error
@@ -236,7 +236,7 @@ class Service(ABC):
                 409,
             )
         self.metrics.policy_change("taken")
-        says = None if n_replicas is not None else "a replica has not answered; it takes the policy before it answers"
+        says = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
         changed = PolicyChanged(
             policy_id=after.id, previous=before.id, version=after.version, replicas=n_replicas, says=says
         )
@@ -249,11 +249,11 @@ class Service(ABC):
     async def watch(self) -> WatchReport:
         """Return what all replicas have seen of the answers of the policy in force. Raises RequestError (503)."""
         in_force = self.in_force
-        told = await self.ask_all("watched")
-        if silent := [one for one in told if not isinstance(one, WatchedHere)]:
-            logger.warning(f"a replica has not said what it has watched: {silent[0]!r:.200}")
-            raise RequestError("not every replica said what it has seen", 503, 1.0)
-        return report_of(in_force.policy, in_force.id, told)
+        found = await self.ask_all("watched")
+        if silent := [one for one in found if not isinstance(one, WatchedHere)]:
+            logger.warning(f"a replica has not reported its monitoring: {silent[0]!r:.200}")
+            raise RequestError("not every replica has reported", 503, 1.0)
+        return report_of(in_force.policy, in_force.id, found)
 
     async def feedback(self, body: bytes) -> FeedbackTaken:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
@@ -261,41 +261,41 @@ class Service(ABC):
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
         n, n_counted, says = len(feedback), 0, None
         if feedback.policy_id != in_force.id:
-            says = f"policy {in_force.id} is in force; what is known of another's answers is not counted"
+            says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback("other_policy", n)
         elif in_force.policy.reference is None:
-            says = f"policy {in_force.id} has nothing to compare its answers with; nothing is counted"
+            says = f"policy {in_force.id} has no reference to compare answers with; feedback is not counted"
             self.metrics.feedback("not_watched", n)
         else:
             own = feedback.given_by(in_force.policy)
             new = await asyncio.to_thread(self._reported.new, own)
             self.watching.outcomes(in_force.id, new.stages, new.confidences, new.correct)
             n_counted = len(new)
-            told = []
+            reasons = []
             if len(own) < n:
-                told.append(f"{n - len(own)} answers were cut short, by a request or a fault, and are not counted")
+                reasons.append(f"{n - len(own)} answers cut short by the request or a failure are not counted")
             if n_counted < len(own):
-                told.append(f"{len(own) - n_counted} answers had their feedback before and are not counted again")
-            says = "; ".join(told) or None
+                reasons.append(f"{len(own) - n_counted} answers already had feedback and are not counted again")
+            says = "; ".join(reasons) or None
             self.metrics.feedback("counted", n_counted)
             self.metrics.feedback("cut_short", n - len(own))
             self.metrics.feedback("repeated", len(own) - n_counted)
         return FeedbackTaken(policy_id=in_force.id, rows=n, counted=n_counted, says=says)
 
     async def _confirmed(self, version: int) -> int | None:
-        """Return how many replicas there are once all have a version or a later one, None where some do not say so."""
-        told = await self.ask_all("policy_version")
-        silent = [one for one in told if not isinstance(one, int) or one < version]
+        """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""
+        versions = await self.ask_all("policy_version")
+        silent = [one for one in versions if not isinstance(one, int) or one < version]
         for one in silent:
             logger.warning(f"a replica has not confirmed version {version} of the policy: {one!r:.200}")
-        return len(told) if told and not silent else None
+        return len(versions) if versions and not silent else None
 
     async def _in_touch(self) -> None:
         """Wait for this replica to look for a policy again; not for long: the last known is better than no answer."""
         deadline = time.monotonic() + LOOK_S
         while time.monotonic() - self._looked_at > LEASE_S:
             if time.monotonic() > deadline:
-                logger.warning(f"the policy cannot be looked up, {self.in_force.id} stays")
+                logger.warning(f"the policy cannot be read, {self.in_force.id} stays active")
                 self._looked_at = time.monotonic()
             await asyncio.sleep(0.01)
 
@@ -306,11 +306,11 @@ class Service(ABC):
             wanted = "*" if if_match is None else if_match
             if not {"*", self.etag(before)} & {tag.strip() for tag in wanted.split(",")}:
                 self.metrics.policy_change("overtaken")
-                raise RequestError(f"policy {before.id} is in force as {self.etag(before)}, not {wanted:.80}", 412)
+                raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {wanted:.80}", 412)
             after = InForce.of(change.applied(before.policy), before.version + 1)
             if self._log.append(after):
                 return before, after
-        raise RequestError("others change the policy all the time; try again later", 409, 1.0)
+        raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
     def _adopt_kept(self) -> InForce:
         # What is read first is adopted first: a policy that has been replaced shall not come back for a moment.
@@ -328,7 +328,7 @@ class Service(ABC):
             self.watching.begin(after.policy, after.id)
         if after.id != before.id:
             self.metrics.policy(after.id, before.id)
-            logger.info(f"policy {after.id} is in force after {before.id}")
+            logger.info(f"policy {after.id} is active, after {before.id}")
             self._reported.forget(before.id)
 
     async def _follow_policy(self) -> None:
@@ -336,9 +336,9 @@ class Service(ABC):
         await asyncio.to_thread(self._adopt_kept)
 
     async def _follow_stages(self) -> None:
-        """Learn how many replicas the stages have, and what their models say of themselves."""
-        told = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
-        for stage, found in enumerate(told):
+        """Update the number of the stages' replicas and their models' facts."""
+        answers = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
+        for stage, found in enumerate(answers):
             if isinstance(found, BaseException):
                 name = self.specs[stage].name
                 logger.warning(f"stage {name!r}: its state is unknown: {type(found).__name__}: {found}")

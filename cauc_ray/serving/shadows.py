@@ -28,8 +28,8 @@ PERIOD_S = 0.02
 PATIENCE_S = 10.0
 MOST_WAITING = 1000
 
-# Told the stages that gave the answers, int (n,), and which of them the whole cascade gave too, bool (n,).
-Tell: TypeAlias = Callable[[Ints, Bools], None]
+# Called with the stages that gave the answers, int (n,), and which of them the whole cascade gave too, bool (n,).
+Report: TypeAlias = Callable[[Ints, Bools], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Waiting:
     columns: Batch
     predictions: Ints
     state: Floats
-    tell: Tell
+    report: Report
     until: float
 
 
@@ -68,8 +68,8 @@ class Shadows:
         chosen: Bools = self._lot.random(n) < self.share
         return chosen
 
-    def offer(self, request: RequestState, tell: Tell) -> None:
-        """Take what was chosen of a request that has been answered.   tell: told what became of it, if anything."""
+    def offer(self, request: RequestState, report: Report) -> None:
+        """Take the chosen rows of an answered request.   report: called with the result, if there is one."""
         until = self._loop.time() + PATIENCE_S
         for early in request.early:
             if sum(len(waiting.predictions) for waiting in self._waiting) + len(early.rows) > MOST_WAITING:
@@ -77,7 +77,9 @@ class Shadows:
                 continue
             columns = {name: column[early.rows] for name, column in request.columns.items()}
             predictions = request.predictions[early.rows]
-            self._waiting.append(_Waiting(request.policy, early.stage, columns, predictions, early.state, tell, until))
+            self._waiting.append(
+                _Waiting(request.policy, early.stage, columns, predictions, early.state, report, until)
+            )
         if self._waiting and not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
@@ -111,4 +113,4 @@ class Shadows:
         except RequestError:
             self._cascade.dropped(n)
         else:
-            waiting.tell(np.full(n, waiting.stage), request.predictions == waiting.predictions)
+            waiting.report(np.full(n, waiting.stage), request.predictions == waiting.predictions)

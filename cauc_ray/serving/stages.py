@@ -54,7 +54,7 @@ class StageServer:
         self._facts = self._replica.facts.result()
 
     async def facts(self) -> tuple[str, ModelFacts]:
-        """Return the replica's name, and what its model says of itself."""
+        """Return the replica's name and its model's facts."""
         return self._replica.name, self._facts
 
     async def answer(self, call: StageCall) -> tuple[CallResult, Floats | None]:
@@ -94,11 +94,11 @@ class StageServer:
 
     def _require_meant(self, call: StageCall) -> None:
         if call.replica not in ("", self._replica.name):
-            raise GoneError(f"replica {call.replica} is there no more")
+            raise GoneError(f"replica {call.replica} no longer exists")
         self._needs.note(call.router, call.needed_replicas)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Tell Serve how many replicas the routers need, each busy for the share of its time that the pool names."""
+        """Report to Serve how many replicas the routers need at the pool's target share of busy time."""
         return {NEEDED: self._needs.total() / self._spec.serving.target_busy}
 
     def check_health(self) -> None:
@@ -125,14 +125,14 @@ class ServeClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
-        """Return what the replicas that take calls say of their models, by name, None where some do not answer."""
+        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
         try:
-            told = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
+            answers = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
         except DeploymentUnavailableError:
             return {}
         except TimeoutError:
             return None
-        return dict(one for one in told if isinstance(one, tuple))
+        return dict(one for one in answers if isinstance(one, tuple))
 
     async def answer(
         self, call: StageCall, on_begin: Callable[[], None] | None = None
@@ -191,7 +191,7 @@ class ServeClient:
         try:
             return await answering
         except BackPressureError as error:
-            raise StageError("overloaded", "it has too much to do") from error
+            raise StageError("overloaded", "it is overloaded") from error
         except DeploymentUnavailableError as error:
             raise StageError("down", "it could not be deployed") from error
         except ReplicaUnavailableError as error:
@@ -210,7 +210,7 @@ def _fault(error: RayError) -> tuple[Literal["died", "gone", "failed"], str]:
 
 
 class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types
-    """Routes a call to the replica that it names. Where that is gone, another says so."""
+    """Routes a call to the replica that it names. If that is gone, another one reports it."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -30,7 +30,7 @@ DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
 }
 
-# What JSON may hold for each kind of dtype, and how a message says it. True and 1 are not the same here.
+# The JSON types of each kind of dtype, and their names in messages. True and 1 are different here.
 _JSON_TYPES: Mapping[str, set[type]] = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}, "O": {str}}
 _JSON_NAMES: Mapping[type, str] = {
     bool: "booleans",
@@ -71,7 +71,7 @@ class Tensor:
 
     @classmethod
     def from_json(cls, name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
-        """Read an input from what JSON holds of it; data: a list, flat (row-major) or nested as the shape says.
+        """Read an input from what JSON holds of it; data: a list, flat (row-major) or nested by the shape.
 
         Raises RequestError naming the input when shape and data do not agree, or data are not of the datatype.
         """
@@ -80,9 +80,9 @@ class Tensor:
             raise _fault(name, "has no 'data', a list of its values")
         flat = _flattened(data, shape)
         if flat is None:
-            raise _fault(name, f"has data that are not nested as its shape {shown(shape)} says")
+            raise _fault(name, f"has data that are not nested by its shape {shown(shape)}")
         if len(flat) != n:
-            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} holds {n}")
+            raise _fault(name, f"has {len(flat)} values, but its shape {shown(shape)} needs {n}")
         return cls(name, datatype, _read_list(name, datatype, flat).reshape(shape))
 
     @classmethod
@@ -96,10 +96,10 @@ class Tensor:
             return cls(name, datatype, _read_elements(name, n, raw).reshape(shape))
         if len(raw) != n * dtype.itemsize:
             raise _fault(
-                name, f"has {len(raw)} bytes, but its shape {shown(shape)} of {datatype} takes {n * dtype.itemsize}"
+                name, f"has {len(raw)} bytes, but its shape {shown(shape)} of {datatype} needs {n * dtype.itemsize}"
             )
         if datatype == "BOOL" and (np.frombuffer(raw, dtype=np.uint8) > 1).any():
-            raise _fault(name, "is BOOL, but holds bytes other than 0 and 1")
+            raise _fault(name, "is BOOL, but has bytes other than 0 and 1")
         values = np.frombuffer(raw, dtype=dtype.newbyteorder("<")).astype(dtype, copy=False)
         return cls(name, datatype, values.reshape(shape))
 
@@ -124,7 +124,7 @@ class Tensor:
 
     def _not_for_json(self, what: str) -> RequestError:
         return RequestError(
-            f"output {shown(self.name)} holds {what}, which JSON cannot; ask for it with the parameter binary_data"
+            f"output {shown(self.name)} has {what}, which JSON cannot represent; ask for it with binary_data"
         )
 
 
@@ -161,7 +161,7 @@ def _read_list(name: str, datatype: str, flat: list[Any]) -> npt.NDArray[Any]:
     dtype = DATATYPES[datatype]
     wrong = set(map(type, flat)) - _JSON_TYPES[dtype.kind]
     if wrong:
-        raise _fault(name, f"is {datatype}, but its data hold {' and '.join(sorted(_JSON_NAMES[t] for t in wrong))}")
+        raise _fault(name, f"is {datatype}, but its data have {' and '.join(sorted(_JSON_NAMES[t] for t in wrong))}")
     if datatype == "BYTES":
         return np.array([text.encode() for text in flat], dtype=dtype)
     try:
@@ -196,7 +196,7 @@ def _beyond(name: str, datatype: str) -> RequestError:
         limits = f"{-most:.6g} to {most:.6g}"
     else:
         limits = f"{np.iinfo(dtype).min} to {np.iinfo(dtype).max}"
-    return _fault(name, f"holds a number beyond those of {datatype}, {limits}")
+    return _fault(name, f"has a number outside the range of {datatype}, {limits}")
 
 
 def _fault(name: str, what: str) -> RequestError:

@@ -10,7 +10,7 @@ from cauc_ray.serving.request_state import RequestState
 
 
 class Spans:
-    """Tells a tracer of each request: a span for it, and one for each stage that its rows waited for.
+    """Reports each request to a tracer: a span for it, and one for each stage that its rows waited for.
 
     tracer: of OpenTelemetry, None where nobody wants spans.
     """
@@ -28,17 +28,19 @@ class Spans:
         imported(setup)()
         return cls(trace.get_tracer("cauc_ray"))
 
-    def tell(self, headers: Mapping[str, str], started_ns: int, request: RequestState, told: Mapping[str, Any]) -> None:
+    def report(
+        self, headers: Mapping[str, str], started_ns: int, request: RequestState, own: Mapping[str, Any]
+    ) -> None:
         """Make the spans of an answered request, as a child of the caller's (header traceparent).
 
-        started_ns: of the request, since the epoch.   told: attributes of its span.
+        started_ns: of the request, since the epoch.   own: attributes of its span.
         """
         if self._tracer is None:
             return
         from opentelemetry import trace
         from opentelemetry.propagate import extract
 
-        attributes = {f"cauc.{name}": value for name, value in told.items()}
+        attributes = {f"cauc.{name}": value for name, value in own.items()}
         context = extract(dict(headers))
         span = self._tracer.start_span("cauc.infer", context, start_time=started_ns, attributes=attributes)
         inside = trace.set_span_in_context(span, context)

@@ -1,4 +1,4 @@
-"""What a router watches of its answers: kept at once, computed with now and then, told as metrics and on request."""
+"""A router's monitoring of its answers: stored at once, evaluated at intervals, reported as metrics and on request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.store import Store
 
-# Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and so many
-# say as much as all.
+# Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and this
+# many are enough.
 MOST_KEPT = 2000
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Watching:
             kept.agreements.append((stages, agreed))
 
     def settle(self) -> WatchedHere:
-        """Compute with all that was kept, tell what is found, and return it."""
+        """Evaluate all stored rows, report the result and return it."""
         with self._settling:
             kept = self._kept
             if kept.watch is None:
@@ -153,14 +153,14 @@ def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) ->
     """Return as JSON has it what routers have seen of the policy in force; holds is null where it has no reference."""
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
-        says = "is not watched: at this threshold or budget there is nothing to compare answers with"
+        says = "is not watched: at this threshold or budget it has no reference to compare answers with"
         return WatchReport(policy_id=policy_id, holds=None, says=says, routers=0)
     report: WatchReport = {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}  # type: ignore[typeddict-item]
     return report
 
 
 def _digest(policy: Policy) -> str:
-    """Return what tells policies apart, their references included."""
+    """Return a digest of a policy, its reference included."""
     content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

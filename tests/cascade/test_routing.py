@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from routed import routed
+from scripted_models import worker_of
 from synthetic import chain
-from told_models import worker_of
 
 from cauc_ray.cascade.bundles import Bundle, Part, in_batches
 from cauc_ray.cascade.bundles import joined as together

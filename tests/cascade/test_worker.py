@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_models import worker_of
 from synthetic import chain
-from told_models import worker_of
 
 from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.errors import ConfigError

@@ -85,7 +85,7 @@ def test_the_lock_holds_what_the_package_asks_for_and_nothing_unpinned():
     for requirement in asked_for():
         if normal(requirement.name) != "cauc-ray":
             assert PINNED[normal(requirement.name)] in requirement.specifier
-    # Beside two lines that say how it was made: pins and hashes, but no index, no path, no other option.
+    # In addition to two lines on how it was made: pins and hashes, but no index, no path, no other option.
     lines = LOCK.splitlines()[2:]
     pins = [line for line in lines if not re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
     assert len(pins) == len(PINNED)

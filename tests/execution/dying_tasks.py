@@ -23,7 +23,7 @@ def main() -> None:
     node = cluster.add_node(num_cpus=2, object_store_memory=10**8)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
 
-    def strike():
+    def kill():
         while len(list(folder.iterdir())) < 3:  # two are done, the next has begun
             time.sleep(0.05)
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -36,7 +36,7 @@ def main() -> None:
     for outcome in run_tasks(tasks, deadline_s=100):
         outcomes.append(outcome)
         if len(outcomes) == 2:
-            strike()
+            kill()
     ray.shutdown()
     cluster.shutdown()
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]

@@ -16,7 +16,7 @@ MODELS = ["m0", "m1", "m2"]
 
 
 def saved_pool(folder, **stage):
-    """Write a pool of saved stages over the table in folder/LOGITS; stage: what all of them have beside."""
+    """Write a pool of saved stages over the table in folder/LOGITS; stage: further settings of all of them."""
     stages = [
         {
             "name": model,

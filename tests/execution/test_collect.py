@@ -135,7 +135,7 @@ def test_a_collection_goes_on_where_it_was_and_does_nothing_twice(tmp_path, monk
     gone = sorted(p for p in files if "noted" in str(p) and p.name == "part-000001.parquet")
     assert len(gone) == 3  # each split has more than one block
     gone[0].unlink()
-    with pytest.raises(DataError, match=r"part-000001\.parquet is missing, which is committed"):
+    with pytest.raises(DataError, match=r"part-000001\.parquet is committed but missing; restore it"):
         cauc_ray.collect(pool(tmp_path, stage, noted), data, tmp_path / "L")
     (gone[0].parent / "_manifest" / "part-000001.json").unlink()
     log.unlink()
@@ -187,9 +187,7 @@ def test_a_collection_does_not_go_on_in_another_precision(tmp_path):
     content = json.loads(record.read_text())
     assert content["dtype"] == "float32"
     record.write_text(json.dumps({**content, "dtype": "bfloat16"}))
-    with pytest.raises(
-        ConfigError, match=r"'mnasnet' has answered split 'calibration' in bfloat16 .* go on in float32"
-    ):
+    with pytest.raises(ConfigError, match=r"'mnasnet' answered split 'calibration' in bfloat16 .* continue in float32"):
         cauc_ray.collect(path, tmp_path / "i.parquet", tmp_path / "L", split="test")
     assert not (tmp_path / "L" / "model=mnasnet" / "split=test").exists()
 
@@ -228,9 +226,9 @@ def test_a_worker_that_is_killed_in_mid_run_loses_nothing_and_repeats_no_row(tmp
 ENDS = {
     "dies": (
         python_stage("bad", "always_dies", cost={"gflops": 2}),
-        r"every replica of stage 'bad' dies: .*unexpectedly exits",
+        r"all replicas of stage 'bad' die: .*unexpectedly exits",
     ),
-    "has no cost": (python_stage("bad", "longest", cost=None), "stage 'bad': nobody says what a call costs"),
+    "has no cost": (python_stage("bad", "longest", cost=None), "stage 'bad': the cost of a call is unknown"),
 }
 
 
@@ -351,7 +349,7 @@ def test_models_run_side_by_side_as_resources_allow(tmp_path):
     assert len(set(log.read_text().split())) == 3
 
 
-def test_faults_are_told_before_anything_starts(tmp_path):
+def test_faults_are_reported_before_anything_starts(tmp_path):
     questions(tmp_path / "q.parquet", 40)
     good = pool(tmp_path, python_stage("long", "longest"))
     with pytest.raises(ConfigError, match=r"is for image-classification, but q\.parquet is"):
@@ -392,7 +390,7 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     shutil.rmtree(tmp_path / "L" / "model=long" / "split=test")
     copy = tmp_path / "L" / "model=long" / "split=validation" / "part-000000 (1).parquet"
     shutil.copy(copy.with_name("part-000000.parquet"), copy)
-    with pytest.raises(DataError, match="is none of the parts that were written there; remove it"):
+    with pytest.raises(DataError, match="was not written by a run; remove it"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     copy.unlink()
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")

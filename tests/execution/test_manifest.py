@@ -146,7 +146,7 @@ def test_what_somebody_else_did_to_a_folder_is_named(tmp_path):
         parts.committed()
     entry.write_text(whole)
     os.unlink(file)
-    with pytest.raises(DataError, match=r"part-000000\.parquet is missing, which is committed; put it back, or remove"):
+    with pytest.raises(DataError, match=r"part-000000\.parquet is committed but missing; restore it, or remove"):
         parts.committed()
 
 

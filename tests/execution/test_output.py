@@ -47,7 +47,7 @@ def test_what_is_no_line_of_a_model_is_left_out(caplog):
     assert logged(caplog, bars, batch(12, "a fault of Ray's", name="RunController"), batch(13, "more", name=None)) == []
 
 
-def test_lines_cannot_steer_the_terminal(caplog):
+def test_lines_cannot_control_the_terminal(caplog):
     (line,) = logged(caplog, batch(11, "\x1b[1;31mred\x1b[0m\tand \x1b]loud\x07"))
     assert line == "stage 'small': red\tand ]loud"
 

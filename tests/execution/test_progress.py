@@ -64,7 +64,7 @@ def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
 
 
 @given(st.floats(0.1, 5), st.integers(1, 1000), st.integers(2, 300))
-def test_a_steady_run_ends_when_it_was_foretold(dt, per_look, n_looks):
+def test_a_steady_run_ends_when_it_was_predicted(dt, per_look, n_looks):
     meter, n_rows = RateMeter(), per_look * n_looks
     for i in range(n_looks + 1):
         rates = meter.add(look(i * dt, accepted=i * per_look, n_rows=n_rows))

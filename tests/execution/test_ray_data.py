@@ -70,7 +70,7 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
 
 
 @pytest.mark.slow
-def test_the_dataset_is_told_how_much_of_the_object_store_it_may_take(lazy):
+def test_the_dataset_gets_its_share_of_the_object_store(lazy):
     from cauc_ray.execution.ray_data import STORE_SHARE
 
     blocks = dataset_input(lazy).source(15).blocks(0)

@@ -102,7 +102,7 @@ def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
     assert numbers({0: "as it was named", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), None)}) == [0]
     with pytest.raises(DataError, match="block 0 holds other rows"):
         numbers({0: "of other rows"}, {0: failed})
-    with pytest.raises(DataError, match="block 0 cannot be tried again: an example_id is there twice"):
+    with pytest.raises(DataError, match="block 0 cannot be tried again: an example_id is a duplicate"):
         numbers(DIGESTS, {0: FailedBlock(Counter(small=2), frozenset({"row-1", "row-9"}))})
     with pytest.raises(DataError, match="block 0 cannot be tried again: damaged"):
         numbers(DIGESTS, {0: failed}, bad_tries=(9, 0))

@@ -79,7 +79,7 @@ def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_
     dataset = ray.data.range(2560, override_num_blocks=4).map_batches(changing(flag), batch_size=None)
     killed = []
 
-    def strike(progress):
+    def kill(progress):
         tasks = processes("read_blocks")
         if progress.n_finished >= 768 and tasks and not killed:
             flag.touch()
@@ -88,7 +88,7 @@ def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_
                 task.kill()
 
     with pytest.raises(DataError, match=r"Ray dataset gives other rows .*holds other rows.*start a new run"):
-        cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=strike)
+        cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=kill)
     assert killed
     rows = by_example(read_all(tmp_path / "out" / "predictions"))  # what was committed before stays, each row once
     assert len(rows) >= 768

@@ -187,7 +187,7 @@ def test_a_column_that_no_model_reads_may_be_damaged(tmp_path):
 @pytest.mark.slow
 def test_a_stage_whose_processes_end_as_they_load_ends_the_run_long_before_its_limit(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("ends_its_process", {})])
-    with pytest.raises(ExecutionError, match="every replica of stage 'large' dies as it loads"):
+    with pytest.raises(ExecutionError, match="all replicas of stage 'large' die while they load"):
         run(tmp_path, pool, two_model_policy(threshold=0.99), numbered_input(tmp_path))
 
 
@@ -250,7 +250,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(tmp_path, ending):
     assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True) == summary
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    with pytest.raises(ConfigError, match="holds no run that could be resumed"):
+    with pytest.raises(ConfigError, match="has no run to resume"):
         cauc_ray.run(sound, policy, inputs, tmp_path / "other", resume=True)
 
 
@@ -262,7 +262,7 @@ def test_a_block_whose_rows_all_fail_is_committed_too(tmp_path):
     assert read_all(tmp_path / "out" / "predictions").num_rows == 0
 
 
-def test_a_stage_that_fits_nowhere_is_told_before_anything_starts(tmp_path):
+def test_a_stage_that_fits_nowhere_is_reported_before_anything_starts(tmp_path):
     inputs, policy = numbered_input(tmp_path), two_model_policy()
     for resources, asked in (
         ({"num_gpus": 2}, "8 CPUs and 2 GPUs"),
@@ -289,7 +289,7 @@ def test_memory_is_held_while_a_stage_runs(tmp_path):
     assert ray.cluster_resources()["memory"] - min(free) == 2 * (64 << 20)
 
 
-def test_faults_of_the_call_are_told_before_ray_is_asked(tmp_path):
+def test_faults_of_the_call_are_reported_before_ray_is_asked(tmp_path):
     inputs, policy = numbered_input(tmp_path), two_model_policy()
     pool = python_pool(tmp_path, [("by_x", {})] * 2)
     (tmp_path / "out").mkdir()

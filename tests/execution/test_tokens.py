@@ -57,7 +57,7 @@ def test_a_head_that_wants_a_token(cascade, home, tmp_path):
             (home(TOKEN), {}, ["asks for a token", "RAY_AUTH_MODE=token"]),
             (home(), {}, ["RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"]),
             (home(TOKEN), {"RAY_AUTH_MODE": "disabled"}, ["RAY_AUTH_MODE=token"]),
-            (home(), {"RAY_AUTH_MODE": "token"}, ["there is no token", "RAY_AUTH_TOKEN_PATH"]),
+            (home(), {"RAY_AUTH_MODE": "token"}, ["no token is set", "RAY_AUTH_TOKEN_PATH"]),
             (home("cd" * 32), {"RAY_AUTH_MODE": "token"}, ["refuses this token", "RAY_AUTH_TOKEN"]),
         ):
             code, error = join(cascade, tmp_path / "new", head, folder, **variables)

@@ -77,7 +77,7 @@ def test_a_cost_is_far_off_when_it_and_the_measured_one_are_more_than_a_quarter_
         assert ("two operations" in told) == (2 / FAR <= ratio <= 2 * FAR)
 
 
-def test_twice_the_cost_is_told_for_what_it_is():
+def test_twice_the_cost_is_reported_as_such():
     assert cost_far_off("a", 8.0, 4.0) == (
         "stage 'a': its cost of 8 GFLOPs is 2 times the measured 4; "
         "it may count a multiply-add as two operations instead of one"

@@ -242,7 +242,7 @@ def test_a_gguf_file_answers_as_its_weights_do():
     assert SMOLLM2_FILE in model.facts.source
 
 
-def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path):
+def test_a_missing_model_is_reported_in_one_line(tmp_path):
     for model, file in ((tmp_path, None), ("nobody/nothing", None), (tmp_path, "absent.gguf")):
         with pytest.raises(ConfigError, match="cannot be loaded") as error:
             spec(model, gguf_file=file).load()

@@ -55,7 +55,7 @@ def test_a_factory_that_gives_no_model_is_refused(factory):
         PythonSpec(kind="python", factory=factory).load()
 
 
-def test_a_saved_model_answers_from_its_table_in_the_time_that_it_is_told(tmp_path):
+def test_a_saved_model_answers_from_its_table_in_the_given_time(tmp_path):
     chain = write_table(tmp_path / "L", n=30, per_call=True)["test"]
     spec = SavedSpec(
         kind="saved", logits=tmp_path / "L", model="m1", split="test", seconds_per_call=0.05, seconds_per_row=0.01

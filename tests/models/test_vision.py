@@ -476,7 +476,7 @@ EPS = encoded(Image.fromarray(PIXELS), "EPS")
         (3.5, "expected an image"),
     ],
 )
-def test_what_is_no_image_is_said_in_one_line(image, says):
+def test_what_is_not_an_image_is_reported_in_one_line(image, says):
     with pytest.raises(DataError) as error:
         decode_image(image)
     assert says in str(error.value)

@@ -4,9 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from fake_stages import Counts, a_pool
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lanes import Counts, a_pool
 from synthetic import chain
 from virtual_time import run_virtually
 

@@ -71,7 +71,7 @@ def test_recursive_fusion_that_lands_below_the_large_model_is_seen(shared_logits
         ("priced_mmlu", ["llama3.1-70b", "qwen2.5-72b-instruct"]),
     ],
 )
-def test_a_default_threshold_dearer_than_the_large_model_is_seen(shared_logits, table, models):
+def test_a_default_threshold_more_expensive_than_the_large_model_is_seen(shared_logits, table, models):
     calibration, validation, test = splits(shared_logits, table, models)
     threshold = right(calibration.logits[1], calibration.labels).mean()
     deferred = softmax(calibrated(calibration, test)[0][0], axis=1).max(axis=1) < threshold
@@ -146,10 +146,10 @@ def test_a_confidence_that_ranks_nothing_is_seen(shared_logits):
     ranks = mannwhitneyu(confidences[correct], confidences[~correct], alternative="greater")
     assert ranks.statistic / (correct.sum() * (~correct).sum()) < 0.53
     assert ("uninformative-confidence", "falcon-7b") in fired(fit_base(calibration, validation))
-    # A hopeless model may yet know when it is right: the guards of cost see what it is worth.
-    hopeless = fit_base(*splits(shared_logits, "cifar100", ["efs_lenet_5", "efs_densenet_bc_100"])[:2])
-    assert ("uninformative-confidence", "efs_lenet_5") not in fired(hopeless)
-    assert {"cost-above-largest", "below-single-model"} <= names(hopeless)
+    # A poor model may still know when it is right: the guards of cost notice its value.
+    poor = fit_base(*splits(shared_logits, "cifar100", ["efs_lenet_5", "efs_densenet_bc_100"])[:2])
+    assert ("uninformative-confidence", "efs_lenet_5") not in fired(poor)
+    assert {"cost-above-largest", "below-single-model"} <= names(poor)
 
 
 @pytest.mark.parametrize("method", FITS)

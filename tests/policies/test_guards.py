@@ -41,8 +41,8 @@ def test_costs_and_accuracies_are_compared_with_the_models_own(seed, fit, thresh
     policy = fit(calibration, validation, ThresholdRule(threshold=threshold))
     answers, measures = measure_replay(policy, validation)
     correct, means = answers.predictions == validation.labels, validation.costs.means
-    (dear,) = guards_of(policy, "cost-above-largest")
-    assert dear.fired == (measures.cost > means[1] * (1 + 1e-9))
+    (costs_more,) = guards_of(policy, "cost-above-largest")
+    assert costs_more.fired == (measures.cost > means[1] * (1 + 1e-9))
     affordable = [place for place in (0, 1) if means[place] <= measures.cost * (1 + 1e-9)]
     best = max(alone(validation, place).mean() for place in affordable)
     (below,) = guards_of(policy, "below-single-model")

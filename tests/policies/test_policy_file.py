@@ -56,8 +56,8 @@ def edited(policy, changes):
 @kinds
 def test_a_policy_comes_back_from_its_file_to_the_bit(policies, kind, tmp_path):
     policy = policies[kind]
-    dearest = policy.curve[-1].cost
-    for own in (policy, policy.with_budget(dearest), policy.with_budget(20), policy.with_threshold(np.float64(0.25))):
+    largest = policy.curve[-1].cost
+    for own in (policy, policy.with_budget(largest), policy.with_budget(20), policy.with_threshold(np.float64(0.25))):
         (tmp_path / "policy.json").write_text(own.to_json())
         loaded = Policy.load(tmp_path / "policy.json")
         assert loaded == own

@@ -24,7 +24,7 @@ methods = st.sampled_from(["base", "rf"])
 strengths = st.lists(st.floats(0.2, 2.6), min_size=2, max_size=4).map(tuple)
 
 
-def dearer(data, steepness):
+def more_expensive(data, steepness):
     """Return a chain each of whose models costs so many times as much as the one before it."""
     return replace(data, costs=Costs("GFLOPs", float(steepness) ** np.arange(len(data.models))))
 
@@ -41,7 +41,7 @@ def quality_of(policy, data, objective="accuracy"):
 
 @given(seeds, methods, strengths, st.floats(1.05, 5), st.one_of(st.none(), st.floats(0.5, 30)))
 def test_safe_is_never_worse_on_validation_than_the_large_model_at_its_cost(seed, method, strengths, steepness, budget):
-    calibration, validation = (dearer(data, steepness) for data in splits(seed, 150, strengths=strengths))
+    calibration, validation = (more_expensive(data, steepness) for data in splits(seed, 150, strengths=strengths))
     try:
         policy = fit_policy(method, calibration, validation, ThresholdRule(budget=budget), NAMES, safe=True)
     except BudgetError:
@@ -76,7 +76,7 @@ def test_no_cheaper_model_is_better_by_the_objective_and_a_threshold_that_is_giv
 @given(seeds, methods)
 @settings(max_examples=30)
 def test_safe_is_plain_where_all_is_supported(seed, method):
-    calibration, validation = (dearer(data, 6) for data in splits(seed, 900, strengths=(1.4, 1.6)))
+    calibration, validation = (more_expensive(data, 6) for data in splits(seed, 900, strengths=(1.4, 1.6)))
     plain = fit_policy(method, calibration, validation, ThresholdRule(), NAMES)
     quality, cost = quality_of(plain, validation)
     large = of_model(validation, 1, "accuracy")
@@ -97,7 +97,7 @@ def test_safe_is_plain_where_all_is_supported(seed, method):
 @given(seeds)
 @settings(max_examples=30)
 def test_a_stage_is_fused_where_validation_establishes_the_gain_and_answers_by_itself_elsewhere(seed):
-    calibration, validation = (dearer(data, 4) for data in splits(seed, 300, strengths=(0.8, 1.3, 1.8)))
+    calibration, validation = (more_expensive(data, 4) for data in splits(seed, 300, strengths=(0.8, 1.3, 1.8)))
     policy = fit_rf(calibration, validation, ThresholdRule(threshold=0.9), safe=True)
     for place in (1, 2):
         stages = tuple(

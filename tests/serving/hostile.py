@@ -150,7 +150,7 @@ def _changed_key(draw, text):
 
 
 def _changed_text(draw, text):
-    """Cut it off, or put something into its midst."""
+    """Cut it off, or put something into its middle."""
     at = draw(st.integers(0, max(0, len(text) - 1)))
     odd = draw(st.sampled_from(["", "\ufeff", "\x00", "\ud800", "//", "\n", ",", "]", "}", '"', "\\", "9" * 500]))
     return text[:at] + odd + (text[at:] if draw(st.booleans()) else "")

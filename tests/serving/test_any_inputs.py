@@ -95,6 +95,6 @@ def test_tensors_become_columns_of_rows_or_are_refused(name, given_tensors):
 def test_what_stands_beside_questions_is_kept():
     question = json.dumps({"question": "q", "choices": ["a", "b"], "subject": "own"})
     columns, _ = INPUTS["questions"].columns(
-        {name: Tensor(name, "BYTES", texts(text)) for name, text in (("question", question), ("context", "beside"))}
+        {name: Tensor(name, "BYTES", texts(text)) for name, text in (("question", question), ("context", "separate"))}
     )
-    assert (columns["context"][0], columns["subject"][0], columns["choices"][0]) == ("beside", "own", ["a", "b"])
+    assert (columns["context"][0], columns["subject"][0], columns["choices"][0]) == ("separate", "own", ["a", "b"])

@@ -2,9 +2,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from fake_stages import Stage, a_pool, cascade_of, columns_of, together
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import Stage, a_pool, cascade_of, columns_of, together
 from synthetic import chain
 from virtual_time import run_virtually
 

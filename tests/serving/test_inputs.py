@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from lanes import a_pool
+from fake_stages import a_pool
 
 from cauc_ray.models.pool import pool_of
 from cauc_ray.serving.faults import RequestError
@@ -102,8 +102,8 @@ def test_what_a_pool_declares_is_asked_for():
     read, n = columns(inputs, good)
     assert (n, read["image"] is good.values) == (2, True)
     for tensor, says in (
-        (Tensor("image", "FP64", np.zeros((2, 4, 7))), "is FP32, not FP64"),
-        (Tensor("image", "FP32", np.zeros((2, 5, 7), np.float32)), r"shape [rows, 4, -1], not [2, 5, 7]"),
+        (Tensor("image", "FP64", np.zeros((2, 4, 7))), "must be FP32, got FP64"),
+        (Tensor("image", "FP32", np.zeros((2, 5, 7), np.float32)), r"shape [rows, 4, -1], got [2, 5, 7]"),
         (Tensor("image", "FP32", np.zeros((2, 4), np.float32)), "not [2, 4]"),
         (Tensor("image", "FP32", np.zeros((), np.float32)), "first dimension"),
         (Tensor("x", "FP32", np.zeros((2, 4, 7), np.float32)), "no input 'image'"),
@@ -124,7 +124,7 @@ def test_tensors_have_as_many_rows_as_each_other_and_no_more_than_allowed():
     assert "has 2 rows, input 'x' has 3" in refusal(
         inputs, Tensor("x", "INT64", np.arange(3)), Tensor("y", "INT64", np.arange(2))
     )
-    assert "1 to 5 rows, not 6" in refusal(inputs, Tensor("x", "INT64", np.arange(6)))
+    assert "1 to 5 rows, got 6" in refusal(inputs, Tensor("x", "INT64", np.arange(6)))
 
 
 def test_saved_models_ask_for_ids():

@@ -142,7 +142,7 @@ def test_a_stop_while_models_load_is_orderly(home):
     assert (command.process.returncode, out, err) == (0, "", "")
 
 
-def test_a_model_that_cannot_load_is_told_in_one_line(home):
+def test_a_model_that_cannot_load_is_reported_in_one_line(home):
     python_pool(home, [("by_x", {}), ("cannot_load", {})])
     with (
         pytest.raises(ExecutionError, match=r"does not start: stage large: OSError: weights\.pt is not there$"),

@@ -374,9 +374,9 @@ def test_bodies_that_are_not_so_encoded_are_refused(body, compress, data):
     encoding = {gzip.compress: "gzip", zlib.compress: "deflate"}[compress]
     whole = compress(body)
     for damaged, said in (
-        (whole[: data.draw(st.integers(0, len(whole) - 1))], "ends in the midst"),
-        (whole + data.draw(st.binary(min_size=1)), "goes on after the end"),
-        (whole * 2, "goes on after the end"),
+        (whole[: data.draw(st.integers(0, len(whole) - 1))], "ends within"),
+        (whole + data.draw(st.binary(min_size=1)), "continues after the end"),
+        (whole * 2, "continues after the end"),
         (b"\0" + body, "is not valid"),
         (whole[:-1] + bytes([whole[-1] ^ 1]), "is not valid"),
     ):

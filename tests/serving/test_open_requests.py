@@ -12,18 +12,18 @@ class Clock:
 
 def test_more_are_expected_while_fewer_are_open_than_lately():
     clock = Clock()
-    crowd = OpenRequests(clock)
-    with crowd.one_more():
-        assert not crowd.expects_more()  # a client that is alone
+    open_requests = OpenRequests(clock)
+    with open_requests.one_more():
+        assert not open_requests.expects_more()  # a client that is alone
     with ExitStack() as open_ones:
         for _ in range(5):
-            open_ones.enter_context(crowd.one_more())
-        assert not crowd.expects_more()  # all are here
+            open_ones.enter_context(open_requests.one_more())
+        assert not open_requests.expects_more()  # all are here
     clock.now += WINDOW_S / 2
-    with crowd.one_more():
-        assert crowd.expects_more()
+    with open_requests.one_more():
+        assert open_requests.expects_more()
         clock.now += WINDOW_S
-        assert crowd.expects_more()
+        assert open_requests.expects_more()
     clock.now += 3 * WINDOW_S
-    with crowd.one_more():
-        assert not crowd.expects_more()  # the crowd has gone home
+    with open_requests.one_more():
+        assert not open_requests.expects_more()  # no client is left

@@ -10,9 +10,9 @@ import urllib.request
 import numpy as np
 import pytest
 import yaml
+from fake_stages import Fleet, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import Fleet, a_pool, cascade_of, columns_of
 from runs import python_pool, two_model_policy
 from synthetic import chain
 from virtual_time import run_virtually

@@ -35,7 +35,7 @@ def of_kind(kind):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({}, "names a policy, a threshold or a budget"),
+        ({}, "give a policy, a threshold or a budget"),
         ({"policies": "x"}, "unknown key 'policies'"),
         ({"threshold": 0.5, "budget": 3.0}, "not both"),
         ({"threshold": "high"}, "threshold"),
@@ -45,12 +45,12 @@ def of_kind(kind):
         ({"policy": {"format": "cauc-policy/2"}}, "cauc-policy/1"),
         (
             {"policy": fit_rf(chain(strengths=(1.0, 2.0)), rule=ThresholdRule(0.5)).model_dump(mode="json")},
-            "what runs is",
+            "the service runs",
         ),
         ({"policy": {**RF.model_dump(mode="json"), "cost_unit": "USD"}}, "counts costs in USD"),
         ({"policy": {**RF.model_dump(mode="json"), "logit_kind": "other"}}, "of the kind 'other'"),
         ({"policy": of_kind("surrogate")}, "of the kind 'surrogate'"),
-        (["policy"], "no change of policy"),
+        (["policy"], "invalid change of policy"),
     ],
 )
 def test_a_change_that_cannot_be_is_refused_in_one_line(change, says):

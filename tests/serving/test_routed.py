@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from lanes import Stage, a_pool, cascade_of, columns_of, together
+from fake_stages import Stage, a_pool, cascade_of, columns_of, together
 from routed import routed
 from synthetic import chain
 from virtual_time import run_virtually

@@ -169,7 +169,7 @@ def test_the_policy_changes_with_its_own_token_only(local, set_policy):
     assert infer(local, Authorization=f"Bearer {TOKEN}")[1]["parameters"]["policy_id"] == changed["policy_id"]
     code, _, err = set_policy("two.json", token=POLICY_TOKEN)
     assert code == 2
-    assert f"what runs is {', '.join(MODELS)}" in err
+    assert f"the service runs {', '.join(MODELS)}" in err
     code, _, err = set_policy("--budget", "0.01", token=POLICY_TOKEN)
     assert code == 2
     assert "cheapest operating point" in err
@@ -233,7 +233,7 @@ def started(folder, ray_folder, *factories):
 
 
 @pytest.mark.slow
-def test_what_models_print_is_told_with_the_stages_name(tmp_path, ray_folder):
+def test_what_models_print_is_logged_with_the_stages_name(tmp_path, ray_folder):
     process = started(tmp_path, ray_folder, *[("talkative", {"seconds": 0.0})] * 2)
     try:
         url = json.loads(process.stdout.readline())["url"]
@@ -287,7 +287,7 @@ def test_bad_input_is_one_line_and_exit_2(cauc, arguments, says):
     assert says in err
 
 
-def test_a_cluster_that_is_not_there_is_told_in_one_line(home, ray_folder):
+def test_a_cluster_that_does_not_exist_is_reported_in_one_line(home, ray_folder):
     # In a process of its own: this one may have a Ray session, which would be used instead.
     command = [CAUC, "serve", "pool.yaml", "--policy", "rf.json", "--port", "0", "--address", "localhost:1"]
     done = subprocess.run(command, cwd=home, env=environment(ray_folder), capture_output=True, text=True)
@@ -295,7 +295,7 @@ def test_a_cluster_that_is_not_there_is_told_in_one_line(home, ray_folder):
     assert done.stderr == "cauc: error: no Ray cluster at 'localhost:1': Connection refused\n"
 
 
-def test_what_is_no_service_of_ours_is_told_so(cauc):
+def test_what_is_not_one_of_our_services_is_reported(cauc):
     """Something that speaks no HTTP listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -225,7 +225,7 @@ def test_a_policy_that_was_set_outlives_the_replicas_that_took_it(chain, service
         cauc_ray.set_policy(chain.policies["rf"], url=service.url)
 
 
-def test_what_cannot_be_served_is_told_in_one_line(chain, ray_session, tmp_path):
+def test_what_cannot_be_served_is_reported_in_one_line(chain, ray_session, tmp_path):
     with (
         pytest.raises(ConfigError, match="cannot listen at"),
         cauc_ray.serve(chain.pool, chain.policies["rf"], port=1 << 17),
@@ -240,7 +240,7 @@ def test_what_cannot_be_served_is_told_in_one_line(chain, ray_session, tmp_path)
 
 def test_a_serve_that_runs_already_is_left_alone(chain, service):
     with (
-        pytest.raises(ExecutionError, match="Ray Serve runs on this cluster already"),
+        pytest.raises(ExecutionError, match="Ray Serve already runs on this cluster"),
         cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="another"),
     ):
         pass

@@ -70,7 +70,7 @@ class Service:
     def stop(self, *signals, group):
         """Send signals one after another; return the exit code and what was written, once all is over and gone.
 
-        It must be over in ten seconds, requests in flight included.
+        It must be over in ten seconds, open requests included.
         """
         started, asked = self.processes(), time.monotonic()
         for number in signals:

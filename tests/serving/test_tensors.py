@@ -103,7 +103,7 @@ def test_whole_numbers_are_read_up_to_their_limits_and_no_further(datatype, powe
     if limits.min <= number <= limits.max:
         assert Tensor.from_json("x", datatype, [2], [0, number]).values.tolist() == [0, number]
     else:
-        assert f"beyond those of {datatype}, {limits.min} to {limits.max}" in json_fault(datatype, [2], [0, number])
+        assert f"range of {datatype}, {limits.min} to {limits.max}" in json_fault(datatype, [2], [0, number])
 
 
 @given(st.sampled_from(FLOATS), st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.integers(), min_size=1))
@@ -113,7 +113,7 @@ def test_numbers_are_rounded_to_the_nearest_and_refused_beyond_the_range(datatyp
     if np.isfinite(expected).all():
         assert same(Tensor.from_json("x", datatype, [len(numbers)], numbers).values, expected)
     else:
-        assert f"beyond those of {datatype}, -" in json_fault(datatype, [len(numbers)], numbers)
+        assert f"outside the range of {datatype}, -" in json_fault(datatype, [len(numbers)], numbers)
 
 
 def test_numbers_that_not_even_python_s_floats_hold_are_refused():
@@ -132,7 +132,7 @@ def test_a_value_of_another_type_is_refused_wherever_it_stands(tensor, data):
     values[place] = strange
     message = json_fault(tensor.datatype, list(tensor.values.shape), values)
     if strange != []:
-        assert f"is {tensor.datatype}, but its data hold " in message
+        assert f"is {tensor.datatype}, but its data have " in message
 
 
 @given(tensors(json=True, shapes=hnp.array_shapes(min_dims=2, max_dims=4, min_side=2, max_side=4)), st.data())
@@ -193,9 +193,9 @@ def test_shapes_at_the_limits_are_read():
         assert Tensor.from_raw("x", "INT8", dims, memoryview(bytes(values))).values.shape == tuple(dims)
 
 
-def test_counts_and_missing_data_are_told():
-    assert "has 5 values, but its shape [2, 3] holds 6" in json_fault("INT8", [2, 3], [1] * 5)
-    assert "has 1 values, but its shape [] holds 1" not in json_fault("INT8", [], [1, 2])
+def test_counts_and_missing_data_are_reported():
+    assert "has 5 values, but its shape [2, 3] needs 6" in json_fault("INT8", [2, 3], [1] * 5)
+    assert "has 1 values, but its shape [] needs 1" not in json_fault("INT8", [], [1, 2])
     for data in (None, 3, "text", {}, True):
         assert "has no 'data', a list of its values" in json_fault("INT8", [1], data)
     assert "has 4 bytes, but its shape [3] of INT16 takes 6" in raw_fault("INT16", [3], b"1234")
@@ -213,7 +213,7 @@ def test_what_json_cannot_hold_must_be_asked_for_as_binary(tensor, data):
     strange = st.just(b"caf\xe9") if tensor.datatype == "BYTES" else st.sampled_from([np.nan, np.inf, -np.inf])
     tensor.values.flat[place] = data.draw(strange)
     message = refusal(tensor.to_json).message
-    assert message.startswith("output 'x' holds ")
+    assert message.startswith("output 'x' has ")
     assert "binary_data" in message
     raw = memoryview(tensor.to_raw())
     assert same(Tensor.from_raw("x", tensor.datatype, list(tensor.values.shape), raw).values, tensor.values)

@@ -2,7 +2,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from lanes import Stage, a_pool, cascade_of, columns_of
+from fake_stages import Stage, a_pool, cascade_of, columns_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -36,7 +36,7 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     answer = asyncio.run(main())
     first_ns = min(ready for ready, _ in answer.spans_ns.values())
     caller = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    spans.tell({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
+    spans.report({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
     import test_tracing  # as the configuration names it
 
     found = {span.name: span for span in test_tracing.EXPORTER.get_finished_spans()}
@@ -53,7 +53,7 @@ def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
     ]
 
 
-def test_without_a_setting_there_are_no_spans_and_a_bad_one_is_told():
-    Spans.configured(None).tell({}, 0, None, {})
+def test_without_a_setting_there_are_no_spans_and_a_bad_one_is_reported():
+    Spans.configured(None).report({}, 0, None, {})
     with pytest.raises(ConfigError, match="nowhere"):
         Spans.configured("nowhere:set_up")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from fake_stages import Stage, a_pool, cascade_of, columns_of
 from hypothesis import given
 from hypothesis import strategies as st
-from lanes import Stage, a_pool, cascade_of, columns_of
 from synthetic import chain
 from virtual_time import run_virtually
 

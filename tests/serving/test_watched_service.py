@@ -149,7 +149,7 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
         assert f"policy {watched.other.id} is in force" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
         content = seen(service, lambda content: content["holds"] is None)
-        assert "nothing to compare" in content["says"]
+        assert "no reference to compare" in content["says"]
     finally:
         cauc_ray.set_policy(watched.policy, url=service.url)
 

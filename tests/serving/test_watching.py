@@ -6,7 +6,7 @@ import logging
 
 import numpy as np
 import pytest
-from lanes import Stage, a_pool, cascade_of, columns_of
+from fake_stages import Stage, a_pool, cascade_of, columns_of
 from synthetic import chain
 from virtual_time import run_virtually
 
@@ -26,7 +26,7 @@ TRACE = trace_policy(POLICY, DATA, likeliest=True)
 COSTS = np.array([stage.cost for stage in POLICY.stages])
 
 
-class Told:
+class Recorder:
     """Remembers what it is told of agreements, and of what was watched."""
 
     def __init__(self):
@@ -53,7 +53,7 @@ def shadowed(share):
     async def main():
         mine = [Stage(f"logits{stage}") for stage in range(3)]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=share), mine)
-        told, answers = Told(), []
+        told, answers = Recorder(), []
         for rows in np.arange(len(DATA)).reshape(-1, 5):
             answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
@@ -83,7 +83,7 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
     assert np.array_equal(predictions, EXPECTED.predictions)
 
 
-def test_a_share_is_chosen_by_lot_and_always_the_same():
+def test_a_share_is_chosen_at_random_and_always_the_same():
     counts, told, _, _ = shadowed(0.25)
     n_early = int((EXPECTED.stages < 2).sum())
     n = counts.shadows["compared"]
@@ -100,7 +100,7 @@ def test_rows_that_a_request_caps_are_not_compared():
     async def main():
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), [Stage(f"logits{stage}") for stage in range(3)])
         answer = await ask(cascade, np.arange(100), last_stage=1)
-        cascade.compare(answer, Told().agreements)
+        cascade.compare(answer, Recorder().agreements)
         await asyncio.sleep(PATIENCE_S)
         return answer, counts
 
@@ -130,7 +130,7 @@ def test_a_stage_that_is_busy_is_left_alone():
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
         await asyncio.sleep(0.01)
-        cascade.compare(await ask(cascade, early), Told().agreements)
+        cascade.compare(await ask(cascade, early), Recorder().agreements)
         await asyncio.gather(*busy)
         return counts, set(early.tolist())
 
@@ -146,7 +146,7 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
     async def main():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
-        told, early = Told(), np.flatnonzero(EXPECTED.stages == 0)
+        told, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
         cascade.compare(await ask(cascade, early[:10]), told.agreements)
         await asyncio.sleep(1)
         assert (counts.shadows, told.agreed) == ({"dropped": 10}, [])
@@ -168,7 +168,7 @@ def answered(rows, data=DATA, policy=POLICY, **options):
     return run_virtually(main())
 
 
-def test_a_flight_knows_the_likeliest_options_of_its_answers_where_they_are_watched():
+def test_a_request_state_has_the_likeliest_options_of_its_answers_where_they_are_watched():
     answer = answered(np.arange(len(DATA)))
     assert np.array_equal(answer.likeliest, TRACE.likeliest[np.arange(len(DATA)), answer.stages])
     unwatched = answered(np.arange(20), policy=POLICY.with_threshold(0.5))
@@ -178,7 +178,7 @@ def test_a_flight_knows_the_likeliest_options_of_its_answers_where_they_are_watc
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog, monkeypatch):
     # Whether Serve's logger passes on what it is told is up to Serve, once a test has run it in this process.
     monkeypatch.setattr(watching, "logger", logging.getLogger(__name__))
-    told = Told()
+    told = Recorder()
     watch = Watching(POLICY, POLICY.id, told, n_routers=1)
     watch.answered(answered(np.arange(50)), POLICY.id)
     watch.answered(answered(np.arange(50), last_stage=1), POLICY.id)
@@ -211,7 +211,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
 def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
     without = POLICY.model_copy(update={"reference": None})
     early = answered(np.arange(50), policy=without)
-    watch = Watching(without, without.id, Told(), n_routers=1)
+    watch = Watching(without, without.id, Recorder(), n_routers=1)
     watch.begin(POLICY, POLICY.id)
     assert without.id == POLICY.id
     watch.answered(early, without.id)
@@ -220,7 +220,7 @@ def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
 
 
 def test_a_flood_is_watched_in_part():
-    watch = Watching(POLICY, POLICY.id, Told(), n_routers=1)
+    watch = Watching(POLICY, POLICY.id, Recorder(), n_routers=1)
     answer = answered(np.arange(len(DATA)))
     for _ in range(20):
         watch.answered(answer, POLICY.id)
@@ -234,7 +234,7 @@ def body(**changes):
     return json.dumps({**whole, **changes}).encode()
 
 
-def test_feedback_is_read_and_answers_that_were_cut_short_are_told_apart():
+def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
     feedback = Feedback.read(body(), POLICY, 10)
     assert (len(feedback), feedback.policy_id, feedback.correct.tolist()) == (2, "p", [True, False])
     assert feedback.given_by(POLICY).confidences.tolist() == [0.99]
@@ -248,18 +248,18 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_told_apart():
 @pytest.mark.parametrize(
     ("bad", "status", "says"),
     [
-        (b"", 400, "not understood"),
-        (b"[]", 400, "not understood"),
+        (b"", 400, "feedback is invalid"),
+        (b"[]", 400, "feedback is invalid"),
         (body(prediction=[]), 400, "prediction"),
         (body(label=[1]), 400, "2 of prediction, 2 of confidence, 2 of stage, 1 of label"),
         (body(confidence=[0.5, 1.5]), 400, "confidence"),
         (body(confidence=[0.5, "a"]), 400, "confidence"),
-        (body(stage=[0, 3]), 400, "a stage is 0 to 2, not 3"),
+        (body(stage=[0, 3]), 400, "stages are 0 to 2, got 3"),
         (body(stage=[0, -1]), 400, "stage"),
         (body(label=[1.5, 1]), 400, "label"),
         (body(label=[2**40, 1]), 400, "label"),
         (body(extra=1), 400, "extra"),
-        (body(prediction=[1] * 11, confidence=[0.5] * 11, stage=[0] * 11, label=[1] * 11), 413, "at most 10 rows"),
+        (body(prediction=[1] * 11, confidence=[0.5] * 11, stage=[0] * 11, label=[1] * 11), 413, "up to 10 rows"),
     ],
 )
 def test_feedback_that_makes_no_sense_is_refused(bad, status, says):

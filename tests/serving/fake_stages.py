@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from told_models import worker_of
+from scripted_models import worker_of
 
 from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.models.answers import Answers, as_answers

@@ -12,7 +12,7 @@ from cauc_ray.models.answers import Answers, ModelFacts
 TOLD = ModelFacts("told")
 
 
-class Told:
+class ScriptedModel:
     """A model that is a function from its batch to answers."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], Answers], facts: ModelFacts) -> None:
@@ -31,7 +31,7 @@ def worker_of(
     facts: ModelFacts = TOLD,
 ) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
-    spec = SimpleNamespace(name=f"stage-{stage}", load=lambda: Told(answer, facts))
+    spec = SimpleNamespace(name=f"stage-{stage}", load=lambda: ScriptedModel(answer, facts))
     worker = Worker(spec, stage, dict(policies), replica=replica)
     worker.load()
     return worker
