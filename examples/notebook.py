@@ -30,7 +30,7 @@ if "ipykernel" not in sys.modules:
     mpl.use("Agg")
 
 # %% [markdown]
-# ## Two classifiers, and what they say of images that they have not seen
+# ## Two classifiers, and their answers on unseen images
 
 # %%
 X, y = load_digits(return_X_y=True)

@@ -43,7 +43,7 @@ def classifiers() -> dict[str, tuple[Any, float]]:
 
 
 def make(folder: Path) -> None:
-    """Train the classifiers on their share of the images, and write what they say of the others."""
+    """Train the classifiers on their share of the images, and write their logits on the others."""
     digits = load_digits()
     images, labels = digits.data / 16, digits.target
     splits = split_shares(len(labels), SHARES, SEED)

@@ -1,1 +1,1 @@
-"""The runtime of a cascade, which knows nothing of Ray: runs and services stand on it."""
+"""The runtime of a cascade, without Ray: the common base of runs and services."""

@@ -11,7 +11,7 @@ from cauc_ray.policies.policy import Policy
 def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     """Raise PolicyError where a stage gives other logits than the policy was fitted on, or costs in another unit.
 
-    Kinds that the policy's file does not tell apart are not compared, nor is a unit that nobody named.
+    Kinds that the policy's file does not record by model are not compared, nor are unnamed units.
     """
     for spec, fitted in zip(stages, policy.logit_kinds, strict=True):
         given = spec.model.answers_kind

@@ -1,4 +1,4 @@
-"""Whether a stage takes rows for which somebody waits: it has replicas, and its last calls have not all failed."""
+"""Whether a stage takes rows of requests: it has replicas, and its last calls have not all failed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ REPLACE_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits(StageLimits):
-    """How a stage takes rows for which somebody waits.
+    """Settings of a stage of a service.
 
     name: as people know it.   timeout_s: seconds for an answer.   degrades: whether rows have the answer of the stage
     before, where it has none.

@@ -1,4 +1,4 @@
-"""From requests to their answers, without Ray: a scheduler whose rows somebody waits for.
+"""From requests to their answers, without Ray: a scheduler for rows with deadlines.
 
 Requests are refused, or cut short, rather than kept waiting: when a stage has too much to do, is down, or does not
 answer in time. What a replica could not answer is asked of another. The rows of a call during which a replica ended or
@@ -37,7 +37,7 @@ class RequestScheduler(Scheduler):
     stages: Sequence[RequestQueue]  # type: ignore[assignment]
 
     def __init__(self, stages: Sequence[RequestLimits], expects_more: Callable[[], bool]) -> None:
-        """Take the stages' limits, and what tells whether requests are likely to come soon."""
+        """Take the stages' limits, and the predictor of whether requests are likely to come soon."""
         super().__init__([], open_rows=0)
         self.stages = [RequestQueue(stage, limits) for stage, limits in enumerate(stages)]
         self._expects_more = expects_more
@@ -86,7 +86,7 @@ class RequestScheduler(Scheduler):
         return rows
 
     def cancel(self, owner: Owner) -> None:
-        """Forget an owner: nobody waits for it any more."""
+        """Forget an owner whose answers are no longer wanted."""
         if owner in self._open:
             self._open_rows -= owner.n_left
             self._open.discard(owner)
@@ -107,7 +107,7 @@ class RequestScheduler(Scheduler):
         return None
 
     def unwanted(self, now: float) -> Iterator[Call]:
-        """Take back the calls whose answers nobody wants any more, for the shell to cancel."""
+        """Return the calls whose answers are no longer wanted, for the shell to cancel."""
         for at in self.stages:
             for call in at.calls():
                 if not (call.wanted or call.probe or call.given_up):
@@ -235,7 +235,7 @@ class RequestScheduler(Scheduler):
         if result.fault != "stage" and (others or finds_out):
             at.try_again(call.again(now, failed_on=(*call.failed_on, call.replica)))
             return
-        # What nobody has ever answered may be the inputs' own fault.
+        # If no replica has ever answered such rows, the inputs may be at fault.
         if result.fault != "unknown":
             self._failed_call(at, reason, now)
         self._give_back(at, call.rows, "error", f"stage {at.limits.name!r}: {reason}")

@@ -12,7 +12,7 @@ from cauc_ray.errors import printable
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
-# (a wrong key, a server that is down), the caller (the worker does not have a policy), or nobody knows.
+# (a wrong key, a server that is down), the caller (the worker does not have a policy), or unknown.
 Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
 
 

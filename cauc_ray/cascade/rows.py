@@ -32,9 +32,9 @@ class Owner:
     stage that answered.   confidences, costs: float64.   stages: int8, that one, -1 where none has.   degraded:
     bool, rows answered without a stage that should have.   failures: the stage and the reason, by position; stage -1
     where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
-    restarts: how often all of it was begun anew, since objects were lost with their nodes.   live: False once nobody
-    wants its answers any more.   closed: stages that have taken too long: nobody wants theirs.   deadline: when the
-    last answer is wanted, in seconds.   kind: rows whose owners have different ones share no call.
+    restarts: how often all of it was started again, because objects were lost with their nodes.   live: False once its
+    answers are no longer wanted.   closed: stages that have taken too long, whose answers are not wanted.   deadline:
+    when the last answer is wanted, in seconds.   kind: rows whose owners have different ones share no call.
     """
 
     block: int
@@ -144,7 +144,7 @@ class Call:
     attempt: 1, or more where rows are tried again.   isolated: nothing else is at the replica meanwhile, so that if it
     ends, these rows are to blame.   failed_on: replicas on which these very rows failed, once for each failure.
     n_unproven: how often they failed while the stage had never answered any.   probe: whether it asks a replica in
-    doubt for a row that the stage has answered before; nobody needs the answer.   good_row: one that the stage has
+    doubt for a row that the stage has answered before; its answer is not needed.   good_row: one that the stage has
     answered, for a replica that may have none.   handle: the shell's.
     sent_at, began_at: when it was sent, and when its model is known to have begun.   suspected_at: when a replica ended
     or hung while it had these rows.   given_up: its rows are asked of another replica; only its end is waited for.

@@ -20,7 +20,7 @@ from cauc_ray.cascade.rows import Call, Owner, Places, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
 from cauc_ray.numbers.types import Bools, Ints
 
-# An owner whose objects are lost with their nodes begins anew so often.
+# The most restarts of an owner whose objects are lost with their nodes.
 RESTARTS = 5
 
 
@@ -237,7 +237,7 @@ class Scheduler:
             at.try_again(call.again(now + pause_s))
 
     def rows_lost(self, call: Call, reason: str, now: float) -> None:
-        """Note that objects which a call needs are gone: its owners begin anew, from the input, as if never seen."""
+        """Note that objects of a call are lost: its owners start again from the input."""
         at = self.stages[call.stage]
         at.take_back(call, now)
         if call.good_row is not None or call.probe:
@@ -331,7 +331,7 @@ class Scheduler:
         self._degrade(call.stage)
 
     def _give_up(self, call: Call, reason: str) -> None:
-        """Count rows as failed for their own sake."""
+        """Count rows as failed."""
         for rows in call.rows:
             self._leave_out(call.stage, rows, "refused", reason)
 

@@ -205,7 +205,7 @@ class StageQueue:
         self.queued_bytes += rows.n_bytes
 
     def try_again(self, *calls: Call) -> None:
-        """Have calls go out as they are, when they are due; without rows that nobody wants any more."""
+        """Send calls unchanged when they are due, without rows that are no longer wanted."""
         wanted = ((call, [rows for rows in call.rows if rows.owner.wants(self.stage)]) for call in calls)
         self._again += [replace(call, rows=rows) for call, rows in wanted if rows]
 
@@ -217,7 +217,7 @@ class StageQueue:
         return waiting
 
     def drop_ended(self) -> None:
-        """Drop what waits of owners that nobody wants any more."""
+        """Drop waiting rows of owners whose answers are no longer wanted."""
         waiting = self._take_queue()
         for rows in waiting:
             if rows.owner.wants(self.stage):

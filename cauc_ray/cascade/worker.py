@@ -152,7 +152,7 @@ class Worker:
         that it knows of.
         stopped: whether the answer is no longer wanted.   ahead: what prepare has returned for these rows.
         Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
-        ConfigError and ExecutionError of the model: they are no fault of the rows.
+        ConfigError and ExecutionError of the model: they are not the rows' fault.
         """
         clock = self._clock(ahead)
         self._learn(policies or {})

@@ -210,7 +210,7 @@ class CollectedTables:
     def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
         """Keep a call's answers until their blocks are finished.
 
-        Raises ExecutionError at the first answers of a model whose cost nobody declares and nothing measures.
+        Raises ExecutionError at the first answers of a model whose cost is neither declared nor measured.
         """
         if result.error is not None or call.probe:
             return
@@ -296,6 +296,6 @@ class CollectedTables:
 
 
 def record_cost(stage: StageSpec, record: CollectRecord, per_call: float | None) -> float | None:
-    """Return a model's cost of one example as models.costs.model_cost does, from what its record says."""
+    """Return a model's cost of one example as models.costs.model_cost does, from its record."""
     facts = ModelFacts(record.source, record.logit_kind, record.gflops_published, record.params_b)
     return model_cost(stage.cost, facts, record.gflops_measured, per_call)

@@ -57,7 +57,7 @@ class _DatasetBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """One model's work: where its answers go, who gives them, and what each split's record says."""
+    """One model's work: its target, its stage, and each split's record."""
 
     target: Target
     stage: StageSpec

@@ -227,7 +227,7 @@ class RunTables:
         self.commit()
 
     def _write_record(self) -> None:
-        """Write what the run is of, before anything else of it: without that nobody could resume it."""
+        """Write the run's record before anything else: without it the run cannot be resumed."""
         if not self._has_record:
             make_folder(self._out)
             write_json(self._out / "run.json", self._record.model_dump())

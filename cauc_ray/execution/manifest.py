@@ -112,7 +112,7 @@ class Parts:
     def failed_blocks(self) -> dict[int, FailedBlock]:
         """Return the failed rows of each block that has some.
 
-        Raises DataError where an id is more than once among those of a block: nobody could tell which row it was.
+        Raises DataError if an id is a duplicate within a block, since the row would be ambiguous.
         """
         found = {}
         for file in _files(self.failed):

@@ -65,7 +65,7 @@ class RunMetrics:
                 _add(self._rows, getattr(stage, outcome) - getattr(last, outcome), {**tags, "outcome": outcome})
             _add(self._cost, stage.cost - last.cost, tags)
             _add(self._busy, stage.busy_s - last.busy_s, tags)
-        # Ray leaves out a gauge that is no number, and keeps one that is not set again as it was.
+        # Ray omits a gauge that is NaN, and keeps the last value of one that is not set again.
         eta_s = float("nan") if rates.eta_s is None else rates.eta_s
         self._set_run(finished_rows=progress.n_finished, eta_seconds=eta_s)
         self._last = progress.stages

@@ -31,7 +31,7 @@ class RunPlan:
     """The chain's stages, what decides, where rows come from and go to.
 
     policy: None lets every row stop at the only stage and keeps the model's own answers.   n_rows: of the whole
-    input, None where nobody knows.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
+    input, None if unknown.   n_done: of those, rows that earlier attempts have committed.   block_rows: most
     rows in a block of input.   done: blocks that are committed.   again: those of which failed rows are done again.
     degrade: answer without a stage that is down.   first_replica: number of the first
     replica, above those that the ledger has.

@@ -22,7 +22,7 @@ STORE_SHARE = 0.15
 
 
 class DatasetInput:
-    """A Ray Dataset, such as no file format here has, as a run's input; executed anew by each run.
+    """A Ray Dataset as a run's input; each run executes it again.
 
     path: a name for people, of no file.   n_rows and row_bytes: of a materialised dataset; else None and 0, unknown.
     identity: nothing of the rows, which only an execution would tell; a resumed run compares those that are committed.

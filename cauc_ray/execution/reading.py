@@ -58,7 +58,7 @@ class Reading:
         self._plan, self._work = plan, ray.put(Work(plan.source, plan.done, plan.again))
         anywhere = plan.source.anywhere
         place = {"scheduling_strategy": "SPREAD"} if anywhere else {"label_selector": here}
-        # Deaths are counted here: Ray would begin a group anew without knowing what has been taken of it.
+        # Deaths are counted here: Ray would restart a group without knowing which blocks have been taken.
         self._remote = ray.remote(
             num_cpus=0,
             max_retries=0,
@@ -118,7 +118,7 @@ class Reading:
         self._drop(block.group)
 
     def _drop(self, group: int) -> None:
-        """Forget a group of which nothing will be asked again: the memory that this takes shall not grow."""
+        """Forget a group that is done, to keep memory bounded."""
         if group in self._ended and not self._n_open[group]:
             self._ended.remove(group)
             self._read.pop(group, None)

@@ -204,7 +204,7 @@ class RunController:
             if isinstance(cause, ConfigError):
                 raise fault from error
             self._replica_lost(self._replicas.by_number[call.replica], str(fault), now, own_fault=False)
-            # A server that is gone, say: with degrade, a new replica will see whether it still is.
+            # For example a server that is down: with degrade, a new replica will check whether it still is.
             self._stage_fails(call.stage, fault)
             return
         if kind == "died":

@@ -29,7 +29,7 @@ MANY_FAILED = 1000
 
 
 def block_rows(row_bytes: float) -> int:
-    """Return the rows in a block of rows of so many bytes, 0 where nobody knows."""
+    """Return the number of rows in a block, given a row's bytes (0 if unknown)."""
     fit = BLOCK_BYTES / row_bytes if row_bytes else BLOCK_ROWS / 8
     return int(min(BLOCK_ROWS, max(32, fit)))
 

@@ -18,7 +18,7 @@ class StageLoad:
     """A stage's replicas and what waits for them.
 
     live, starting: replicas that work, and that are being placed or are loading their model.   least, most: the
-    range of the pool file.   backlog_s: seconds of one replica's work that wait, None before anybody knows.
+    range of the pool file.   backlog_s: seconds of one replica's work that wait, None while unknown.
     pressed: its queue, whose length is bounded, is half full or more, so that more may wait behind it.
     held_back: it may send nothing on, whatever waits.   idle_s: for how long nothing has waited.
     refused: a replica that could not be placed was lately given up.

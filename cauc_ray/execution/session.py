@@ -71,7 +71,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
 
 
 def keep_store_free() -> None:
-    """Have a Ray session that this process starts drop what nobody needs within a tenth of a second.
+    """Have a Ray session that this process starts drop unneeded objects within a tenth of a second.
 
     Ray's second lets a small store fill with what is already released, and spill it to disk.
     """
@@ -86,7 +86,7 @@ def _require_reachable(address: str) -> None:
         )
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # "auto": Ray looks for a cluster of this machine and says so when there is none
+        return  # "auto": Ray looks for a cluster of this machine and raises if there is none
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_DEADLINE_S).close()
     except (OSError, UnicodeError) as error:

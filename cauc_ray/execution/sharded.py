@@ -215,7 +215,7 @@ class Shards:
         """Give the shards of dead actors, at first of none, to new ones, and where these do not fit to those alive."""
         needs = self._sharding.resources
         for gone in dead - {None}:
-            ray.kill(gone)  # one that cannot be reached shall not come back
+            ray.kill(gone)  # one that cannot be reached must not come back
         free = [shard for shard, holder in enumerate(self._holders) if holder in dead]
         live = set(self._holders) - dead
         n_new = len(free) if None in dead else len(dead)

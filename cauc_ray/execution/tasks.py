@@ -15,7 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from cauc_ray.errors import CaucError, own_warnings, printable
 from cauc_ray.execution.actors import START_DEADLINE_S, explained
 
-# Ray tells the libraries of a task (OMP_NUM_THREADS) to start as many threads, unless the cluster has its own number.
+# Ray sets this number of threads for a task's libraries (OMP_NUM_THREADS), unless the cluster sets its own.
 N_CPUS = 1
 # A task is begun so often at most: its worker or node may die, its files may be out of reach for a while.
 ATTEMPTS = 4
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a task: its value, or in one line why there is none; and what it warned of.
+    """The outcome of a task: its value, or the error in one line; and its warnings.
 
     attempts: how often it was begun.   seconds: that the last of them took.
     """
@@ -59,7 +59,7 @@ class Outcome:
 def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
     """Run tasks on the current Ray session and yield each one's outcome as it ends.
 
-    deadline_s: for each, from where it has begun; one that takes longer is ended, and its outcome says so.
+    deadline_s: for each, from where it has begun; one that takes longer is ended, and its outcome is an error.
     A task whose worker or node dies, or that meets an error of the system's (a file out of reach, no memory), is
     begun again after a pause, up to four times in all; an error of its own, such as bad input, is not tried again.
     Where no task can begin for ten minutes, those that are left are given up.
@@ -83,7 +83,7 @@ class _Attempt:
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What came of an attempt.   may_pass: whether another may not fail."""
+    """The outcome of an attempt.   may_pass: whether another attempt may succeed."""
 
     value: Any = None
     error: str | None = None
@@ -103,7 +103,7 @@ class _Runner:
 
     def step(self) -> Iterator[Outcome]:
         """Give Ray what is due, wait for the next news, and yield what has ended."""
-        # Attempts are counted here: Ray's own retries would not start their deadline anew.
+        # Attempts are counted here: Ray's own retries would not restart the deadline.
         remote = ray.remote(num_cpus=N_CPUS, max_retries=0, num_returns="streaming")(_measure)
         while self.ready and len(self.running) < MOST_PENDING:
             attempt = self.ready.popleft()
@@ -122,7 +122,7 @@ class _Runner:
             ray.cancel(stream, force=True)
 
     def _hear(self, stream: Any) -> Iterator[Outcome]:
-        """Take the next thing that an attempt reports: that it has begun, or what came of it."""
+        """Take the next thing that an attempt reports: that it has begun, or its outcome."""
         try:
             report: _Report | None = ray.get(next(stream))
         except RayError as error:

@@ -10,7 +10,7 @@ from cauc_ray.errors import unknown_name
 
 
 class Section(BaseModel):
-    """A part of a file that people write; it refuses keys it does not know and numbers that JSON does not have."""
+    """A part of a file that people write; unknown keys and numbers that JSON does not have are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

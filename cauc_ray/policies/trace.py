@@ -1,4 +1,4 @@
-"""What a method sees of a split, what it would answer there at every threshold, and what answers at one are worth."""
+"""What a method sees of a split, its answers there at every threshold, and measurements of answers."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class EmbeddingCall:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """A split as a method sees it: what the models said, and what is known of the queries themselves.
+    """A split as a method sees it: the models' answers, and data on the queries themselves.
 
     embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.
-    embedding_call: what they take; None for an encoder that is no model of the pool, which is not counted.   texts: N.
+    embedding_call: what they take; None for an encoder outside the pool, whose cost is not counted.   texts: N.
     """
 
     chain: ChainLogits
@@ -209,7 +209,7 @@ def calls_in_turn(n_models: int) -> Bools:
 
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
-    """Take every step of a policy for every example of a chain.   likeliest: whether the trace shall have it."""
+    """Take every step of a policy for every example of a chain.   likeliest: whether to record it."""
     predictions, confidences, *codes = of_rows(chain, partial(_trace_block, policy, likeliest))
     return Trace(predictions, confidences, calls_in_turn(len(policy.stages)), *codes)
 

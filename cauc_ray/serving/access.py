@@ -18,8 +18,8 @@ _ACCESS = {"serve_access_log": True, "log_to_stderr": False}
 def token_of(variable: str) -> bytes | None:
     """Return the token in a variable of the environment, None where there is none.
 
-    White space around it, such as the line break of the file it came from, is no part of it: no header could carry
-    it. One of nothing else is a token that nobody has.
+    Surrounding white space, such as the line break of a file, is removed, since no header can carry it. A token of
+    white space alone matches no request.
     """
     value = os.environ.get(variable)
     return os.fsencode(value).strip() if value else None

@@ -146,7 +146,7 @@ class Cascade:
             self.pump_soon()
 
     def shadow_of(self, policy: Policy, columns: Batch, n: int) -> RequestState:
-        """Return a request that nobody waits for, which is to be asked to the last stage."""
+        """Return a shadow request, which has no client, for the last stage."""
         last = len(self.names) - 1
         return RequestState(policy, self._key(policy), columns, n, last, self._metrics, shadow=True)
 
@@ -217,7 +217,7 @@ class Cascade:
     # Calls
 
     def pump_soon(self) -> None:
-        """Pump after all that is happening right now: rows that come together shall go together."""
+        """Pump after all current events, so that rows that come together go together."""
         if not self._pumps:
             self._pumps = True
             self._loop.call_soon(self._pump)
@@ -229,7 +229,7 @@ class Cascade:
         for unwanted in list(self.scheduler.unwanted(now)):
             self._forget(unwanted)
         while (call := self.scheduler.next_call(now)) is not None:
-            # In a context of its own: it is no part of the request that happens to be handled now.
+            # In its own context: it does not belong to the request that is being handled.
             coroutine = self._call(call, self._replica_names[call.replica])
             self._tasks[call] = self._loop.create_task(coroutine, context=Context())
         self._take_done()
@@ -271,7 +271,7 @@ class Cascade:
                 answer = await client.answer(asked)
         except StageError as error:
             fault = error
-        except Exception as error:  # whatever it is, no request may wait indefinitely
+        except Exception as error:  # of any type: no request may wait indefinitely
             logger.exception("a call could not be made")
             fault = StageError("failed", f"{type(error).__name__}: {error}")
         if self._tasks.get(call) is not asyncio.current_task():
@@ -281,7 +281,7 @@ class Cascade:
                 self._recover(call, fault)
             else:
                 self._ended(call, *answer)
-        except Exception:  # whatever it is, no request may wait indefinitely
+        except Exception:  # of any type: no request may wait indefinitely
             logger.exception("answers could not be taken")
             for rows in call.rows:
                 assert isinstance(rows.owner, RequestState)

@@ -128,7 +128,7 @@ class Reported:
         return feedback.at(np.array([bool(left >> row & 1) for row in rows], dtype=bool))
 
     def forget(self, policy_id: str) -> None:
-        """Forget all of a policy that is no longer in force: what is known of its answers is not counted."""
+        """Forget all feedback on a policy that is no longer active."""
         self._store(policy_id).clear()
         with self._lock:
             self._own = deque(entry for entry in self._own if entry[0] != policy_id)

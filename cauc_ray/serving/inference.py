@@ -107,7 +107,7 @@ class Inference:
         return Reply(written, length, log_fields)
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
-        """Read a request where it keeps nobody waiting."""
+        """Read a request where it does not block others."""
         n_json = len(body) if json_length is None else json_length
         if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
             return await self._service.elsewhere.call(read_elsewhere, body, json_length, self.inputs)
@@ -194,7 +194,7 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
             )
         allowed = position
     if (cap := parameters.get("max_cost")) is not None:
-        # A cap that equals a sum of costs shall not miss it by rounding.
+        # Rounding must not exclude a sum of costs that equals the cap.
         affordable = np.cumsum([stage.cost for stage in policy.stages]) <= cap * (1 + 1e-9)
         if not affordable[0]:
             raise RequestError(

@@ -96,11 +96,11 @@ class LocalClient:
         return await replica.answer(call, begin)
 
     def replace(self, replica: str) -> None:
-        """Load the model anew in another thread; a thread cannot be ended, and the old one stays where it hangs."""
+        """Load the model again in another thread; a thread cannot be ended, so the old one keeps hanging."""
         for place, one in enumerate(self._replicas):
             if one.name == replica:
                 self._replicas[place] = self._started()
-                one.end("its model is loaded anew")
+                one.end("its model is loaded again")
 
     def close(self) -> None:
         """End all replicas."""

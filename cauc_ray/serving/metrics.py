@@ -149,7 +149,7 @@ class ServingMetrics:
         self._counts["cauc_serve_feedback_rows", outcome] += n
 
     def shadowed(self, stage: int, costs: Floats) -> None:
-        """Note what a stage's answers cost that nobody waits for, by row."""
+        """Note the costs of a stage's shadow answers, by row."""
         self._counts["cauc_serve_shadow_cost", self._stages[stage], self._unit] += float(costs.sum())
 
     def shadow_rows(self, outcome: str, n: int) -> None:

@@ -17,7 +17,7 @@ from cauc_ray.numbers.types import Bools
 from cauc_ray.policies.policy import Policy, joined_states
 from cauc_ray.serving.request_state import RequestState
 
-# Which of some rows at a stage shall bring back their state even if they stop, bool (m,); None for none.
+# Which of some rows at a stage return their state even if they stop, bool (m,); None for none.
 Keeps = Callable[[RequestState, int, int], Bools | None]
 
 

@@ -1,4 +1,4 @@
-"""The policy in force: changed while a service runs, version by version, and kept for replicas to come."""
+"""The active policy: changed while a service runs, version by version, and stored for new replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cauc_ray.serving.store import Store, StoreError
 class PolicyChange(BaseModel):
     """What to change: a policy (the content of its file), and a threshold or a budget for it.
 
-    Without a policy the threshold or budget is for the one in force; with neither it is taken as it is.
+    Without a policy, the threshold or budget is for the active one; with neither, the policy is used unchanged.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
@@ -62,7 +62,7 @@ def require_same_chain(policy: Policy, current: Policy) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """A policy in force, and its id, which takes too long to be worked out for every request.
+    """An active policy and its id, which takes too long to compute for every request.
 
     version: how many changes there were before it in this service's life; 0 for the policy that it began with.
     """
@@ -82,7 +82,7 @@ class PolicyLog:
 
     A version is written once and by one writer, so that a writer who did not know of the newest one finds its place
     taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays.
-    store: of this life alone, so that a later one begins anew.
+    store: of this life only, so that a later one starts empty.
     """
 
     # How many versions have been written, at least: where a replica that starts begins to read.
@@ -107,7 +107,7 @@ class PolicyLog:
         """Keep a policy as its version; return False where that has been written before. Blocks like read()."""
         if not self._store.add(str(change.version), change.policy.to_json().encode()):
             return False
-        with suppress(StoreError):  # it is in force now, whatever becomes of the tidying
+        with suppress(StoreError):  # it is active now, even if the clean-up fails
             self._store.put(self._HINT, str(change.version).encode())
             if change.version > 1:
                 self._store.put(str(change.version - 1), b"")

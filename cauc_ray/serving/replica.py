@@ -143,5 +143,5 @@ class _Thread:
                         future.set_result(do())
                     except Exception as error:
                         future.set_exception(error)
-                    except BaseException as error:  # it shall not end the event loop
+                    except BaseException as error:  # it must not end the event loop
                         future.set_exception(StageError("died", f"its model raised {type(error).__name__}"))

@@ -38,14 +38,14 @@ class Early:
 
 
 class RequestState(Owner):
-    """A request of n rows. Its policy is the one that was in force when it came, to the end.
+    """A request of n rows. Its policy is the one that was active when it arrived.
 
     key: what stages know the policy by.   columns: the input, each (n, ...).   last_stage: none of its rows goes
     beyond.   degrades: whether rows that a later stage does not answer keep the answer of the one before.
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
     the policy has a reference.   scores: float64 (n, K), of the best answers, kept only where they are wanted.
-    called: the stages that have answered.   shadow: whether nobody waits for it, and it is counted apart.
-    early: rows of it that shall have such a one.   reason: why rows are degraded, as of the first one.   spans_ns: by
+    called: the stages that have answered.   shadow: whether it is a shadow request, counted separately.
+    early: its rows that get a shadow request.   reason: why rows are degraded, as of the first one.   spans_ns: by
     stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 

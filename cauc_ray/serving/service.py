@@ -37,10 +37,10 @@ STAGES_PERIOD_S = 1.0
 WATCH_PERIOD_S = 1.0
 # How often its metrics are brought up to date.
 COUNT_PERIOD_S = 1.0
-# A replica that has not looked for a policy for so long looks before it answers. A change is therefore in force
+# A replica that has not looked for a policy for so long looks before it answers. A change is therefore active
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
-# How long requests wait for such a look; where the store is gone, nobody can change the policy either.
+# How long requests wait for such a look; without the store, the policy cannot be changed either.
 LOOK_S = 1.0
 # A change that is overtaken so often while it is written is given up.
 MOST_TRIES = 20
@@ -120,7 +120,7 @@ class Service(ABC):
 
     @abstractmethod
     async def n_loaded(self) -> list[int] | None:
-        """Return how many replicas of each stage have loaded their model, None where nobody knows."""
+        """Return how many replicas of each stage have loaded their model, None if unknown."""
 
     @property
     def cascade(self) -> Cascade:
@@ -183,13 +183,13 @@ class Service(ABC):
         self.elsewhere.close()
 
     async def policy_for_request(self) -> InForce:
-        """Return the policy in force, looked up before where this replica has been out of touch."""
+        """Return the active policy, read again if this replica has not checked it recently."""
         if time.monotonic() - self._looked_at > LEASE_S:
             await self._in_touch()
         return self.in_force
 
     async def current_policy(self) -> InForce:
-        """Look for a policy that was set elsewhere, and return the one in force. Raises RequestError (503)."""
+        """Check for a policy set at another replica, and return the active one. Raises RequestError (503)."""
         try:
             return await asyncio.to_thread(self._adopt_kept)
         except StoreError as error:
@@ -197,7 +197,7 @@ class Service(ABC):
             raise RequestError("the active policy cannot be read now; try again", 503, 1.0) from error
 
     async def policy_version(self) -> int:
-        """Look for a policy that was set elsewhere, and return the version of the one in force."""
+        """Check for a policy set at another replica, and return the active one's version."""
         return (await self.current_policy()).version
 
     def etag(self, in_force: InForce) -> str:
@@ -205,11 +205,11 @@ class Service(ABC):
         return f'"{self._key[:8]}-{in_force.version}"'
 
     async def set_policy(self, change: PolicyChange, if_match: str | None = None) -> tuple[PolicyChanged, str]:
-        """Change the policy. It is in force on all replicas when this returns, until a later change.
+        """Change the policy. It is active on all replicas when this returns, until a later change.
 
         if_match: the tag of the version that is to be changed, "*" or None for any. Returns the new one's tag, too.
         Raises RequestError: 409 for one that does not fit what runs or that a later change has replaced meanwhile, 412
-        where another version than if_match is in force, 503 where the version cannot be written.
+        if another version than if_match is active, 503 if the version cannot be written.
         """
         try:
             before, after = await asyncio.to_thread(self._change, change, if_match)
@@ -243,11 +243,11 @@ class Service(ABC):
         return changed, self.etag(after)
 
     async def watched(self) -> WatchedHere:
-        """Compute what this replica has seen of the answers of the policy in force, and return it."""
+        """Evaluate and return this replica's monitoring of the active policy."""
         return await asyncio.to_thread(self.watching.settle)
 
     async def watch(self) -> WatchReport:
-        """Return what all replicas have seen of the answers of the policy in force. Raises RequestError (503)."""
+        """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
         in_force = self.in_force
         found = await self.ask_all("watched")
         if silent := [one for one in found if not isinstance(one, WatchedHere)]:
@@ -313,7 +313,7 @@ class Service(ABC):
         raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
     def _adopt_kept(self) -> InForce:
-        # What is read first is adopted first: a policy that has been replaced shall not come back for a moment.
+        # What is read first is adopted first: a replaced policy must not come back for a moment.
         with self._adopting:
             began = time.monotonic()
             kept = self._log.read()

@@ -12,7 +12,7 @@ from cauc_ray.serving.request_state import RequestState
 class Spans:
     """Reports each request to a tracer: a span for it, and one for each stage that its rows waited for.
 
-    tracer: of OpenTelemetry, None where nobody wants spans.
+    tracer: of OpenTelemetry, None without tracing.
     """
 
     def __init__(self, tracer: Any = None) -> None:

@@ -55,7 +55,7 @@ class _Kept:
 
 
 class Watching:
-    """Watches the policy in force. What comes, comes on the loop; begin() and settle() may run in threads."""
+    """Watches the active policy. Rows arrive on the event loop; begin() and settle() may run in threads."""
 
     def __init__(
         self, policy: Policy, policy_id: str, metrics: ServingMetrics, n_routers: int, alarms: Store | None = None
@@ -143,14 +143,14 @@ class Watching:
 
 
 def _with(evidence: Evidence, kept: Mapping[str, Any]) -> Evidence:
-    """Return evidence of which it is known that it spoke: when, and how strong it was."""
+    """Return evidence with a known alarm: its time and strength."""
     if not evidence.holds:
         return evidence
     return replace(evidence, log10=max(evidence.log10, kept["log10"]), at=kept["at"], since=kept["since"])
 
 
 def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> WatchReport:
-    """Return as JSON has it what routers have seen of the policy in force; holds is null where it has no reference."""
+    """Return the routers' monitoring of the active policy as JSON; holds is null without a reference."""
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
         says = "is not watched: at this threshold or budget it has no reference to compare answers with"

@@ -168,7 +168,7 @@ def drawn_from(seed: int) -> Iterator[None]:
 def fine_tune(reader: Reader, calibration: Labelled, validation: Labelled, recipe: Recipe, seed: int) -> Floats:
     """Train all of a network's weights; keep those of the lowest validation loss.
 
-    seed: of the order of the calibration split's texts, which is drawn anew for every epoch.
+    seed: of the order of the calibration split's texts, shuffled again for every epoch.
     Returns the mean NLL on the validation split at every check. Raises ConfigError where that is not finite.
     """
     tokens = reader.tokens(calibration.texts)

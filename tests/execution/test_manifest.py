@@ -137,7 +137,7 @@ def test_what_somebody_else_did_to_a_folder_is_named(tmp_path):
     entry, file = tmp_path / "manifest" / "part-000000.json", tmp_path / "predictions" / "part-000000.parquet"
     copy = file.with_name("part-000000 (1).parquet")
     copy.write_bytes(file.read_bytes())
-    with pytest.raises(DataError, match=r"part-000000 \(1\)\.parquet is none of the parts .*; remove it"):
+    with pytest.raises(DataError, match=r"part-000000 \(1\)\.parquet was not written by a run; remove it"):
         parts.clean()
     copy.unlink()
     whole = entry.read_text()

@@ -89,7 +89,7 @@ def test_blocks_that_are_done_are_compared_with_what_was_committed(pauses):
     assert numbers(DIGESTS) == []
     assert numbers({0: "", 1: DIGESTS[1]}) == []  # it could not be read when it was committed
     assert numbers(DIGESTS, bad_tries=(9, 0)) == []
-    with pytest.raises(DataError, match=r"the input gives other rows.*block 1 holds other rows.*start a new run"):
+    with pytest.raises(DataError, match=r"the input returned other rows.*block 1 has other rows.*start a new run"):
         numbers({0: DIGESTS[0], 1: "of other rows"})
 
 
@@ -100,7 +100,7 @@ def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
     assert header.example_ids.to_pylist() == ["row-1", "row-3"]
     assert chunk.columns["x"].tolist() == [1, 3]
     assert numbers({0: "as it was named", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), None)}) == [0]
-    with pytest.raises(DataError, match="block 0 holds other rows"):
+    with pytest.raises(DataError, match="block 0 has other rows"):
         numbers({0: "of other rows"}, {0: failed})
     with pytest.raises(DataError, match="block 0 cannot be tried again: an example_id is a duplicate"):
         numbers(DIGESTS, {0: FailedBlock(Counter(small=2), frozenset({"row-1", "row-9"}))})
@@ -191,7 +191,7 @@ def test_what_is_read_again_must_be_the_same_rows(tmp_path):
     block = taken(read, 1)[0]
     read._work = ray.put(Work(Groups(tmp_path, first_id=1), {}, {}))
     read.ask_again(block.header)
-    with pytest.raises(DataError, match=r"other rows than before: its block 0 holds other rows.*start a new run"):
+    with pytest.raises(DataError, match=r"other rows than before: its block 0 has other rows.*start a new run"):
         taken(read, 3)
 
 

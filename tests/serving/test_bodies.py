@@ -48,7 +48,7 @@ def test_a_body_that_does_not_come_is_not_waited_for_in_vain(monkeypatch):
         await asyncio.sleep(0.02)
         return part(b"a")
 
-    with pytest.raises(RequestError, match="not come") as caught:
+    with pytest.raises(RequestError, match="not arrive") as caught:
         asyncio.run(Bodies().read(receive, 1000))
     assert caught.value.status == 408
 

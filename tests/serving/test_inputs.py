@@ -104,7 +104,7 @@ def test_what_a_pool_declares_is_asked_for():
     for tensor, says in (
         (Tensor("image", "FP64", np.zeros((2, 4, 7))), "must be FP32, got FP64"),
         (Tensor("image", "FP32", np.zeros((2, 5, 7), np.float32)), r"shape [rows, 4, -1], got [2, 5, 7]"),
-        (Tensor("image", "FP32", np.zeros((2, 4), np.float32)), "not [2, 4]"),
+        (Tensor("image", "FP32", np.zeros((2, 4), np.float32)), "got [2, 4]"),
         (Tensor("image", "FP32", np.zeros((), np.float32)), "first dimension"),
         (Tensor("x", "FP32", np.zeros((2, 4, 7), np.float32)), "no input 'image'"),
     ):

@@ -47,9 +47,9 @@ def of_kind(kind):
             {"policy": fit_rf(chain(strengths=(1.0, 2.0)), rule=ThresholdRule(0.5)).model_dump(mode="json")},
             "the service runs",
         ),
-        ({"policy": {**RF.model_dump(mode="json"), "cost_unit": "USD"}}, "counts costs in USD"),
-        ({"policy": {**RF.model_dump(mode="json"), "logit_kind": "other"}}, "of the kind 'other'"),
-        ({"policy": of_kind("surrogate")}, "of the kind 'surrogate'"),
+        ({"policy": {**RF.model_dump(mode="json"), "cost_unit": "USD"}}, "costs in USD"),
+        ({"policy": {**RF.model_dump(mode="json"), "logit_kind": "other"}}, "logit_kind 'other'"),
+        ({"policy": of_kind("surrogate")}, "of kind 'surrogate'"),
         (["policy"], "invalid change of policy"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What is known of a query: by its embedding, and by what a model's logits say."""
+"""Features of a query: its embedding, and a model's logits."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class QueryVectors:
     Embeddings have length 1, as sentence encoders give them, which published learning rates and noise are for; image
     encoders give any length.
 
-    outputs: of the first model, standardised; None where there are embeddings.   embedding_note: what tables say of
-    these.
+    outputs: of the first model, standardised; None where there are embeddings.   embedding_note: a note on these
+    for tables.
     """
 
     outputs: Callable[[Examples], Floats] | None
@@ -110,7 +110,7 @@ class QueryVectors:
         return unit_rows(np.asarray(examples.embeddings, dtype=np.float32))
 
     def note(self, *others: str) -> str:
-        """Return what tables say of a method that reads these, after its other notes."""
+        """Return the note for tables on a method that reads these, after its other notes."""
         own = "features: the first model's outputs, its call paid" if self.paid else self.embedding_note
         return "; ".join(filter(None, (*others, own)))
 

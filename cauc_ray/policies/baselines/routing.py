@@ -87,7 +87,7 @@ class FirstOrLast:
 
 
 def note_on_the_middle(n_models: int) -> str:
-    """Return what tables say of a router that leaves out the models in the middle of a chain."""
+    """Return the note for tables on a router that leaves out the models in the middle of a chain."""
     return "first and last model only" if n_models > 2 else ""
 
 
