@@ -38,7 +38,7 @@ class Stage(FrozenModel):
 
     name: of the model.   cost: mean of a call.   temperature: what logits are divided by.   diagnostics: of the
     calibration.   logit_kind: what the model gives; null in files of earlier versions.   offsets: added to the scaled
-    logits, one for each option; null for none.   isotonic: what becomes of confidences; null where they stay.
+    logits, one for each option; null for none.   isotonic: a map of confidences; null for none.
     """
 
     name: str
@@ -77,12 +77,12 @@ class PolicyFile(FrozenModel):
     was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what the models
     give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.   stages: the
     chain.
-    expected: what validation had; null where it was not measured at this threshold.   curve: what other thresholds
-    had on validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is
-    of the objective, else accuracy; empty where validation had no labels.   search: how the chain was found, null
-    where it was given.   safe: what was changed to make it safe, null where that was not asked for, or not of this
-    threshold.   guards: all checks, fired or not; empty at a threshold where nothing was measured.   reference: what
-    answers at this threshold are compared with later; null where validation had not all labels.
+    expected: results on validation; null if they were not measured at this threshold.   curve: operating points on
+    validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of
+    the objective, else accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
+    given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
+    they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
+    threshold; null if validation had missing labels.
     """
 
     format: Literal["cauc-policy/1"] = FORMAT

@@ -280,7 +280,7 @@ def test_raw_bytes_that_are_too_many_or_too_few_are_refused():
     assert "the body has 1 bytes more" in fault(*raw_body(2, 2, raw=b"abcde"))
     message = fault(*raw_body(2, 2, raw=b"abc"))
     assert "input 'x1' has the binary_data_size 2, but only 1 bytes are left" in message
-    assert "input 'x1' has 1 bytes, but its shape [2] of UINT8 takes 2" in fault(*raw_body(2, 1, raw=b"abc"))
+    assert "input 'x1' has 1 bytes, but its shape [2] of UINT8 needs 2" in fault(*raw_body(2, 1, raw=b"abc"))
     for size in (-1, True, 2.0, "2", [2], 10**4000):
         assert "binary_data_size" in fault(*raw_body(size, raw=b"ab"))
     # A request without raw bytes may say so, or may be followed by none.
