@@ -1,11 +1,12 @@
 """What the site generates from the code: the command's verbs and the schemas of files.
 
-A page says `<!-- verbs -->` or `<!-- schema: NAME -->` where a generated part goes.
+A page has `<!-- verbs -->`, `<!-- configs -->` or `<!-- schema: NAME -->` where a generated part goes.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from cauc_ray.cli.flags import add_options
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 
+_KINDS = {"string": "text", "integer": "whole number", "number": "number", "path": "path"}
 _MARK = re.compile(r"<!-- (verbs|configs|schema: ([a-z]+)) -->")
 
 
@@ -33,7 +35,9 @@ def _generated(what: str, name: str) -> Iterator[str]:
             yield from _verb(verb)
     elif what == "configs":
         for verb in CONFIGS:
-            yield from _schema(SCHEMAS[verb](), f"cauc {verb}", level=2)
+            schema, own = SCHEMAS[verb](), inspect.get_annotations(VERBS[verb].options)
+            schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda key: key[0] not in own))
+            yield from _schema(schema, f"cauc {verb}", level=2)
     else:
         yield from _schema(SCHEMAS[name](), None, level=2)
 
@@ -86,7 +90,7 @@ def _within(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def _heading(name: str) -> str:
     """Return what the reader calls a kind of object."""
-    first, *others = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec")).split()
+    first, *others = re.sub(r"(?<=[a-zA-Z])(?=[A-Z][a-z])", " ", name.removesuffix("Spec")).split()
     return " ".join([first, *map(str.lower, others)])
 
 
@@ -131,7 +135,7 @@ def _parsed(docstring: str | None, names: Iterable[str]) -> tuple[str, dict[str,
 
 def _default(value: Mapping[str, Any]) -> str:
     default = value.get("default")
-    if default is None or default in ({}, [], ()) or isinstance(default, dict):
+    if default is None or default in ([], ()) or isinstance(default, dict) or "const" in value:
         return ""
     return f"default `{', '.join(map(str, default)) if isinstance(default, list) else default}`"
 
@@ -149,15 +153,16 @@ def _type(value: Mapping[str, Any]) -> str:
         return " or ".join(f"`{each}`" for each in value["enum"])
     if "const" in value:
         return f"`{value['const']}`"
-    kind = value.get("type")
+    kind = value.get("type") if value.get("format") != "path" else "path"
     if kind == "array":
-        return f"list of {_type(value['items'])}" if value.get("items") else "list"
+        inner = _type(value["items"]) if value.get("items") else ""
+        return f"list of {inner}{'s' if inner in _KINDS.values() else ''}" if inner else "list"
     if kind == "object":
         inner = value.get("additionalProperties")
         return f"by name: {_type(inner)}" if isinstance(inner, dict) else "mapping"
     if isinstance(kind, list):
         return " or ".join(_type({"type": each}) for each in kind if each != "null")
-    return {"string": "text", "integer": "whole number", "boolean": "true or false", None: ""}.get(kind, str(kind))
+    return _KINDS.get(kind, "true or false" if kind == "boolean" else "")
 
 
 def _cell(text: str) -> str:

@@ -72,7 +72,7 @@ POLICY_CLASSES: dict[str, type[PolicyFile]] = {}
 class PolicyFile(FrozenModel):
     """A policy as plain numbers.
 
-    format: and its version.   method: base or rf.   cost_unit: of all costs.   costs: whether calls of a model cost the
+    format: name, version.   method: base or rf.   cost_unit: of all costs.   costs: whether calls of a model cost the
     same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what the threshold
     was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what the models
     give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.   stages: the
