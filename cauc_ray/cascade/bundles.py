@@ -30,39 +30,41 @@ class Bundle:
 class Part:
     """Some rows of a call, and what is asked of them.
 
-    bundle: which argument of the call holds them.   places: int (n,), positions there in rising order, or a slice of
+    bundle: which argument of the call holds them.   positions: int (n,), there, in rising order, or a slice of
     neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the bundle
     does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants_scores:
     whether calibrated logits are wanted.
     """
 
     bundle: int
-    places: Ints | slice
+    positions: Ints | slice
     policy: str = ""
     state: Floats | None = None
     keeps: Bools | None = None
     wants_scores: bool = False
 
     def __len__(self) -> int:
-        return self.places.stop - self.places.start if isinstance(self.places, slice) else len(self.places)
+        return self.positions.stop - self.positions.start if isinstance(self.positions, slice) else len(self.positions)
 
     def cut(self, start: int, end: int) -> Part:
         """Return some of the rows, from one position in the part to another."""
         if start == 0 and end >= len(self):
             return self
-        if isinstance(self.places, slice):
-            places: Ints | slice = slice(self.places.start + start, min(self.places.start + end, self.places.stop))
+        if isinstance(self.positions, slice):
+            positions: Ints | slice = slice(
+                self.positions.start + start, min(self.positions.start + end, self.positions.stop)
+            )
         else:
-            places = self.places[start:end]
+            positions = self.positions[start:end]
         state = None if self.state is None else self.state[start:end]
         keeps = None if self.keeps is None else self.keeps[start:end]
-        return replace(self, places=places, state=state, keeps=keeps)
+        return replace(self, positions=positions, state=state, keeps=keeps)
 
     @classmethod
-    def of(cls, bundle: int, places: Ints, policy: str = "", **asked: Any) -> Part:
+    def of(cls, bundle: int, positions: Ints, policy: str = "", **asked: Any) -> Part:
         """Return rows at rising positions of a bundle."""
-        first, last = int(places[0]), int(places[-1])
-        return cls(bundle, slice(first, last + 1) if last - first + 1 == len(places) else places, policy, **asked)
+        first, last = int(positions[0]), int(positions[-1])
+        return cls(bundle, slice(first, last + 1) if last - first + 1 == len(positions) else positions, policy, **asked)
 
 
 def in_batches(parts: Sequence[Part], batch_size: int) -> list[list[Part]]:
@@ -125,7 +127,7 @@ def _column_bytes(column: npt.NDArray[Any]) -> int:
 def gathered(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
     """Gather the parts' rows, column by column, into arrays that the model may write to."""
     return {
-        name: concat_column([_plain(_take(bundles[part.bundle].columns[name], part.places)) for part in parts])
+        name: concat_column([_plain(_take(bundles[part.bundle].columns[name], part.positions)) for part in parts])
         for name in bundles[parts[0].bundle].columns
     }
 
@@ -133,11 +135,11 @@ def gathered(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Batch:
 def chosen(parts: Sequence[Part], bundles: Sequence[Bundle], mask: Bools) -> dict[str, Column]:
     """Gather those of a call's rows that a mask (n,) marks, as they travel on."""
     masks = np.split(mask, np.cumsum([len(part) for part in parts])[:-1])
-    kept = [(part.bundle, _places(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
+    kept = [(part.bundle, _positions(part)[own]) for part, own in zip(parts, masks, strict=True) if own.any()]
     columns: dict[str, Column] = {}
     for name in bundles[parts[0].bundle].columns:
         columns[name] = _concatenated(
-            [_take(bundles[bundle].columns[name], _neighbours(places)) for bundle, places in kept]
+            [_take(bundles[bundle].columns[name], _neighbours(positions)) for bundle, positions in kept]
         )
     return columns
 
@@ -147,28 +149,30 @@ def states_of(parts: Sequence[Part], bundles: Sequence[Bundle]) -> Floats | None
     carried: list[tuple[int, Floats | None]] = []
     for part in parts:
         held = bundles[part.bundle].state if part.state is None else None
-        carried.append((len(part), part.state if held is None else held[part.places]))
+        carried.append((len(part), part.state if held is None else held[part.positions]))
     return joined_states(carried)
 
 
-def _places(part: Part) -> Ints:
-    return np.arange(part.places.start, part.places.stop) if isinstance(part.places, slice) else part.places
+def _positions(part: Part) -> Ints:
+    return np.arange(part.positions.start, part.positions.stop) if isinstance(part.positions, slice) else part.positions
 
 
-def _neighbours(places: Ints) -> Ints | slice:
+def _neighbours(positions: Ints) -> Ints | slice:
     """Return rising positions as a slice if they are neighbours."""
-    return Part.of(0, places).places
+    return Part.of(0, positions).positions
 
 
 def _holds_bytes(column: npt.NDArray[Any]) -> bool:
     return column.dtype == object and all(value is None or isinstance(value, bytes) for value in column)
 
 
-def _take(column: Column, places: Ints | slice) -> Column:
+def _take(column: Column, positions: Ints | slice) -> Column:
     """Copy rows of a column: what is in shared memory cannot be written to, and would be kept there by a view."""
     if isinstance(column, pa.Array):
-        return column.take(pa.array(np.arange(*places.indices(len(column))) if isinstance(places, slice) else places))
-    return column[places].copy() if isinstance(places, slice) else column[places]
+        return column.take(
+            pa.array(np.arange(*positions.indices(len(column))) if isinstance(positions, slice) else positions)
+        )
+    return column[positions].copy() if isinstance(positions, slice) else column[positions]
 
 
 def _plain(column: Column) -> npt.NDArray[Any]:

@@ -144,10 +144,10 @@ class RequestScheduler(Scheduler):
         """Give up what has taken too long: calls that may hang, and rows whose time is over."""
         for at in self.stages:
             for replica in at.hanging(now):
-                for place, call in enumerate(at.calls_at(replica)):
+                for position, call in enumerate(at.calls_at(replica)):
                     at.give_up(call)
                     if not call.probe:
-                        self._suspect(call, now) if place == 0 else at.try_again(call.again(now))
+                        self._suspect(call, now) if position == 0 else at.try_again(call.again(now))
         late: list[tuple[Owner, int]] = []
         while self._expiries and self._expiries[0][0] <= now:
             _, _, owner, stage = heapq.heappop(self._expiries)

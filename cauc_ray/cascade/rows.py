@@ -18,7 +18,7 @@ Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"
 
 
 # Positions in a call, a slice where they are neighbours.
-Places: TypeAlias = Ints | slice
+Positions: TypeAlias = Ints | slice
 
 # Repeated, as a request is made: numpy.full takes three times as long for a few rows.
 NO_OPTION, NO_STAGE, UNKNOWN = np.array([-1], np.int32), np.array([-1], np.int8), np.array([np.nan])
@@ -63,16 +63,18 @@ class Owner:
         self.at = np.zeros(self.n, dtype=np.int8)
         self.n_left = self.n
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Places, carried: Any, held_at: Ints) -> Bools:
+    def note(
+        self, stage: int, indices: Ints, result: CallResult, positions: Positions, carried: Any, held_at: Ints
+    ) -> Bools:
         """Take a call's answers. Returns which of the rows go on, bool (m,).
 
-        indices: int (m,), positions here.   places: theirs in the call.   carried: what holds what rows carry, and
+        indices: int (m,), positions here.   positions: theirs in the call.   carried: what holds what rows carry, and
         held_at, int (n,), where it has those of each row of the call.
         What rows that go on have so far is kept too: it is their answer if the next stage is down.
         """
-        self.costs[indices] += result.costs[places]
-        predictions, confidences = result.predictions[places], result.confidences[places]
-        goes_on: Bools = ~result.accepted[places]
+        self.costs[indices] += result.costs[positions]
+        predictions, confidences = result.predictions[positions], result.confidences[positions]
+        goes_on: Bools = ~result.accepted[positions]
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             known = predictions >= 0
             indices, predictions, confidences = indices[known], predictions[known], confidences[known]
@@ -108,14 +110,14 @@ class Rows:
     """Rows of one owner that go to a stage together. Nothing of it changes.
 
     indices: int (n,), positions in the owner.   source: what holds their columns and state, which only the shell can
-    read.   places: int (n,), positions in it.   ready_at: when they became ready for the stage, in seconds.
+    read.   positions: int (n,), in it.   ready_at: when they became ready for the stage, in seconds.
     row_bytes: what a row takes of the source, of which state_bytes are its state.
     """
 
     owner: Owner
     indices: Ints
     source: Any
-    places: Ints
+    positions: Ints
     ready_at: float
     row_bytes: float
     state_bytes: float = 0.0
@@ -134,7 +136,7 @@ class Rows:
 
     def part(self, chosen: slice | Bools) -> Rows:
         """Return some of the rows."""
-        return replace(self, indices=self.indices[chosen], places=self.places[chosen])
+        return replace(self, indices=self.indices[chosen], positions=self.positions[chosen])
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +206,7 @@ class Call:
 
     def where(self, mask: Bools) -> list[Rows]:
         """Return those of its rows that a mask (n,) marks."""
-        return [rows.part(mask[places]) for rows, places in self.pieces() if mask[places].any()]
+        return [rows.part(mask[positions]) for rows, positions in self.pieces() if mask[positions].any()]
 
     def halves(self) -> tuple[list[Rows], list[Rows]]:
         """Return its rows, two or more, in two halves."""

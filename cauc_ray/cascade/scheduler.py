@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner, Places, Rows, Trouble
+from cauc_ray.cascade.rows import Call, Owner, Positions, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
 from cauc_ray.numbers.types import Bools, Ints
 
@@ -84,8 +84,8 @@ class Scheduler:
         for chunk in chunks:
             row_bytes = chunk.n_bytes / chunk.n_rows
             self._row_bytes = max(self._row_bytes, row_bytes)
-            places = np.arange(chunk.n_rows)
-            rows = Rows(owner, start + places, chunk.source, places, now, row_bytes)
+            positions = np.arange(chunk.n_rows)
+            rows = Rows(owner, start + positions, chunk.source, positions, now, row_bytes)
             self._spread(rows, 0 if first is None else first[rows.indices], now)
             start += chunk.n_rows
 
@@ -137,12 +137,12 @@ class Scheduler:
             return
         at.count(result)
         self._note(call, result, answered, goes_on, now)
-        for place, reason in sorted(result.failures.items()):
-            (row,) = call.where(np.arange(len(call)) == place)
+        for position, reason in sorted(result.failures.items()):
+            (row,) = call.where(np.arange(len(call)) == position)
             if not row.owner.live:
                 continue
             single = Call(call.stage, [row], now, call.attempt, failed_on=call.failed_on)
-            if place in result.raised:
+            if position in result.raised:
                 self._failed(single, call.replica, reason, now)
             else:
                 self._give_up(single, reason)  # the model answers others, and named this one itself
@@ -152,23 +152,23 @@ class Scheduler:
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
         whole = bool(answered.all())
-        places: Places
-        for rows, places in call.pieces():
+        positions: Positions
+        for rows, positions in call.pieces():
             if not rows.owner.wants(call.stage):
                 continue
             indices = rows.indices
             if not whole:
-                own = answered[places]
-                indices, places = indices[own], np.flatnonzero(own) + places.start
-            on = rows.owner.note(call.stage, indices, result, places, goes_on, held_at)
+                own = answered[positions]
+                indices, positions = indices[own], np.flatnonzero(own) + positions.start
+            on = rows.owner.note(call.stage, indices, result, positions, goes_on, held_at)
             n_on = int(np.count_nonzero(on))
             rows.owner.at[indices[~on]] = -1
             self._end_rows(rows.owner, len(indices) - n_on)
             if n_on:
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
-                at = held_at[places][on]
+                at = held_at[positions][on]
                 onward = Rows(rows.owner, indices[on], goes_on, at, now, row_bytes, result.state_bytes)
-                to = call.stage + 1 if result.next is None else result.next[places][on]
+                to = call.stage + 1 if result.next is None else result.next[positions][on]
                 self._spread(onward, to, now, sent=self.stages[call.stage].sent)
 
     def _spread(self, rows: Rows, stages: int | Ints, now: float, sent: Counter[int] | None = None) -> None:
@@ -287,9 +287,9 @@ class Scheduler:
         calls = at.calls_at(replica)
         if own_fault and calls:
             at.lost_by_own_fault(now)
-        for place, call in enumerate(calls):
+        for position, call in enumerate(calls):
             at.take_back(call, now)
-            blamed = own_fault and place < at.calls_at_work
+            blamed = own_fault and position < at.calls_at_work
             if call.probe:
                 continue
             if blamed:

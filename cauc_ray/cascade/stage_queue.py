@@ -274,14 +274,14 @@ class StageQueue:
         While the stage has never answered any, those that failed go last: rows from elsewhere are more informative than
         others of the same kind.
         """
-        for place, call in enumerate(self._again):
+        for position, call in enumerate(self._again):
             is_first = self.known_good is not None or not call.n_unproven
             if call.due > now or is_first is not first:
                 continue
             avoided = self._avoided(call)
             replica = self._replica_apart(call, avoided, now) if call.isolated else self._free_replica(avoided)
             if replica is not None:
-                del self._again[place]
+                del self._again[position]
                 call.replica = replica
                 return call
         return None

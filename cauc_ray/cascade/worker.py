@@ -369,8 +369,8 @@ def _by_policy(parts: Sequence[Part]) -> list[tuple[str, list[Part], Ints]]:
     owners = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     found: list[tuple[str, list[Part], Ints]] = []
     for key in dict.fromkeys(part.policy for part in parts):
-        own = [place for place, part in enumerate(parts) if part.policy == key]
-        found.append((key, [parts[place] for place in own], np.flatnonzero(np.isin(owners, own))))
+        own = [position for position, part in enumerate(parts) if part.policy == key]
+        found.append((key, [parts[position] for position in own], np.flatnonzero(np.isin(owners, own))))
     return found
 
 
@@ -379,8 +379,8 @@ def _laid_out(pieces: Sequence[tuple[Ints, Floats]], wanted: Bools) -> Floats:
 
     pieces: rows of the call, int (p,), and values of each, (p, k).   wanted: bool (n,).
     """
-    places = np.cumsum(wanted) - 1
-    kept = [(places[rows[own]], values[own]) for rows, values in pieces if (own := wanted[rows]).any()]
+    positions = np.cumsum(wanted) - 1
+    kept = [(positions[rows[own]], values[own]) for rows, values in pieces if (own := wanted[rows]).any()]
     whole = np.full((int(wanted.sum()), max((values.shape[1] for _, values in kept), default=0)), -np.inf)
     for rows, values in kept:
         whole[rows, : values.shape[1]] = values

@@ -66,9 +66,9 @@ class RunPlan:
         """Return the stages' limits, and the open rows, for an object store of so many bytes."""
         n_bytes = min(QUEUE_BYTES, STORE_SHARE * store_bytes) / len(self.stages)
         limits = []
-        for place, stage in enumerate(self.stages):
+        for index, stage in enumerate(self.stages):
             # A stage's batches come from those of the stage before, the first one's from blocks.
-            fed_by = fed_rows(self.stages[place - 1].batch_size) if place else QUEUE_BLOCKS * self.block_rows
+            fed_by = fed_rows(self.stages[index - 1].batch_size) if index else QUEUE_BLOCKS * self.block_rows
             rows = queue_rows(stage.batch_size, stage.replicas.max, fed_by)
             per_call = 1 if self.policy is None else BATCHES_PER_CALL
             limits.append(StageLimits(stage.batch_size, stage.batch_wait_s, rows, n_bytes, per_call))

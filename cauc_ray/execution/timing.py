@@ -97,5 +97,5 @@ def _first_rows(inputs: RunInput, n: int) -> Batch:
         raise DataError(f"{inputs.path} has no rows")
     if block.unreadable is not None:
         raise DataError(f"{inputs.path}: its first rows cannot be read: {block.unreadable}")
-    places = np.arange(n) % len(block.example_ids)
-    return {name: column[places] for name, column in block.columns.items()}
+    positions = np.arange(n) % len(block.example_ids)
+    return {name: column[positions] for name, column in block.columns.items()}

@@ -144,7 +144,7 @@ def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
                 raise TypeError(f"their dtype is {given.dtype}")
             logits = given.astype(np.float32, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
-        raise DataError(f"{where}: the logits are not an array of numbers (N, K): {error}") from error
+        raise DataError(f"{where}: the logits are not numbers of shape (N, K): {error}") from error
     if logits.ndim != 2 or not len(logits):
         raise DataError(f"{where}: logits must be an array (N, K) with at least one row, got shape {logits.shape}")
     return logits, np.full(len(logits), logits.shape[1])

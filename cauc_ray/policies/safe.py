@@ -80,7 +80,7 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
 def require_safe_rule(rule: ThresholdRule) -> None:
     """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
     if rule.certify is not None:
-        raise ConfigError("--safe and --certify cannot be combined: both need validation; remove one of them")
+        raise ConfigError("--safe and --certify cannot be combined: both need validation; leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)

@@ -313,15 +313,15 @@ class Cascade:
         """Count a call's answers: those of requests, and those of shadows."""
         answered, shadows = np.zeros((2, len(call)), dtype=bool)
         waits_s = []
-        for rows, places in call.pieces():
+        for rows, positions in call.pieces():
             request = rows.owner
             assert isinstance(request, RequestState)
             if not request.wants(call.stage):
                 continue
             if request.shadow:
-                shadows[places] = True
+                shadows[positions] = True
             else:
-                answered[places] = True
+                answered[positions] = True
                 waits_s.append(now - rows.ready_at)
                 request.ready(call.stage, waits_s[-1])
         failed = list(result.failures)

@@ -64,14 +64,14 @@ def packed(call: Call, replica: str, keeps: Keeps, *, router: str, needed_replic
     )
 
 
-def _part(alike: Sequence[Rows], places: slice, stage: int, keeps: Keeps) -> Part:
+def _part(alike: Sequence[Rows], positions: slice, stage: int, keeps: Keeps) -> Part:
     """Return what is asked of neighbouring rows; the same is asked of all of them."""
     kept = [keeps(_request(rows), stage, len(rows)) for rows in alike]
-    carried = [(len(rows), None if rows.source is None else rows.source[rows.places]) for rows in alike]
+    carried = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for rows in alike]
     first = _request(alike[0])
     return Part(
         0,
-        places,
+        positions,
         first.key,
         state=joined_states(carried),
         keeps=None

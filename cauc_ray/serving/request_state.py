@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Owner, Places, Trouble
+from cauc_ray.cascade.rows import Owner, Positions, Trouble
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
@@ -29,7 +29,7 @@ _NO_OPTION = np.array([-1], np.int16)
 class Early:
     """Answers of a stage before the last that were chosen to be asked on.
 
-    rows: int (m,), places in the request.   state: float64 (m, S), what they would have brought along.
+    rows: int (m,), positions in the request.   state: float64 (m, S), what they would have brought along.
     """
 
     stage: int
@@ -83,16 +83,18 @@ class RequestState(Owner):
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(self, stage: int, indices: Ints, result: CallResult, places: Places, carried: Any, held_at: Ints) -> Bools:
+    def note(
+        self, stage: int, indices: Ints, result: CallResult, positions: Positions, carried: Any, held_at: Ints
+    ) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
-        on = super().note(stage, indices, result, places, carried, held_at)
+        on = super().note(stage, indices, result, positions, carried, held_at)
         self.called.add(stage)
         now = time.time_ns()
         self.spans_ns[stage] = self.spans_ns.get(stage, (now, 0))[0], now
         if result.likeliest is not None and self.policy.reference is not None:
-            self.likeliest[indices] = result.likeliest[places]
+            self.likeliest[indices] = result.likeliest[positions]
         if self.wants_scores and result.scores is not None:
-            self._keep_scores(indices, result.scores[places])
+            self._keep_scores(indices, result.scores[positions])
         if self.shadow:  # the last stage's word is wanted
             on[:] = stage < self.last_stage
             return on
@@ -100,8 +102,8 @@ class RequestState(Owner):
         n_on = int(np.count_nonzero(on))
         self._metrics.rows(stage, "accepted", len(on) - n_on)
         self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
-        if result.carried is not None and np.count_nonzero(early := result.carried[places] & ~on):
-            self.early.append(Early(stage, indices[early], carried[held_at[places][early]]))
+        if result.carried is not None and np.count_nonzero(early := result.carried[positions] & ~on):
+            self.early.append(Early(stage, indices[early], carried[held_at[positions][early]]))
         if capped:
             on[:] = False
         return on

@@ -98,7 +98,7 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     path = tmp_path / "policy.json"
     path.write_text(given.to_json())
     assert Policy.load(path) == given
-    with pytest.warns(CaucWarning, match="'m0'.*'raw'.*'probabilities'"):
+    with pytest.warns(CaucWarning, match="'raw' for model 'm0'.*'probabilities'"):
         cauc_ray.evaluate(raw, given)
 
 

@@ -62,7 +62,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
         if calls:
             call = calls.pop(rng.integers(len(calls)))
             sources = list({id(rows.source): rows.source for rows in call.rows}.values())
-            parts = [Part.of([id(own) for own in sources].index(id(rows.source)), rows.places) for rows in call.rows]
+            parts = [Part.of([id(own) for own in sources].index(id(rows.source)), rows.positions) for rows in call.rows]
             scheduler.ended(call, *answered(of_stage[call.stage], parts, sources, batch), now)
         assert now < 1000
     return scheduler, owners, sizes

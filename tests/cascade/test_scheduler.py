@@ -177,7 +177,7 @@ class Simulation:
         assert 0 < len(call) <= self.batch
         assert self.replicas[call.replica] == call.stage
         for rows in call.rows:  # the source has these rows where they are said to be
-            assert [rows.source.rows[place] for place in rows.places] == [
+            assert [rows.source.rows[position] for position in rows.positions] == [
                 (rows.owner.block, i) for i in rows.indices.tolist()
             ]
         same = [other for other in self.calls if other.replica == call.replica]
@@ -258,12 +258,12 @@ class Simulation:
             return
         marks = {"poison": self.poisoned, "unreadable": self.named}
         failures = {
-            place: reason
+            position: reason
             for reason, marked in marks.items()
-            for place, ((block, i), own) in enumerate(zip(where, here, strict=True))
+            for position, ((block, i), own) in enumerate(zip(where, here, strict=True))
             if marked[block][i] and own
         }
-        raised = [place for place, reason in failures.items() if reason == "poison"]
+        raised = [position for position, reason in failures.items() if reason == "poison"]
         if call.replica in self.way and len(failures) < len(call):
             self.way[call.replica][0] -= 1
         self.in_doubt.discard(call.replica)
@@ -273,7 +273,7 @@ class Simulation:
         if len(failures) < len(call):
             self.has_good_row.add(call.replica)
         self.sizes[call.stage].append(len(call))
-        accepted = [own and place not in failures for place, own in enumerate(here)]
+        accepted = [own and position not in failures for position, own in enumerate(here)]
         answers = [100 * block + i for block, i in where]
         goes_on = Source([w for w, own in zip(where, here, strict=True) if not own])
         answered = result(answers, accepted, failures=failures, raised=raised)

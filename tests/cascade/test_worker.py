@@ -133,7 +133,7 @@ def test_a_row_of_zeros_and_a_one_is_no_probability_however_often_it_comes():
 
 def test_different_rows_that_sum_to_one_are_probabilities_though_they_come_one_by_one():
     worker = worker_of(lambda batch: Answers(batch["x"].astype(np.float32)), 0, POLICIES)
-    rows = [np.roll([1.0, 0.0, 0.0, 0.0, 0.0], place)[None] for place in range(5)]
+    rows = [np.roll([1.0, 0.0, 0.0, 0.0, 0.0], position)[None] for position in range(5)]
     rows += [np.array([[0.0, half, other, 0, 0]]) for half, other in product([0.25, 0.75], [0.25, 0.75])]
 
     def answer_all():

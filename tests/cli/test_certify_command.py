@@ -54,7 +54,7 @@ def test_where_none_is_certified_one_line_says_so_and_nothing_is_written(cauc, t
     ("options", "says"),
     [
         (["--certify", "risk<0.05@0.95"], "'risk<0.05@0.95' is not of the form"),
-        (["--certify", "risk<=5@0.95"], "a risk to certify lies between 0 and 1, got 5"),
+        (["--certify", "risk<=5@0.95"], "a risk to certify must lie between 0 and 1, got 5"),
         (["--certify", ""], "is not of the form"),
         (["--certify", LIMIT, "--budget", "9"], "each decides it alone"),
         (["--certify", LIMIT, "--threshold", "0.9"], "each decides it alone"),

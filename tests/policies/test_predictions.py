@@ -67,7 +67,7 @@ def test_a_table_of_predictions_is_that_of_a_file():
         (lambda z: None, ConfigError, "unknown model 'm1'"),
         (lambda z: z[:-1], DataError, "shape"),
         (lambda z: z[:, 0], DataError, "(N, K)"),
-        (lambda z: [["a", "b"]], DataError, "not an array of numbers"),
+        (lambda z: [["a", "b"]], DataError, "not numbers"),
         (lambda z: np.where(np.arange(5) == 3, np.nan, z), DataError, "example '0'"),
         (lambda z: softmax(z, axis=1), DataError, "--logit-kind"),
     ],
