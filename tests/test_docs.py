@@ -1,7 +1,8 @@
 """The README and the site: what they show runs, fits the schemas or at least parses, and their links lead somewhere.
 
 A page's snippets run in order, in a folder that holds `logits`, `policy.json`, `pool.yaml` and `inputs.parquet`. Those
-after a comment `not run: why` need what a test lacks: Python is compiled, commands are parsed.
+after a comment `not run: why` need what a test lacks: Python is compiled, commands are parsed. A command after a
+comment `background` serves at port 8000, another one here, while the rest of the page runs.
 """
 
 import json
@@ -9,10 +10,14 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import jsonschema
 import pandas as pd
@@ -27,8 +32,11 @@ from cauc_ray.data.table_info import TableInfo
 from cauc_ray.schemas import SCHEMAS
 
 ROOT = Path(__file__).parents[1]
+SHELL = ("bash", "-euo", "pipefail", "-c")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?:<!-- (not run): [^>]+ -->\n+)?^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"(?:<!-- (not run|background)[^>]* -->\n+)?^( *)```(\w+)[^\n]*\n(.*?)^\2```", re.DOTALL | re.MULTILINE
+)
 POOL = """
 name: digits
 task: classification
@@ -43,13 +51,17 @@ stages:
 class Snippet:
     language: str
     text: str
-    runs: bool
+    how: str
+
+    @property
+    def runs(self):
+        return self.how != "not run"
 
 
 def snippets(page):
-    for runs, indent, language, text in BLOCK.findall(page.read_text()):
+    for how, indent, language, text in BLOCK.findall(page.read_text()):
         lines = [line.removeprefix(indent) for line in text.splitlines()]
-        yield Snippet(language, "\n".join(lines), not runs and page.name != "README.md")
+        yield Snippet(language, "\n".join(lines), "not run" if page.name == "README.md" else how)
 
 
 def named(page):
@@ -94,17 +106,48 @@ def test_snippets_run_in_order(page, folder, ray_address, monkeypatch):
     names = {"__name__": "__main__"}
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     monkeypatch.syspath_prepend(folder)
-    for snippet in snippets(page):
-        titled = re.match(r"# (\S+\.(?:py|yaml))[:\n]", snippet.text)
-        if titled:  # a file that the page tells to write
-            (folder / titled[1]).write_text(snippet.text)
-        elif snippet.runs and snippet.language == "python":
-            exec(compile(snippet.text, named(page), "exec"), names)
-        elif snippet.runs and snippet.language == "sh":
-            done = subprocess.run(
-                ["bash", "-euo", "pipefail", "-c", snippet.text], capture_output=True, text=True, timeout=200
-            )
-            assert done.returncode == 0, f"{snippet.text}\n{done.stdout}\n{done.stderr}"
+    port = free_port()
+    with ExitStack() as services:
+        for snippet in snippets(page):
+            text = snippet.text.replace(":8000", f":{port}").replace("--port 8000", f"--port {port}")
+            titled = re.match(r"# (\S+\.(?:py|yaml))[:\n]", text)
+            if titled:  # a file that the page tells to write
+                (folder / titled[1]).write_text(text)
+            elif snippet.how == "background":
+                services.enter_context(served(text, port))
+            elif snippet.runs and snippet.language == "python":
+                exec(compile(text, named(page), "exec"), names)
+            elif snippet.runs and snippet.language == "sh":
+                done = subprocess.run([*SHELL, text], capture_output=True, text=True, timeout=200)
+                assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextmanager
+def served(command, port):
+    """Keep a service while the block runs, from when it answers; it ends in order."""
+    with subprocess.Popen([*SHELL, f"exec {command}"], stdout=subprocess.DEVNULL) as service:
+        try:
+            deadline = time.monotonic() + 100
+            while not answers(port):
+                assert service.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            yield
+        finally:
+            service.terminate()
+    assert service.returncode == 0
+
+
+def answers(port):
+    try:
+        return urlopen(f"http://127.0.0.1:{port}/v2/health/ready", timeout=10).status == 200
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="module")
