@@ -116,7 +116,7 @@ def test_bad_input_is_one_line(command, table, tmp_path):
     code, _, err = command("fit", table, "--models", ",".join(POOL), "--budget", 0.5, "--search", "-o", "p.json")
     assert code == 2
     assert err.count("\n") == 1
-    assert "budget 0.5 GFLOPs is below what the cheapest chain costs, 1 GFLOPs ('m0' alone)" in err
+    assert "budget 0.5 GFLOPs is below the cost of the cheapest chain, 1 GFLOPs ('m0' alone)" in err
     thirteen = {f"m{place}": [[0.0, 1.0]] * 4 for place in range(13)}
     with pytest.raises(ConfigError, match="up to 12 models, got 13"):
         cauc_ray.fit(thirteen, [0, 1, 0, 1], search=True)

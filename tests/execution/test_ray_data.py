@@ -91,7 +91,7 @@ def test_done_blocks_are_left_out_unconverted():
     assert opened.row_bytes > 1
     found = {number: (block.example_ids, "label" in block.columns) for number, block in opened.source(4).blocks(0, [0])}
     assert found == {0: (list("0123"), False), 1: (list("4567"), True), 2: (list("89"), True)}
-    with pytest.raises(DataError, match=r"the Ray dataset gives other rows .*ends before block 3.*start a new run"):
+    with pytest.raises(DataError, match=r"the Ray dataset returned other rows .*ends before block 3.*start a new run"):
         list(opened.source(4).blocks(0, [0, 3]))
     with pytest.raises(DataError, match="the Ray dataset: column 'label' has negative numbers"):
         list(opened.source(4).blocks(0))

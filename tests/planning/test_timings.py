@@ -97,7 +97,7 @@ def test_each_replicas_first_call_and_calls_that_were_lost_count_for_nothing(tmp
         (lambda folder: folder / "ledger", "is not the folder of an earlier `cauc run`"),
         (
             lambda folder: write_json(folder / "run.json", {"format": "cauc-run/9"}),
-            "run.json is of the format cauc-run/9",
+            "run.json has format cauc-run/9",
         ),
         (lambda folder: write_json(folder / "run.json", []), "run.json"),
         (lambda folder: pq.write_table(pa.table({"a": [1]}), folder / "ledger" / "x.parquet"), "no column"),

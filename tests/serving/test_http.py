@@ -109,7 +109,7 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         assert told["degraded"] is False
     for parameters, says in (
         ({"max_stage": 3}, "max_stage must be 0 to 2 or one of m0, m1, m2, got 3"),
-        ({"max_stage": "m9"}, "max_stage is 0 to 2"),
+        ({"max_stage": "m9"}, "max_stage must be 0 to 2"),
         ({"max_stage": True}, "max_stage"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
@@ -201,7 +201,7 @@ def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
 
 def test_a_policy_that_does_not_fit_is_refused_and_the_old_one_stays(chain, service):
     before = in_force(service)
-    with pytest.raises(PolicyError, match="the policy is for m0, m1; what runs is m0, m1, m2"):
+    with pytest.raises(PolicyError, match="the policy is for m0, m1; the service runs m0, m1, m2"):
         cauc_ray.set_policy(chain.other, url=service.url)
     content = chain.policies["rf"].model_dump(mode="json")
     for body in (

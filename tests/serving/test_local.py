@@ -126,7 +126,7 @@ def test_a_service_that_ends_by_itself_ends_its_command(home):
     finally:
         command.end()
     assert (command.process.returncode, out) == (2, "")
-    assert "the service has ended by itself" in err.splitlines()[-1]
+    assert "the service ended unexpectedly" in err.splitlines()[-1]
 
 
 def test_a_stop_while_models_load_is_orderly(home):

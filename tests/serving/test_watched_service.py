@@ -146,7 +146,7 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
         assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
         status, late = http(service, "feedback", {**said, "label": [0] * 5})
         assert (status, late["counted"], late["rows"]) == (200, 0, 5)
-        assert f"policy {watched.other.id} is in force" in late["says"]
+        assert f"policy {watched.other.id} is active" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
         content = seen(service, lambda content: content["holds"] is None)
         assert "no reference to compare" in content["says"]
