@@ -181,7 +181,7 @@ def test_nodes_that_an_autoscaler_has_yet_to_start_are_waited_for(tmp_path):
         done = run("never", resources={"num_cpus": 0.5, "num_gpus": 9}, down_after_s=6)
         assert done.returncode == 2
         assert "error: stage 'm2' has had no live replica for" in done.stderr
-        assert "no node has room for 0.5 CPUs and 9 GPUs" in done.stderr
+        assert "no node has free resources for 0.5 CPUs and 9 GPUs" in done.stderr
         done = run("out", resources={"num_cpus": 0.5, "num_gpus": 1}, down_after_s=240)
         said = python(
             "-c",

@@ -264,7 +264,7 @@ def test_rows_that_fail_are_reported_and_left_out_of_chains_with_a_warning(tmp_p
     assert collected(tmp_path / "L", "a").keys() == {f"image-{row}" for row in range(200)} - reasons.keys()
     answered, table = set(), LogitTable(tmp_path / "L")
     for split in SPLITS:
-        with pytest.warns(CaucWarning, match=r"\d+ examples that some model of the chain failed on are left out"):
+        with pytest.warns(CaucWarning, match=r"\d+ examples are left out because some model of the chain"):
             answered |= set(table.read_chain(["a", "partly"], split).example_ids)
     assert answered == collected(tmp_path / "L", "a").keys() & collected(tmp_path / "L", "partly").keys()
     assert [model["n_failed"] for model in summary["models"]] == [3, 200 - len(collected(tmp_path / "L", "partly"))]

@@ -203,7 +203,7 @@ def test_the_command_on_one_shard_gives_what_it_gives_in_one_process(table, ray_
 # Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says.
 ASKED = {
     "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, ""),
-    "safe": ({"method": "rf", "safe": True}, "not fused: no gain|another threshold chosen|no change"),
+    "safe": ({"method": "rf", "safe": True}, "not fused: no significant gain|another threshold chosen|no change"),
     "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, f"^{MODELS[2]} alone, "),
 }
 
