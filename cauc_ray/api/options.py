@@ -193,7 +193,7 @@ class Options(BaseModel):
             fault = error.errors()[0]
             name, got = str(fault["loc"][0]), fault["input"]
             if fault["type"] == "missing":
-                raise ConfigError(f"{name} is missing") from error
+                raise ConfigError(f"{name} is required") from error
             if len(fault["loc"]) > 1:  # within a sequence, or one of several types
                 got = given[name]
             if fault["type"] == "value_error":  # our own words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import json
 import os
@@ -174,7 +175,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         sys.exit(0)
     if arguments[0] in REMOVED:
         parser.exit(2, f"cauc: error: `cauc {arguments[0]}` is replaced by {REMOVED[arguments[0]]}\n")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        own = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
+        flags = [flag for action in own._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+        own.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]!r}" if near else ""))
     if options.completion is None:
         del options.completion
         return options

@@ -532,3 +532,9 @@ def test_everything_that_verbs_write_can_be_shown(cauc, home):
         assert cauc("show", path)[0] == 0
     shown = json.loads(cauc("show", ".", "--json")[1])["holds"]
     assert {"policy.json: policy", "compared: comparison", "swept.parquet: sweep"} <= set(shown)
+
+
+def test_a_misspelt_flag_is_answered_with_the_nearest(cauc):
+    code, out, err = cauc("fit", "LOGITS", *CHAIN, "--budgt", "4")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "did you mean '--budget'; see cauc fit --help" in err
