@@ -175,6 +175,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         sys.exit(0)
     if arguments[0] in REMOVED:
         parser.exit(2, f"cauc: error: `cauc {arguments[0]}` is replaced by {REMOVED[arguments[0]]}\n")
+    options: argparse.Namespace
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         own = next((verb for verb in verbs if verb.prog == f"cauc {options.verb}"), parser)
