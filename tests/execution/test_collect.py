@@ -159,14 +159,14 @@ def test_a_table_is_not_mixed_from_two_datasets_or_models(tmp_path):
     one = pool(tmp_path, python_stage("long", "longest"))
     cauc_ray.collect(one, data, tmp_path / "L")
     before = sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "L").rglob("model=*/*/*"))
-    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
+    with pytest.raises(ConfigError, match="belongs to another dataset, seed or layout"):
         cauc_ray.collect(one, other, tmp_path / "L")
-    with pytest.raises(ConfigError, match="is of another dataset, seed or layout"):
+    with pytest.raises(ConfigError, match="belongs to another dataset, seed or layout"):
         cauc_ray.collect(one, data, tmp_path / "L", seed=1)
     faster = pool(tmp_path, python_stage("long", "longest", batch_size=7, replicas={"min": 2}))
     cauc_ray.collect(faster, data, tmp_path / "L")  # how it is run makes no difference
     other = pool(tmp_path, python_stage("long", "longest", kwargs={"exponent": 3.0}))
-    with pytest.raises(ConfigError, match="is of another model of that name"):
+    with pytest.raises(ConfigError, match="another model of that name"):
         cauc_ray.collect(other, data, tmp_path / "L")
     flops = pool(tmp_path, python_stage("longer", "longest", cost={"gflops": 3}))
     with pytest.raises(ConfigError, match="holds costs in s, this pool gives GFLOPs"):
@@ -382,7 +382,7 @@ def test_a_folder_of_somebody_elses_logits_is_not_added_to(tmp_path):
     path = pool(tmp_path, python_stage("long", "longest"))
     cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     (tmp_path / "L" / "model=long" / "split=test" / "_collect.json").unlink()
-    with pytest.raises(ConfigError, match="is of no collection; remove it"):
+    with pytest.raises(ConfigError, match="belongs to no collection; remove it"):
         cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "L")
     (tmp_path / "L" / "model=long" / "split=test" / "_collect.json").write_text("{}")
     with pytest.raises(DataError, match=r"_collect\.json: missing key"):
