@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jsonschema
 import psutil
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -19,8 +18,6 @@ from job_cases import CASES, EVALUATE, N_TASKS, SWEEP, stripped, write_config, w
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.files.parquet import parquet_files, read_parquet
-from cauc_ray.files.paths import path_inside, path_of
 from cauc_ray.schemas import CONFIGS, SCHEMAS, schema_path
 
 ROOT = Path(__file__).parents[2]
@@ -187,25 +184,6 @@ def start(verb, path, log):
     with log.open("w") as out:
         words = [sys.executable, "-c", "from cauc_ray.cli.command import main; main()", verb, "--config", str(path)]
         return subprocess.Popen([*words, "--json"], cwd=ROOT, stdout=out, stderr=out, env=env)
-
-
-@pytest.mark.slow
-def test_verbs_read_and_write_by_uri(inputs, s3, tmp_path):
-    """In processes of their own, whose Ray sessions have the environment's endpoint."""
-    bucket = path_of(f"{s3}/{tmp_path.name}")
-    for file in (path for path in inputs.rglob("*") if path.is_file()):
-        (bucket / path_inside(file, inputs)).write_bytes(file.read_bytes())
-    live = {key: f"{bucket}/{value}" if isinstance(value, str) else value for key, value in CASES["run"][0].items()}
-    sets = [{**each, "logits": f"{bucket}/{each['logits']}"} for each in SWEEP["sets"]]
-    swept = {**SWEEP, "sets": sets, "seeds": [0], "methods": ["rf"]}
-    for verb, content in (("run", live), ("sweep", swept)):
-        path = write_config(tmp_path, verb, {**content, "output": f"{bucket}/{verb}"})
-        job = start(verb, path, tmp_path / "log")
-        assert job.wait(timeout=200) == 0, (tmp_path / "log").read_text()
-    expected = cauc_ray.evaluate(inputs / "sets" / "planted", inputs / "policy.json").to_arrow()
-    found = pa.concat_tables(map(read_parquet, parquet_files(bucket / "run" / "predictions")))
-    assert found.sort_by("example_id").column("prediction").equals(expected.sort_by("example_id").column("prediction"))
-    assert len(read_parquet(bucket / "sweep" / "results.parquet")) == 2 * 3
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def job(name, folder, **content):
     """Run a job with a config in a process and Ray session of its own. Returns its results."""
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     ended = subprocess.run(
-        [sys.executable, "-m", f"jobs.{name}", "--config", str(folder / f"{name}.yaml")],
+        [Path(sys.executable).with_name("cauc"), name, "--config", folder / f"{name}.yaml", "--json"],
         cwd=TESTS.parent, text=True, capture_output=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -137,23 +137,23 @@ def job(name, folder, **content):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_jobs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
+def test_configs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
     write_inputs(tmp_path)
     write_parquet(bucket / "input.parquet", pq.read_table(tmp_path / "input.parquet"))
     for name in ("policy.json", "questions.jsonl"):
         (bucket / name).write_bytes((tmp_path / name).read_bytes())
-    live = {"pool": "pool.yaml", "policy": f"{bucket}/policy.json", "input": f"{bucket}/input.parquet"}
-    found = job("evaluate", tmp_path, **live, output=f"{bucket}/evaluation")
-    assert (found["n"], found["output"]) == (600, f"{bucket}/evaluation")
-    assert read_all(bucket / "evaluation" / "run" / "predictions").num_rows == 600
-    assert job("evaluate", tmp_path, **live, output=f"{bucket}/evaluation") == found
+    live = {"pool": "pool.yaml", "policy": f"{bucket}/policy.json", "input": f"{bucket}/input.parquet", "resume": True}
+    found = job("run", tmp_path, **live, output=f"{bucket}/run")
+    assert found["n"] == 600
+    assert read_all(bucket / "run" / "predictions").num_rows == 600
+    assert job("run", tmp_path, **live, output=f"{bucket}/run") == found
     work = {"pool": "python.yaml", "dataset": f"{bucket}/questions.jsonl", "output": f"{bucket}/collected"}
     found = job("collect", tmp_path, **work)
     assert found["splits"] == {"calibration": 10, "validation": 10, "test": 20}
     assert read_all(bucket / "collected" / "model=long" / "split=test").num_rows == 20
     saved = {"logits": f"{bucket}/collected", "models": ["long"], "threshold": 0.5, "shards": 1}
-    assert job("calibrate", tmp_path, **saved, output=f"{bucket}/fit")["n_rows"] == [10, 10]
-    assert cauc_ray.Policy.load(f"{bucket}/fit/policy.json").models == ("long",)
+    job("fit", tmp_path, **saved, output=f"{bucket}/policy-of-shards.json")
+    assert cauc_ray.Policy.load(f"{bucket}/policy-of-shards.json").models == ("long",)
     write_table(bucket / "planted", n=600)
     swept = {**SWEEP, "sets": [{**SWEEP["sets"][0], "logits": f"{bucket}/planted"}], "output": f"{bucket}/sweep"}
     assert job("sweep", tmp_path, **swept)["n_rows"] == N_ROWS

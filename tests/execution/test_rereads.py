@@ -87,7 +87,7 @@ def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_
             for task in tasks:
                 task.kill()
 
-    with pytest.raises(DataError, match=r"Ray dataset returned other rows .*holds other rows.*start a new run"):
+    with pytest.raises(DataError, match=r"Ray dataset returned other rows .*has other rows.*start a new run"):
         cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=kill)
     assert killed
     rows = by_example(read_all(tmp_path / "out" / "predictions"))  # what was committed before stays, each row once
