@@ -12,13 +12,16 @@ from typing import Any
 import pyarrow as pa
 
 import cauc_ray
-from cauc_ray.errors import CaucWarning, DataError
+from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.tasks import N_CPUS, Outcome, Task, run_tasks
-from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.atomic import make_folder, require_new
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import AnyPath
+
+# In an output folder: whose it is, and the values of its tasks.
+RECORD, TASKS = "tasks.json", "tasks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +97,17 @@ class Kept:
             yield self.put(outcome)
 
 
+def require_own(folder: AnyPath, kind: str) -> None:
+    """Raise ConfigError where a folder holds anything but kept tasks of a kind.   kind: such as "sweep"."""
+    if not (folder / RECORD).is_file():
+        require_new(folder)
+    elif read_json(folder / RECORD) != {"kind": kind}:
+        raise ConfigError(f"output {folder} is not the folder of a {kind}; choose another path or remove it")
+
+
 def run_kept(
     folder: AnyPath,
+    kind: str,
     rounds: Sequence[Sequence[Task]],
     *,
     deadline_s: float,
@@ -104,13 +116,17 @@ def run_kept(
 ) -> list[Outcome]:
     """Run tasks on Ray, and keep their values, which are Written; those that the folder has are not measured again.
 
+    folder: the output; values are in tasks/ there.   kind: as require_own() takes it.
     rounds: tasks that may run at the same time, one round after the other.   deadline_s: of each task.   address: of a
     Ray cluster, as ray_session() takes it.   on_outcome: called with what came of each task, its number and how many
     there are. Returns outcomes in the order of the tasks. Raises ExecutionError where Ray cannot be reached.
     """
-    kept, outcomes = Kept(folder), dict[Task, Outcome]()
+    require_own(folder, kind)
+    kept, outcomes = Kept(folder / TASKS), dict[Task, Outcome]()
     tasks = [task for of_round in rounds for task in of_round]
     with ray_session(address, N_CPUS):
+        make_folder(folder)
+        write_json(folder / RECORD, {"kind": kind})
         for of_round in rounds:
             for outcome in kept.run(of_round, deadline_s):
                 outcomes[outcome.task] = outcome

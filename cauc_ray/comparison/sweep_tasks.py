@@ -31,13 +31,10 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.queries import encoders
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.execution.tasks import Outcome, Task
-from cauc_ray.files.atomic import require_new
 from cauc_ray.files.documents import write_json
 from cauc_ray.files.listing import content_digest
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, absolute, path_of
-
-TASKS = "tasks"  # the folder of what they measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +119,13 @@ def run_sweep(
     require_apart(output, *(each.logits for each in sets))
     points = {_task(point, identity): point for each in sets for point, identity in _points(options, each)}
     folder = path_of(output)
-    if not (folder / TASKS).is_dir():
-        require_new(folder)
     in_order = run_kept(
-        folder / TASKS, [list(points)], deadline_s=options.deadline_s, address=options.address, on_outcome=on_outcome
+        folder,
+        "sweep",
+        [list(points)],
+        deadline_s=options.deadline_s,
+        address=options.address,
+        on_outcome=on_outcome,
     )
     failed = [each for each in in_order if each.error is not None]
     rows = [

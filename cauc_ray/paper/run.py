@@ -157,7 +157,7 @@ def run_paper(
     folder = path_of(output)
     # What is timed has the machine to itself.
     rounds = [[task for task in tasks if (task.part == "setup-time") is is_timed] for is_timed in (False, True)]
-    in_order = run_kept(folder / "tasks", rounds, deadline_s=config.deadline_s, address=address, on_outcome=on_outcome)
+    in_order = run_kept(folder, "paper", rounds, deadline_s=config.deadline_s, address=address, on_outcome=on_outcome)
     values = {(each.task.part, each.task.name): each.value for each in in_order if each.error is None}
     found = {
         part: [(entry, values[part, entry.name]) for entry in entries if (part, entry.name) in values]

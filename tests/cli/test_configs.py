@@ -85,6 +85,7 @@ def test_a_bad_config_is_one_line_and_leaves_nothing(inputs, tmp_path, command, 
         ("run", {"pool": None}, "pool: "),
         ("run", {"output": "sets"}, "sets"),
         ("sweep", {"output": "sets"}, "exists and is not an empty folder"),
+        ("paper", {"output": ".", "logits": "sets"}, "exists and is not an empty folder"),
         ("paper", {"logits": "nowhere"}, "there is no folder"),
         ("sweep", {"sets": [{"name": "a", "logits": "nowhere", "chains": [["m0"]]}]}, "no logit table"),
     ],
@@ -133,6 +134,18 @@ def test_what_failed_is_told_by_the_exit_code_and_tried_again(ray_session, tmp_p
     file.write_bytes(whole)
     code, out, _ = command("sweep", "--config", path, "--json")
     assert (code, json.loads(out)["missing"]) == (0, [])
+
+
+def test_a_papers_folder_is_not_that_of_a_sweep(inputs, ray_session, command):
+    paper = write_config(inputs, "own-paper", {**CASES["paper"][0], "output": "own"})
+    assert command("paper", "--config", paper)[0] == 0
+    before = (inputs / "own" / "paper.json").read_bytes()
+    code, out, error = command("sweep", "--config", write_config(inputs, "own-sweep", {**SWEEP, "output": "own"}))
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "is not the folder of a sweep" in error
+    assert not (inputs / "own" / "results.parquet").exists()
+    assert command("paper", "--config", paper)[0] == 0  # its own goes on
+    assert json.loads((inputs / "own" / "paper.json").read_bytes()).keys() == json.loads(before).keys()
 
 
 def test_nothing_that_is_kept_survives_an_upgrade_or_other_logits(ray_session, tmp_path, command, monkeypatch):
