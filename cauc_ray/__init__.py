@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cauc_ray.api.checking import check
     from cauc_ray.api.collecting import collect
     from cauc_ray.api.estimator import CascadeClassifier
-    from cauc_ray.api.offline import evaluate, fit, replace_model
+    from cauc_ray.api.offline import check, evaluate, fit, replace_model
     from cauc_ray.api.online import run
-    from cauc_ray.api.samples import sample_logits
     from cauc_ray.api.serving import serve, set_policy
+    from cauc_ray.api.sources import sample_logits
     from cauc_ray.comparison.comparing import compare
     from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
@@ -34,7 +33,7 @@ _PUBLIC = {
     "CaucError": "cauc_ray.errors",
     "CaucWarning": "cauc_ray.errors",
     "Policy": "cauc_ray.policies.policy",
-    "check": "cauc_ray.api.checking",
+    "check": "cauc_ray.api.offline",
     "collect": "cauc_ray.api.collecting",
     "compare": "cauc_ray.comparison.comparing",
     "evaluate": "cauc_ray.api.offline",
@@ -43,7 +42,7 @@ _PUBLIC = {
     "replace_model": "cauc_ray.api.offline",
     "report": "cauc_ray.reporting.writing",
     "run": "cauc_ray.api.online",
-    "sample_logits": "cauc_ray.api.samples",
+    "sample_logits": "cauc_ray.api.sources",
     "serve": "cauc_ray.api.serving",
     "set_policy": "cauc_ray.api.serving",
     "sweep": "cauc_ray.comparison.sweeping",

@@ -16,6 +16,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 
@@ -85,6 +86,13 @@ class GuardError(CaucError):
 
 class ExecutionError(CaucError):
     """A run could not be started or finished."""
+
+
+def require_packages(what: str, extra: str, *packages: str) -> None:
+    """Raise ConfigError with the install command where packages of an extra are missing.   what: needs them."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {' and '.join(missing)}; install with: pip install 'cauc-ray[{extra}]'")
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

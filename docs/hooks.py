@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from cauc_ray import sample_logits
 from cauc_ray.cli.command import VERBS as ABOUT
-from cauc_ray.cli.flags import add_options
+from cauc_ray.cli.command import add_options
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.schemas import CONFIGS, SCHEMAS
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from cauc_ray.models.answers import Batch
-from cauc_ray.models.vision import decode_image
+from cauc_ray.models.images import decode_image
 from cauc_ray.numbers.types import Floats
 
 # Images are resized to these sides; pixels are centred on 127 and divided by 128, as in the weights' training.

@@ -17,8 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.neural_network import MLPClassifier
 
 from cauc_ray.data.splits import split_shares
-from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
-from cauc_ray.data.writing import write_logits
+from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
 
 SHARES = {"train": 0.15, "calibration": 0.25, "validation": 0.25, "test": 0.35}
 SEED = 0

@@ -56,7 +56,9 @@ class ScriptedServer(CompletionServer):
         self.most_in_flight = 0
 
     def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
-        prompt = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        if path == "/tokenize":  # a server without it, as most are
+            return Fault(404, {"detail": "Not Found"})
+        prompt = body.get("prompt") or body.get("input") or body["messages"][0]["content"]
         with self.lock:
             before = self.asked[prompt]
             self.asked[prompt] += 1
@@ -71,42 +73,67 @@ class ScriptedServer(CompletionServer):
 
 
 class LanguageServer(CompletionServer):
-    """Answers with the one token that a language model continues with, and its true log-probabilities."""
+    """Answers with the one token that a language model continues with, and its true log-probabilities.
 
-    def __init__(self, model: Loaded) -> None:
+    scores_tokens: as vLLM's server does, tokenise texts and chats, and score given tokens and those of prompts.
+    """
+
+    def __init__(self, model: Loaded, scores_tokens: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.scores_tokens = scores_tokens
         self.n_context = model.network.config.max_position_embeddings
 
     def reply(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> dict[str, Any] | Fault:
         chat = path == "/v1/chat/completions"
+        if path == "/tokenize" and self.scores_tokens:
+            return {"tokens": self._tokens(body)}
         if not chat and path != "/v1/completions":
             return Fault(404, {"error": {"message": f"there is no {path}"}})
         if body.get("max_tokens") != 1 or body.get("temperature") != 0:
             return _invalid("this server answers with the likeliest token only", "max_tokens")
-        tokenizer = self.model.tokenizer
-        tokens = self.model.chat(body["messages"][0]["content"]) if chat else tokenizer.encode(body["prompt"])
+        tokens = self._tokens(body)
         if len(tokens) >= self.n_context:
             message = f"This model's maximum context length is {self.n_context} tokens, your prompt has {len(tokens)}."
             return _invalid(message, "messages" if chat else "prompt")
-        n_top = body.get("top_logprobs") if chat else body.get("logprobs")
-        with self.lock:
-            logprobs = _next_logprobs(self.model, tokens)
-        likeliest = logprobs.argsort()[::-1][: n_top or 0]
-        ended = int(logprobs.argmax()) == tokenizer.eos_token_id
-        top = [] if ended else [(tokenizer.decode([token]), float(logprobs[token])) for token in likeliest]
-        choice = _chat_choice(top) if chat else _completion_choice(top)
         usage = {"prompt_tokens": len(tokens), "completion_tokens": 1, "total_tokens": len(tokens) + 1}
-        finish = "stop" if ended else "length"
-        return {"choices": [{"index": 0, "finish_reason": finish, **choice}], "usage": usage}
+        with self.lock:
+            logprobs = _logprobs(self.model, tokens)
+        if self.scores_tokens and "prompt_logprobs" in body:
+            said = [
+                {str(token): {"logprob": float(at[token])}} for token, at in zip(tokens[1:], logprobs, strict=False)
+            ]
+            return {"choices": [{"text": "", "logprobs": None, "prompt_logprobs": [None, *said]}], "usage": usage}
+        n_top = body.get("top_logprobs") if chat else body.get("logprobs")
+        following = logprobs[-1]
+        ended = int(following.argmax()) == self.model.tokenizer.eos_token_id
+        asked = body.get("logprob_token_ids") if self.scores_tokens else None
+        if asked and len(asked) > 128:
+            return _invalid("at most 128 tokens can be scored at once", "logprob_token_ids")
+        likeliest = asked or ([] if ended else following.argsort()[::-1][: n_top or 0])
+        names = "token_id:{}".format if asked else lambda token: self.model.tokenizer.decode([token])
+        top = [(names(token), float(following[token])) for token in likeliest]
+        choice = _chat_choice(top) if chat else _completion_choice(top)
+        return {"choices": [{"index": 0, "finish_reason": "stop" if ended else "length", **choice}], "usage": usage}
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            return self.model.chat(body["messages"][0]["content"])
+        if isinstance(body["prompt"], list):
+            return list(body["prompt"])
+        return list(
+            self.model.tokenizer.encode(body["prompt"], add_special_tokens=body.get("add_special_tokens", True))
+        )
 
 
 Top = list[tuple[str, float]]
 
 
-def _next_logprobs(model: Loaded, tokens: list[int]) -> Any:
-    logits = model.logits(tokens)[-1].astype("float64")
-    return logits - math.log(math.fsum(math.e ** (logits - logits.max()))) - logits.max()
+def _logprobs(model: Loaded, tokens: list[int]) -> Any:
+    """Return what follows each token, float64 (n, vocabulary)."""
+    from scipy.special import log_softmax
+
+    return log_softmax(model.logits(tokens).astype("float64"), axis=1)
 
 
 def _chat_choice(top: Top) -> dict[str, Any]:
@@ -149,9 +176,9 @@ def scripted_server(script: Script, hold_s: float = 0.0) -> Iterator[ScriptedSer
 
 
 @contextmanager
-def language_server(model: Loaded) -> Iterator[str]:
+def language_server(model: Loaded, *, scores_tokens: bool = False) -> Iterator[str]:
     """Serve a language model and give the server's base_url."""
-    server = LanguageServer(model)
+    server = LanguageServer(model, scores_tokens)
     with running(server):
         yield server.url
 

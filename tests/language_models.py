@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONTEXT = 4096
+LETTERS = string.ascii_uppercase + string.ascii_lowercase
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -73,7 +75,16 @@ class Loaded:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def tiny_language_model(folder: Path) -> Loaded:
+def question_prompt(question: str, choices: Sequence[str], context: str = "", *, chat: bool = False) -> str:
+    """Return what a model is asked for a question with lettered options."""
+    listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, choices, strict=False))
+    before = f"{context}\n" if context else ""
+    return f"{before}Question: {question}\n{listed}" + (
+        "Answer with the letter of the right option only." if chat else "Answer:"
+    )
+
+
+def tiny_language_model(folder: Path, head_size: int = 8) -> Loaded:
     """Save a Llama of two layers and random weights with a tokenizer and a chat template, and load it again."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,8 +92,8 @@ def tiny_language_model(folder: Path) -> Loaded:
     tokenizer = _trained_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=4 * head_size,
+        intermediate_size=8 * head_size,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

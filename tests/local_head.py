@@ -23,13 +23,12 @@ START_DEADLINE_S = 120
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes.   pid: of `ray start`."""
+    """address: of its dashboard.   gcs_address: to join it.   folder: of all that it writes."""
 
     address: str
     gcs_address: str
     metrics_port: int
     folder: str
-    pid: int
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def local_head(*, n_cpus, grows_by=None, **environment):
         )
     try:
         wait_for(lambda: answers(address, head, log), START_DEADLINE_S, "the head")
-        yield Head(address, f"127.0.0.1:{ports['port']}", ports["metrics-export-port"], folder, head.pid)
+        yield Head(address, f"127.0.0.1:{ports['port']}", ports["metrics-export-port"], folder)
     finally:
         stop(head)
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,12 +124,12 @@ def stop(head):
     head.wait(timeout=20)
 
 
-def wait_for(what, seconds, name, *, every_s=0.1):
+def wait_for(what, seconds, name):
     """Wait until something is there, and return it."""
     ends = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < ends, f"{name} did not arrive within {seconds} s"
-        time.sleep(every_s)
+        time.sleep(0.1)
     return found
 
 

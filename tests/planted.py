@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from synthetic import rows_of
+from synthetic import chain_of, rows_of
 
-from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.costs import Costs
 from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -35,17 +33,9 @@ def examples(seed, split, *, n, m=2, strength=6.0, d=16, k=4, ragged=False, per_
         sure = strength * right[:, 0] / 2 if model == 0 and not embedded else 0.0
         z[np.arange(n), answer] = z.max(axis=1) + 0.5 + sure
         logits.append(z.astype(np.float32))
-    costs = np.array([1.0, 10.0, 30.0, 90.0])[:m]
-    chain = ChainLogits(
-        models=tuple(f"m{model}" for model in range(m)),
-        logits=tuple(logits),
-        example_ids=tuple(f"{split}-{row}" for row in range(n)),
-        labels=labels.astype(np.int32),
-        costs=Costs("GFLOPs", costs * rng.uniform(0.5, 2.0, (n, m)) if per_call else costs),
-        per_call_costs=per_call,
-        source="planted",
-        logit_kind="raw",
-    )
+    per_model = np.array([1.0, 10.0, 30.0, 90.0])[:m]
+    costs = per_model * rng.uniform(0.5, 2.0, (n, m)) if per_call else per_model
+    chain = chain_of(labels, logits, [f"{split}-{row}" for row in range(n)], costs)
     return Examples(chain, embeddings.astype(np.float32) if embedded else None, texts)
 
 

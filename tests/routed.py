@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from cauc_ray.numbers.softmax import softmax
+from cauc_ray.numbers.logits import softmax
 from cauc_ray.policies.policy import Policy, Step
 
 

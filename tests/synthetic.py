@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from cauc_ray.data.writing import write_logits
 from cauc_ray.files.documents import write_json
 from cauc_ray.numbers.calibration import PRIOR_VARIANCE, Parts, solve_bias_corrected, solve_temperatures
-from cauc_ray.numbers.chain import ChainLogits, ChainPart
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import ChainLogits, ChainPart, Costs
 
 SPLITS = ("calibration", "validation", "test")
 
@@ -39,13 +38,18 @@ def chain(seed=0, n=400, k=5, strengths=(1.0, 1.7, 2.4), *, ragged=False, per_ca
     labels, logits = planted(rng, n, k, strengths, ragged=ragged)
     per_model = np.array([1.0, 4.0, 15.0, 40.0, 90.0])[: len(strengths)]
     costs = per_model * rng.uniform(0.5, 2.0, (n, len(strengths))) if per_call else per_model
+    return chain_of(labels, logits, [f"{shift}-{row:05d}" for row in range(n)], costs)
+
+
+def chain_of(labels, logits, example_ids, costs):
+    """Return a ChainLogits of models m0, m1, ...   costs: of their calls, (M,) or (N, M)."""
     return ChainLogits(
-        models=tuple(f"m{j}" for j in range(len(strengths))),
+        models=tuple(f"m{j}" for j in range(len(logits))),
         logits=tuple(logits),
-        example_ids=tuple(f"{shift}-{row:05d}" for row in range(n)),
-        labels=labels,
+        example_ids=tuple(example_ids),
+        labels=labels.astype(np.int32),
         costs=Costs("GFLOPs", costs),
-        per_call_costs=per_call,
+        per_call_costs=costs.ndim == 2,
         source="planted",
         logit_kind="raw",
     )
@@ -58,13 +62,8 @@ def splits(seed=0, n=200, n_splits=2, **options):
 
 def rows_of(data, rows):
     """Return some rows of a chain, in any order and maybe more than once."""
-    per_call = data.costs.per_call
     return replace(
-        data,
-        logits=tuple(logits[rows] for logits in data.logits),
-        example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows)),
-        labels=data.labels[rows],
-        costs=Costs(data.costs.unit, per_call if per_call.ndim == 1 else per_call[rows]),
+        data.of_rows(rows), example_ids=tuple(f"{at}-{data.example_ids[row]}" for at, row in enumerate(rows))
     )
 
 

@@ -17,6 +17,24 @@ def by_x(factor=1.0):
     return lambda batch: np.stack([factor * batch["x"], np.zeros(len(batch["x"]))], axis=1)
 
 
+def before(factory):
+    """Make a factory of a function of a batch and options: its model does that, and then answers as another's does."""
+
+    def decorate(do):
+        def of(**options):
+            model = factory()
+
+            def answer(batch):
+                do(batch, **options)
+                return model(batch)
+
+            return answer
+
+        return of
+
+    return decorate
+
+
 def loads_unless(path):
     """Answer as by_x does; it cannot be loaded while there is a file at a path."""
     if os.path.exists(path):
@@ -39,21 +57,6 @@ def tracing_that_exits():
     trace.set_tracer_provider(Provider())
 
 
-def metrics_that_fail_twice():
-    """Have the next two settings of a gauge of this package, of Ray's kind, raise in this process."""
-    from ray.util.metrics import Gauge
-
-    set_as_before, left = Gauge.set, [None, None]
-
-    def set_or_raise(self, *args, **kwargs):
-        if left and "cauc_" in self.info["name"]:
-            left.pop()
-            raise RuntimeError("no metrics now")
-        return set_as_before(self, *args, **kwargs)
-
-    Gauge.set = set_or_raise
-
-
 def hanging():
     """Answer once `hanging.leave` is set, and set `hanging.entered` before."""
 
@@ -73,39 +76,27 @@ def loads_slowly(seconds, log=os.devnull):
     return by_x()
 
 
-def hangs_on(x):
+@before(by_x)
+def hangs_on(batch, x):
     """Answer as by_x does, but not for a minute on a batch that holds a value."""
-
-    def answer(batch):
-        if (batch["x"] == x).any():
-            time.sleep(60.0)
-        return by_x()(batch)
-
-    return answer
+    if (batch["x"] == x).any():
+        time.sleep(60.0)
 
 
-def slow_by_x(seconds, log):
+@before(by_x)
+def slow_by_x(batch, seconds, log):
     """Answer as by_x does, after some seconds, and note each call as it begins."""
-
-    def answer(batch):
-        with open(log, "a") as file:
-            file.write(f"{len(batch['x'])}\n")
-        time.sleep(seconds)
-        return by_x()(batch)
-
-    return answer
+    with open(log, "a") as file:
+        file.write(f"{len(batch['x'])}\n")
+    time.sleep(seconds)
 
 
-def by_x_once(path):
+@before(by_x)
+def by_x_once(batch, path):
     """Answer as by_x does, as soon as a file is there."""
-
-    def answer(batch):
-        ends = time.monotonic() + 60
-        while not os.path.exists(path) and time.monotonic() < ends:
-            time.sleep(0.01)
-        return by_x()(batch)
-
-    return answer
+    ends = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < ends:
+        time.sleep(0.01)
 
 
 def sign_of_x():
@@ -125,26 +116,18 @@ def ragged():
     return lambda batch: [np.full(place + 1, x) for place, x in enumerate(batch["x"])]
 
 
-def fails_on(example):
+@before(by_x)
+def fails_on(batch, example):
     """Answer, but raise on any batch that holds one example."""
-
-    def answer(batch):
-        if example in batch["example_id"]:
-            raise ValueError(f"cannot look at {example}\nat all")
-        return by_x()(batch)
-
-    return answer
+    if example in batch["example_id"]:
+        raise ValueError(f"cannot look at {example}\nat all")
 
 
-def fails_below(limit, path):
+@before(by_x)
+def fails_below(batch, limit, path):
     """Answer, but raise on any batch with an x below a limit, while there is no file at a path."""
-
-    def answer(batch):
-        if (batch["x"] < limit).any() and not os.path.exists(path):
-            raise ValueError(f"no kernel image for x {batch['x'].min():g}")
-        return by_x()(batch)
-
-    return answer
+    if (batch["x"] < limit).any() and not os.path.exists(path):
+        raise ValueError(f"no kernel image for x {batch['x'].min():g}")
 
 
 def first_process_fails(path, factor):
@@ -175,15 +158,11 @@ def ends_its_process():
     os._exit(3)
 
 
-def speaks_in_surrogates(example):
+@before(by_x)
+def speaks_in_surrogates(batch, example):
     """Answer, but raise on one example with a message that UTF-8 cannot hold, as names of files may be."""
-
-    def answer(batch):
-        if example in batch["example_id"]:
-            raise ValueError("cannot open caf\udce9.jpg")
-        return by_x()(batch)
-
-    return answer
+    if example in batch["example_id"]:
+        raise ValueError("cannot open caf\udce9.jpg")
 
 
 class WordlessError(BaseException):
@@ -193,38 +172,27 @@ class WordlessError(BaseException):
         raise RuntimeError("no words")
 
 
-def raises_wordlessly(example):
+@before(by_x)
+def raises_wordlessly(batch, example):
     """Answer, but raise what no handler of Exception catches on one example."""
-
-    def answer(batch):
-        if example in batch["example_id"]:
-            raise WordlessError
-        return by_x()(batch)
-
-    return answer
+    if example in batch["example_id"]:
+        raise WordlessError
 
 
-def dies_on(example):
+@before(by_x)
+def dies_on(batch, example):
     """Answer, but be killed on any batch that holds one example."""
-
-    def answer(batch):
-        if example in batch["example_id"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return by_x()(batch)
-
-    return answer
+    if example in batch["example_id"]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def gives_up_on(example):
+@before(by_x)
+def gives_up_on(batch, example):
     """Answer, but give up for good at a batch that holds one example."""
     from cauc_ray.errors import ExecutionError
 
-    def answer(batch):
-        if example in batch["example_id"]:
-            raise ExecutionError("the model's server is down")
-        return by_x()(batch)
-
-    return answer
+    if example in batch["example_id"]:
+        raise ExecutionError("the model's server is down")
 
 
 def empties_its_batch():
@@ -275,51 +243,6 @@ def linear(seed):
         pixels = torch.tensor([list(image) for image in batch["image"]], dtype=torch.float32)
         with torch.inference_mode():
             return layer(pixels / 255).numpy()
-
-    return answer
-
-
-def longest_noted(log):
-    """Answer as longest does, and note each batch's size."""
-
-    def answer(batch):
-        with open(log, "a") as file:
-            file.write(f"{len(batch['choices'])}\n")
-        return longest()(batch)
-
-    return answer
-
-
-def slow_brightness(seconds, log):
-    """Answer as brightness does, after some seconds, and note the process that does."""
-
-    def answer(batch):
-        with open(log, "a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(seconds)
-        return brightness()(batch)
-
-    return answer
-
-
-def brightness_below(limit):
-    """Answer as brightness does, and raise on a batch that holds an image brighter than a limit."""
-
-    def answer(batch):
-        if any(image[0] > limit for image in batch["image"]):
-            raise ValueError("too bright")
-        return brightness()(batch)
-
-    return answer
-
-
-def longest_slow_until(path, seconds):
-    """Answer as longest does, after some seconds while there is no file at a path."""
-
-    def answer(batch):
-        if not os.path.exists(path):
-            time.sleep(seconds)
-        return longest()(batch)
 
     return answer
 
@@ -455,3 +378,25 @@ def waits_for_the_next(n_batches):
             return by_x()(batch)
 
     return Waits()
+
+
+@before(longest)
+def longest_noted(batch, log):
+    """Answer as longest does, and note each batch's size."""
+    with open(log, "a") as file:
+        file.write(f"{len(batch['choices'])}\n")
+
+
+@before(brightness)
+def slow_brightness(batch, seconds, log):
+    """Answer as brightness does, after some seconds, and note the process that does."""
+    with open(log, "a") as file:
+        file.write(f"{os.getpid()}\n")
+    time.sleep(seconds)
+
+
+@before(brightness)
+def brightness_below(batch, limit):
+    """Answer as brightness does, and raise on a batch that holds an image brighter than a limit."""
+    if any(image[0] > limit for image in batch["image"]):
+        raise ValueError("too bright")

@@ -15,19 +15,24 @@ from pydantic import ValidationError
 from cauc_ray.api.options import CollectOptions
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
+from cauc_ray.data.writing import PoolModel, TableInfo, write_info
 from cauc_ray.errors import CaucWarning, ConfigError, explain, unknown_name
-from cauc_ray.execution.collected import BLOCK_ROWS, CollectRecord, Target, record_cost
-from cauc_ray.execution.collector import Collection, plan_collection, run_side_by_side
-from cauc_ray.execution.manifest import Totals, add_totals
+from cauc_ray.execution.collection import (
+    BLOCK_ROWS,
+    Collection,
+    CollectRecord,
+    plan_collection,
+    run_side_by_side,
+)
+from cauc_ray.execution.commits import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session
-from cauc_ray.files.atomic import require_folder
-from cauc_ray.files.listing import hive_values
-from cauc_ray.files.paths import AnyPath, absolute
+from cauc_ray.files.documents import require_folder
+from cauc_ray.files.paths import AnyPath, absolute, hive_values
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
+from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.logits import joint_kind
 
@@ -71,7 +76,7 @@ def collect(
     options = CollectOptions.of({**locals(), "columns": dict(columns or {})})
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     tabular = pool.task == "classification"
-    source = DatasetSource(str(dataset), options.columns, seed, tabular=tabular, names=pool.labels)
+    source = DatasetSource(str(dataset), options.columns, seed, tabular=tabular, names=pool.label_names)
     rows = open_dataset(source)
     if rows.task != pool.task:
         raise ConfigError(f"pool {pool.name!r} is for {pool.task}, but {rows.name} is {rows.task}")
@@ -79,7 +84,7 @@ def collect(
     sizes = {name: _size(rows, name) for name in splits}
     table = absolute(out)
     require_folder(table)
-    works = _works(pool, models, embedding, table, rows, sizes)
+    works = _works(pool, options, table, rows, sizes)
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], table)
     plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows)) is not None}
@@ -116,36 +121,21 @@ def _size(rows: Dataset, split: str) -> int:
 
 
 def _works(
-    pool: Pool,
-    models: Sequence[str] | None,
-    embedding: str | None,
-    out: AnyPath,
-    rows: Dataset,
-    sizes: Mapping[str, int],
+    pool: Pool, options: CollectOptions, out: AnyPath, rows: Dataset, sizes: Mapping[str, int]
 ) -> dict[str, Collection]:
-    if embedding is None:
-        stages = list(pool.chain(tuple(models or [stage.name for stage in pool.stages])))
+    kind: Literal["model", "embedding"] = "model" if options.embedding is None else "embedding"
+    if options.embedding is None:
+        stages = pool.chain(options.models or tuple(stage.name for stage in pool.stages))
+    elif options.models is None:
+        stages = (_encoder(pool, options.embedding),)
     else:
-        if models is not None:
-            raise ConfigError("an embedding is collected for all models at once; leave the models out")
-        stages = [_encoder(pool, embedding)]
-    kind: Literal["model", "embedding"] = "model" if embedding is None else "embedding"
+        raise ConfigError("an embedding is collected for all models at once; leave the models out")
+    about: dict[str, Any] = {"dataset": rows.name, "rule": rows.rule, "fingerprint": rows.fingerprint, "ids": rows.ids}
     works = {}
     for stage in stages:
-        records = {
-            split: CollectRecord(
-                dataset=rows.name,
-                rule=rows.rule,
-                fingerprint=rows.fingerprint,
-                split=split,
-                n_rows=n,
-                block_rows=BLOCK_ROWS,
-                model=stage.model.identity,
-                ids=rows.ids,
-            )
-            for split, n in sizes.items()
-        }
-        works[stage.name] = Collection(Target(out, kind, stage.name), stage, records)
+        of_model = {**about, "block_rows": BLOCK_ROWS, "model": stage.model.identity}
+        records = {split: CollectRecord(split=split, n_rows=n, **of_model) for split, n in sizes.items()}
+        works[stage.name] = Collection(out, kind, stage, records)
     return works
 
 
@@ -161,6 +151,9 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
     encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
+    prompted = next((stage.model.reads for stage in pool.stages if isinstance(stage.model, LanguageSpec)), None)
+    if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
+        encoder = encoder.model_copy(update={"columns": tuple(sorted(prompted)), "required": ()})
     name = Path(os.path.normpath(here / embedding)).name.replace("=", "-")  # of a link, its own
     if name in names:  # in the table it would be the stage, whose call is paid by who looks at it
         raise ConfigError(f"encoder {embedding!r} and a stage of the pool are both named {name!r}; rename one of them")
@@ -200,12 +193,12 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
 
     order: the pool's models, which come in their order, after those that the table had from elsewhere.
     """
-    name = work.target.name
-    splits = [split for split in work.records if work.target.record(split) is not None]
-    record = work.target.record(splits[0])
+    name = work.name
+    splits = [split for split in work.records if work.record(split) is not None]
+    record = work.record(splits[0])
     assert record is not None
-    per_call = _mean_cost(work, _totals(work.target, splits))
-    cost = record_cost(work.stage, record, per_call)
+    per_call = _mean_cost(work, _totals(work, splits))
+    cost = record.cost(work.stage, per_call)
     assert cost is not None  # the first call has been asked
     if cost_unit(work.stage) == MEASURED_UNIT:
         far = cost_far_off(name, cost, record.gflops_measured)
@@ -213,7 +206,9 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
             warnings.warn(far, CaucWarning, stacklevel=4)
     before = _info(out)
     kind = work.stage.model.answers_kind
-    models = [PoolModel(name=name, cost=cost, source=f"{record.source}; {record.logit_kind}", logit_kind=kind)]
+    source = f"{record.source}; {record.logit_kind}"
+    own = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
+    models = [own.model_copy(update={"prompt": work.stage.model.shown})]
     for model in before.models if before else []:
         if before is not None and model.name != name:
             models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))
@@ -227,11 +222,11 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
     write_info(out, info)
 
 
-def _totals(target: Target, splits: Iterable[str]) -> Totals:
+def _totals(work: Collection, splits: Iterable[str]) -> Totals:
     """Return what the rows of some splits add up to."""
     totals: Totals = {what: Counter() for what in ("rows", "failed", "counts")}
     for split in splits:
-        add_totals(totals, target.parts(split).committed().totals)
+        add_totals(totals, work.parts(split).committed().totals)
     return totals
 
 
@@ -242,14 +237,14 @@ def _mean_cost(work: Collection, totals: Totals) -> float | None:
 
 
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:
-    target, splits = work.target, {}
+    splits = {}
     for split in work.records:
-        own = _totals(target, [split])
+        own = _totals(work, [split])
         rows = own["rows"]
         counted = {key: rows[key] for key in ("labelled", "right")}
         splits[split] = {"rows": rows["answered"], "failed": own["failed"].total(), **counted}
-    totals = _totals(target, work.records)
-    record = target.record(next(iter(work.records)))
+    totals = _totals(work, work.records)
+    record = work.record(next(iter(work.records)))
     assert record is not None
     summary: dict[str, Any] = {
         "name": name,
@@ -259,14 +254,14 @@ def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> 
         "counts": dict(totals["counts"]),
         "rows_per_s": n_new / seconds if seconds else None,
     }
-    if target.kind == "embedding":
+    if work.kind == "embedding":
         return summary
     labelled = totals["rows"]["labelled"]
     accuracy = share(totals["rows"]["right"], labelled) if labelled else None
     return summary | {
         "accuracy": accuracy.value if accuracy else None,
         "accuracy_interval": [accuracy.low, accuracy.high] if accuracy else None,
-        "cost": record_cost(work.stage, record, _mean_cost(work, totals)),
+        "cost": record.cost(work.stage, _mean_cost(work, totals)),
         "measured_gflops": record.gflops_measured,
         "logit_kind": record.logit_kind,
     }

@@ -12,9 +12,8 @@ from cauc_ray.api import offline
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.logits import LogitKind, as_logits
-from cauc_ray.numbers.softmax import log_softmax
+from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.logits import LogitKind, as_logits, log_softmax
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.predictions import Predictions
@@ -30,6 +29,8 @@ try:
 except ImportError as missing:
     raise ConfigError("CascadeClassifier needs scikit-learn 1.6 or newer: pip install 'cauc-ray[sklearn]'") from missing
 
+# Parameters that are options of fit() under the same names.
+_FIT_OPTIONS = ("costs", "method", "budget", "threshold", "objective", "calibrator", "safe", "validation")
 # Below the least score of a row, for a class that a member has not seen.
 _UNSEEN = 50.0
 
@@ -155,16 +156,9 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             {name: np.concatenate(parts)[order] for name, parts in answers.items()},
             self._codes(y[held_out[order]]),
             models=names,
-            costs=self.costs,
-            method=self.method,
-            budget=self.budget,
-            threshold=self.threshold,
-            objective=self.objective,
-            calibrator=self.calibrator,
-            safe=self.safe,
-            validation=self.validation,
             seed=seed,
             logit_kind=kinds,
+            **{name: getattr(self, name) for name in _FIT_OPTIONS},
         )
         if self.policy_.expected is not None:
             self.cost_ = self.policy_.expected.cost

@@ -31,7 +31,6 @@ from cauc_ray.execution.progress import RateMeter, RunProgress, RunRates
 
 if TYPE_CHECKING:
     from cauc_ray.execution.metrics import JobMetrics
-    from cauc_ray.execution.tasks import Outcome
 
 # What takes less than this needs no progress bar.
 PATIENCE_S = 2.0
@@ -45,7 +44,7 @@ class Status:
 
     doing: str
     detail: str = ""
-    _metrics: dict[str, JobMetrics] = field(default_factory=dict, repr=False)
+    _metrics: JobMetrics | None = field(default=None, repr=False)
 
     def count(self, done: int, total: int | None, unit: str) -> None:
         """Note that so much is done, of a total where that is known, also for Ray's metrics."""
@@ -53,11 +52,11 @@ class Status:
         ray = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        if self.doing not in self._metrics:
+        if self._metrics is None:
             from cauc_ray.execution.metrics import JobMetrics
 
-            self._metrics[self.doing] = JobMetrics(self.doing)
-        self._metrics[self.doing].report(done, total, unit)
+            self._metrics = JobMetrics(self.doing)
+        self._metrics.report(done, total, unit)
 
 
 @contextmanager
@@ -81,78 +80,33 @@ def _status(doing: str) -> Iterator[Status]:
 
 
 @contextmanager
-def busy(doing: str) -> Iterator[None]:
-    """Show that something is going on, once it has taken two seconds."""
-    progress = _progress(TextColumn(doing), BarColumn(), TimeElapsedColumn())
-    progress.add_task(doing, total=None)
-    timer = threading.Timer(PATIENCE_S, progress.start)
+def progress(doing: str, unit: str = "steps") -> Iterator[Callable[..., None]]:
+    """Show how far something is, once it has taken two seconds.
+
+    Yields what to call with what is done or waited for, and for things that are counted with how many are done and
+    their number.
+    """
+    bar = _progress(TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeElapsedColumn())
+    task = bar.add_task(doing, total=None)
+    timer = threading.Timer(PATIENCE_S, bar.start)
     timer.daemon = True
     timer.start()
-    try:
-        with _status(doing):
-            yield
-    finally:
-        timer.cancel()
-        if progress.live.is_started:
-            progress.stop()
 
+    def on_next(what: object, done: int | None = None, of: int | None = None) -> None:
+        if done is None:
+            status.detail = str(what)
+            bar.update(task, description=str(what))
+        else:
+            status.count(done, of, unit)
+            bar.update(task, description=f"{status.detail}: {what}", completed=done, total=of)
 
-@contextmanager
-def waiting(doing: str) -> Iterator[Callable[[str], None]]:
-    """Show what is waited for; yields what to call when that changes."""
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
-    with _status(doing) as status, _progress(*columns) as progress:
-        task = progress.add_task(doing, total=None)
-
-        def on_wait(what: str) -> None:
-            status.detail = what
-            progress.update(task, description=what)
-
-        yield on_wait
-
-
-@contextmanager
-def counted(doing: str, unit: str = "steps") -> Iterator[Callable[[str, int, int], None]]:
-    """Show things that are done one after the other; yields what to call with a name, its index and their number."""
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with _status(doing) as status, _progress(*columns) as progress:
-        task = progress.add_task(doing, total=None)
-
-        def on_next(name: str, index: int, of: int) -> None:
-            status.count(index, of, unit)
-            progress.update(task, description=name, completed=index, total=of)
-
-        yield on_next
-
-
-@contextmanager
-def steps(n: int) -> Iterator[Callable[[str], None]]:
-    """Show n steps as they begin; yields what to call at the start of each."""
-    done = 0
-    with counted("demo") as on_next:
-
-        def step(description: str) -> None:
-            nonlocal done
-            on_next(description, done, n)
-            done += 1
-
-        yield step
-
-
-@contextmanager
-def tasks_progress(doing: str) -> Iterator[Callable[[Outcome, int, int], None]]:
-    """Show tasks as they end; yields what to call with an outcome, how many have ended and their number."""
-    with counted(doing, "tasks") as on_next:
-
-        def on_outcome(outcome: Outcome, n_ended: int, of: int) -> None:
-            on_next(str(outcome.task), n_ended, of)
-
-        yield on_outcome
+    with _status(doing) as status:
+        try:
+            yield on_next
+        finally:
+            timer.cancel()
+            if bar.live.is_started:
+                bar.stop()
 
 
 @contextmanager

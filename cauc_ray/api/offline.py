@@ -1,30 +1,40 @@
-"""Fit and evaluate policies on logits: the Python side of `cauc fit` and `cauc evaluate`."""
+"""Fit, evaluate and check policies on logits: the Python side of `cauc fit`, `cauc evaluate` and `cauc check`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import pyarrow as pa
+import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
-from cauc_ray.api.options import ChainOptions, Cut, EvaluateOptions, FitOptions
-from cauc_ray.api.sources import Logits, Source, option_names, positions_of_rows, read_policy_chain
-from cauc_ray.data.logits import LogitKinds
+from cauc_ray.api.options import ChainOptions, CheckOptions, Cut, EvaluateOptions, FitOptions, ShardOptions
+from cauc_ray.api.sources import Logits, Source, option_names, positions_of_rows, read_policy_chain, read_policy_heads
+from cauc_ray.data.logits import ChainHeads, LogitKinds
+from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, unknown_name
-from cauc_ray.files.atomic import require_writable
-from cauc_ray.files.parquet import write_parquet
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.documents import require_writable
+from cauc_ray.files.paths import AnyPath, absolute, path_of
+from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
-from cauc_ray.policies.fitting import fit_policy, refit
+from cauc_ray.policies.evidence import Noise
+from cauc_ray.policies.fitting import fit_policy, refit, require_safe_rule
+from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
+from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.safe import require_safe_rule
 from cauc_ray.policies.search import check_pool, search_chains
+from cauc_ray.policies.trace import may_flip, trace_policy
+
+if TYPE_CHECKING:
+    from cauc_ray.execution.sharded import ShardedChain, Shards, ShardsWatched
 
 
 def fit(
@@ -83,7 +93,7 @@ def fit(
             that of its models alone, with what else there was under search (see policies.search).
         strict: make every warning about the policy (policies.checks) an error.
         safe: fuse only where that is supported, and fall back on a single model where the chain is no better on
-            validation (see policies.safe); not with search or certify.
+            validation (see policies.fitting); not with search or certify.
         calibrator: of every model: "temperature"; "offsets", with one for each option of a fixed set as well;
             "isotonic", with a map of the confidence to how often such answers were right, for Base with one or two
             models.
@@ -113,9 +123,7 @@ def fit(
     """
     options = FitOptions.of(locals())
     if options.shards is not None:
-        from cauc_ray.api.sharding import fit_shards
-
-        policy = fit_shards(_table(logits), options).policy
+        policy = _with_prompts(fit_shards(_table(logits), options).policy, logits)
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids)
@@ -127,9 +135,31 @@ def fit(
         found = search_chains(method, *splits, options.rule, validation_split, calibrator=calibrator)
         # Read again: an example that only other models failed on counts here.
         splits = source.read(found.chosen.models, source.costs)
-    policy = fit_chains(options, *splits).model_copy(update={"search": found})
+    policy = _with_prompts(fit_chains(options, *splits).model_copy(update={"search": found}), logits)
+    policy = _with_noise(policy, logits, splits[-1] or splits[0])
     warn_of(policy.guards)
     return policy
+
+
+def _with_prompts(policy: Policy, logits: Logits, before: Policy | None = None) -> Policy:
+    """Return a policy with the prompts of its models: those that a logit table records, else those of before."""
+    info = None if isinstance(logits, Mapping) else read_info(logits)
+    prompts = {stage.name: stage.prompt for stage in before.stages} if before else {}
+    prompts |= {model.name: model.prompt for model in info.models if model.prompt} if info else {}
+    stages = [stage.model_copy(update={"prompt": prompts.get(stage.name)}) for stage in policy.stages]
+    return policy.model_copy(update={"stages": tuple(stages)})
+
+
+def _with_noise(policy: Policy, logits: Logits, chain: ChainLogits) -> Policy:
+    """Return a policy with what the noise that a logit table records of its models may change on a chain."""
+    info = None if isinstance(logits, Mapping) else read_info(logits)
+    found = {model.name: model.noise for model in info.models if model.noise is not None} if info else {}
+    found = {name: found[name] for name in policy.models if name in found}
+    if not found:
+        return policy
+    n = may_flip(policy, chain, [found.get(name, 0.0) for name in policy.models])
+    split = (policy.validation or policy.calibration).split
+    return policy.model_copy(update={"noise": Noise(logits=found, may_flip=n, n=len(chain), split=split)})
 
 
 def _table(logits: Logits) -> str | AnyPath:
@@ -217,7 +247,7 @@ def replace_model(
     else:
         kept = {stage.name: stage.cost for stage in policy.stages if stage.name in models}
         splits = source.read(models, {**source.declared, **kept})
-    replaced = refit(policy, *splits)
+    replaced = _with_prompts(refit(policy, *splits), logits, policy)
     warn_of(replaced.guards)
     return replaced
 
@@ -264,8 +294,6 @@ def evaluate(
     """
     options, policy = EvaluateOptions.of(locals()), policy_of(policy)
     if options.shards is not None:
-        from cauc_ray.api.sharding import evaluate_shards
-
         evaluation, _ = evaluate_shards(_table(logits), policy, options)
         warn_of(evaluation.guards)
         return evaluation
@@ -281,11 +309,6 @@ def policy_of(policy: str | AnyPath | Policy) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
-def save_table(table: pa.Table, path: str | AnyPath) -> None:
-    """Write a Parquet file, whole or not at all."""
-    write_parquet(path_of(path), table)
-
-
 def require_apart(output: str | AnyPath, *inputs: str | AnyPath) -> None:
     """Raise ConfigError where an output would replace one of the inputs, or a file within it."""
     target = Path(str(output)).resolve()
@@ -298,3 +321,139 @@ def require_output_file(output: str | AnyPath, *inputs: str | AnyPath) -> None:
     """Raise ConfigError, before any work, where a file cannot be written or would replace one of the inputs."""
     require_apart(output, *inputs)
     require_writable(path_of(output))
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A policy that was fitted by shards, and what that took.
+
+    n_rows: of each split.   read_s: the driver's reading of ids and labels.   fit_s: all after that and the shards' own
+    reading.
+    """
+
+    policy: Policy
+    n_rows: tuple[int, ...]
+    shards: ShardsWatched
+    read_s: float
+    fit_s: float
+
+
+def fit_shards(
+    logits: str | AnyPath, options: FitOptions, on_pass: Callable[[int], None] = lambda n_passes: None
+) -> Calibration:
+    """Fit a policy as fit() does, on logits that stay in shards on a Ray cluster.
+
+    A shard holds some 50 bytes a row, and blocks.   options: with a number of shards.   on_pass: called with how often
+    all shards have answered. Raises as fit() does; whoever calls warns.
+    """
+    source = Source(absolute(logits), options)  # shards have working folders of their own
+    require_fit(options, len(source.models))
+    started = time.perf_counter()
+    heads = source.read_heads()
+    read_s = time.perf_counter() - started
+    with _sharded(heads, options, on_pass) as (held, chains):
+        started = time.perf_counter()
+        policy = fit_chains(options, *chains)
+        fit_s = time.perf_counter() - started
+    return Calibration(policy, tuple(map(len, heads)), held.watched, read_s, fit_s)
+
+
+def evaluate_shards(
+    logits: str | AnyPath, policy: Policy, options: EvaluateOptions
+) -> tuple[Evaluation, ShardsWatched]:
+    """Measure a policy as evaluate() does, on logits that stay in shards on a Ray cluster."""
+    heads = read_policy_heads(absolute(logits), policy, options)
+    with _sharded([heads], options) as (held, (chain,)):
+        evaluation = Evaluation.of(policy, chain, names=option_names(logits))
+    return evaluation, held.watched
+
+
+@contextmanager
+def _sharded(
+    chains: Sequence[ChainHeads],
+    options: ShardOptions,
+    on_pass: Callable[[int], None] = lambda n_passes: None,
+) -> Iterator[tuple[Shards, list[ShardedChain]]]:
+    """Hold chains in shards, on the Ray session that there is or on one for this alone."""
+    from cauc_ray.execution import sharded  # Ray takes seconds to import
+    from cauc_ray.execution.session import ray_session
+
+    needs, n = options.resources or Resources(), None if options.shards == "auto" else options.shards
+    sharding = sharded.Sharding(n, needs, options.deadline_s or sharded.DEADLINE_S, on_pass)
+    with ray_session(options.address, (n or 1) * needs.num_cpus), sharded.sharded(chains, sharding) as held:
+        yield held
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Check(Shown):
+    """What was seen of a policy on a split of a logit table.   source: of the logits."""
+
+    policy: Policy
+    source: str
+    watched: Watched
+
+    @property
+    def holds(self) -> bool:
+        """Return whether nothing speaks against the policy."""
+        return self.watched.holds
+
+    @property
+    def says(self) -> str:
+        """Return in one line whether it holds, and else what spoke against it first."""
+        return verdict(self.watched)
+
+    def small_table(self) -> SmallTable:
+        """Return the verdict, as people see it."""
+        return SmallTable(f"Policy {self.policy.id} on {self.source}: {self.says}", [], [])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures, as `cauc check --json` prints them."""
+        return {"source": self.source, **watch_report(self.policy, self.watched)}
+
+
+def check(
+    logits: Logits,
+    policy: str | AnyPath | Policy,
+    *,
+    labels: Any = None,
+    example_ids: Any = None,
+    split: str = "test",
+    seed: int = 0,
+    logit_kind: LogitKinds = None,
+) -> Check:
+    """Check whether a policy is still valid on a split of a logit table, or on arrays.
+
+    All models have answered all examples, so each early answer is compared with the whole cascade's. Examples without a
+    label count where no label is needed.
+
+    Args:
+        logits: a table or arrays, as for fit().
+        policy: a policy, or its file.
+        labels: as for evaluate(), like example_ids.
+        example_ids: of arrays.
+        split: of a table.
+        seed: of the order in which examples come; the order in which a table stores them means nothing.
+        logit_kind: as for evaluate().
+
+    Returns:
+        What was seen, and the verdict.
+
+    Raises:
+        CaucError: PolicyError where the policy has no reference or its file cannot be read, DataError for the logits,
+            ConfigError for the arguments.
+    """
+    options, policy = CheckOptions.of(locals()), policy_of(policy)
+    watch = Watch(policy)
+    chain = read_policy_chain(logits, policy, options.split, logit_kind, labels, example_ids)
+    policy.check_chain(chain)
+    trace = trace_policy(policy, chain, likeliest=True)
+    order = np.random.default_rng(options.seed).permutation(len(chain))
+    answered = trace.at(policy.threshold, chain).of_rows(order)
+    watch.add(answered)
+    known = chain.labelled[order]
+    correct = answered.predictions == chain.labels[order]
+    watch.add_outcomes(answered.stages[known], answered.confidences[known], correct[known])
+    early = answered.stages < len(policy.stages) - 1
+    agreed = answered.predictions == trace.predictions[order, -1]
+    watch.add_agreements(answered.stages[early], agreed[early])
+    return Check(policy, chain.source, watch.watched())

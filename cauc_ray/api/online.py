@@ -1,29 +1,36 @@
-"""Run a policy on real inputs with real models: the Python side of `cauc run`."""
+"""Run a policy on real inputs with real models, and sum up what that took: the Python side of `cauc run`."""
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import RunOptions
-from cauc_ray.api.summary import summarise
-from cauc_ray.cascade.agreement import require_agreement
+from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
 from cauc_ray.errors import CaucWarning, DataError
-from cauc_ray.execution.ledger import new_record, resumed_record
+from cauc_ray.execution.cluster import cpus_needed
+from cauc_ray.execution.ledger import new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
-from cauc_ray.execution.session import cpus_needed, ray_session
-from cauc_ray.files.atomic import new_folder, require_new
-from cauc_ray.files.documents import read_json, write_json
+from cauc_ray.execution.session import ray_session
+from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
+from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
-from cauc_ray.policies.checks import warn_of
+from cauc_ray.numbers.intervals import Mean, share
+from cauc_ray.policies.checks import as_expected, warn_of
 from cauc_ray.policies.evidence import Guard
 from cauc_ray.policies.policy import Policy
 
@@ -72,7 +79,7 @@ def run(
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
     rows = _opened(input, pool)
-    _require_columns(stages, rows)
+    _require_columns(stages, rows, pool)
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
@@ -100,7 +107,7 @@ def run(
             degrade=pool.on_failure == "degrade",
             max_failed=pool.max_failed,
             retry_failed=retry_failed,
-            names=pool.labels,
+            names=pool.label_names,
         )
     summary = {
         "run_id": record.run_id,
@@ -116,15 +123,17 @@ def run(
 
 def _opened(input: str | AnyPath | Dataset, pool: Pool) -> RunInput:
     if isinstance(input, str | Path | RemotePath):
-        return open_input(input, pool.labels)
+        return open_input(input, pool.label_names)
     from cauc_ray.execution.ray_data import DatasetInput  # Ray Data takes long to import
 
     return DatasetInput(input)
 
 
-def _require_columns(stages: tuple[StageSpec, ...], rows: RunInput) -> None:
+def _require_columns(stages: tuple[StageSpec, ...], rows: RunInput, pool: Pool) -> None:
     for stage in stages:
-        missing = sorted(stage.model.NEEDS.difference(rows.columns or stage.model.NEEDS))
+        # A model that does not tell what it reads is given the inputs that the pool declares.
+        needed = stage.model.needs | (pool.inputs.keys() if stage.model.reads is None else frozenset())
+        missing = sorted(needed.difference(rows.columns or needed))
         if missing:
             has = ", ".join(sorted(rows.columns or ()))
             raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows.path} has only {has}")
@@ -139,3 +148,128 @@ def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
                 CaucWarning,
                 stacklevel=3,
             )
+
+
+def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the totals of a finished run, by stage and over all.
+
+    batch_sizes: rows in a full batch, by stage. Costs are the ledger's: what was spent, in a resumed run also on
+    rows that had to be computed again, which each stage counts as repeated. Times are over a stage's replicas, each
+    from the start of its first call to the end of its last: compute_s in model and policy (busy_share of it all),
+    waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
+    lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
+    for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
+    what the policy predicts, None where it predicts nothing; guards say whether rows cost what it predicts.
+    """
+    totals, called = parts_of(out).committed().totals, _by_stage(out / "ledger")
+    answered_by, failed_at = totals.get("answered", Counter()), totals.get("failed", Counter())
+    rows = totals.get("rows", Counter())
+    n_answered, n_failed = answered_by.total(), failed_at.total()
+    n = n_answered + n_failed
+    reached = n - failed_at[""]
+    total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
+    stages: list[dict[str, Any]] = []
+    for name in policy.models:
+        of = called.get(name, Counter[str]())
+        at_work_s = max(
+            of["replica_s"], of["compute_s"]
+        )  # the clocks that say when and how long differ by microseconds
+        stages.append(
+            {
+                "name": name,
+                "reached": reached,
+                "answered": answered_by[name],
+                "failed": failed_at[name],
+                "repeated": of["rows"] - (reached - failed_at[name]),
+                "calls": of["calls"],
+                "lost_calls": of["lost_calls"],
+                "batch_fill": of["batch"] / max(1, of["calls"] * batch_sizes[name]),
+                "cost": float(of["cost"]),
+                "cost_share": of["cost"] / total if total > 0 else None,
+                "compute_s": float(of["compute_s"]),
+                "device_s": of.get("device_s"),
+                "waiting_s": float(at_work_s - of["compute_s"]),
+                "busy_share": of["compute_s"] / at_work_s if at_work_s > 0 else None,
+                "queue_s": of["row_queue_s"] / of["rows_waited"] if of["rows_waited"] else None,
+            }
+        )
+        reached -= answered_by[name] + failed_at[name]
+    # For each answer: rows that failed saved nothing.
+    cost = total / n_answered if n_answered else None
+    relative = cost / of_last if cost is not None and of_last > 0 else None
+    expected_relative = expected_reach = None
+    if (expected := policy.expected) is not None:
+        expected_relative, expected_reach = expected.relative_cost, expected.stages[-1].reached / expected.n
+    guard = None
+    if n_answered:
+        own = Mean.of_sums(n_answered, totals["cost"]["sum"], totals["cost"]["squares"])
+        guard = as_expected(policy.expected, own, "this input", policy.budget, policy.cost_unit)
+    return {
+        "policy_id": policy.id,
+        "method": policy.method,
+        "n": n,
+        "n_failed": n_failed,
+        "degraded": rows["degraded"],
+        "accuracy": asdict(share(rows["right"], rows["labelled"])) if rows["labelled"] else None,
+        "cost_unit": policy.cost_unit,
+        "total_cost": total,
+        "cost": cost,
+        "relative_cost": relative,
+        "expected_relative_cost": expected_relative,
+        "saving": _rest(relative),
+        "expected_saving": _rest(expected_relative),
+        "last_stage_avoided": 1 - stages[-1]["reached"] / n,
+        "expected_last_stage_avoided": _rest(expected_reach),
+        "stages": stages,
+        "guards": [] if guard is None else [guard.model_dump()],
+    }
+
+
+_SUMMED = ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s", "row_queue_s", "rows_waited", "calls")
+
+
+def _by_stage(ledger: AnyPath) -> dict[str, Counter[str]]:
+    """Return what the calls of each stage add up to, from one file after the other.
+
+    replica_s: from the start of each replica's first call to the end of its last. Without a value device_s is missing.
+    """
+    stages: dict[str, Counter[str]] = {}
+    # A replica has a number of its own in every attempt at a run, so that no time between two attempts counts.
+    spans: dict[tuple[str, int], tuple[float, float]] = {}
+    how = [*((key, "sum") for key in _SUMMED), ("started_s", "min"), ("ended_s", "max")]
+    for file in parquet_below(ledger) if ledger.is_dir() else ():  # no row may have been readable
+        for row in _calls(read_parquet(file)).group_by(["stage", "replica"]).aggregate(how).to_pylist():
+            sums = {key: row[f"{key}_sum"] for key in _SUMMED if row[f"{key}_sum"] is not None}
+            stages.setdefault(row["stage"], Counter()).update(sums)
+            started_s, ended_s = spans.get((row["stage"], row["replica"]), (math.inf, -math.inf))
+            ends = min(started_s, row["started_s_min"]), max(ended_s, row["ended_s_max"])
+            spans[row["stage"], row["replica"]] = ends
+    for (stage, _), (started_s, ended_s) in spans.items():
+        stages[stage].update({"replica_s": ended_s - started_s})
+    return stages
+
+
+def _calls(ledger: pa.Table) -> pa.Table:
+    """Return the calls of a ledger with what is summed of them.
+
+    A call that never came back has no compute_s: of its replica's time it counts no more than its start.
+    """
+    compute_s = pc.fill_null(ledger.column("compute_s"), 0.0)
+    rows = pc.add(ledger.column("accepted"), ledger.column("deferred"))
+    started_s = pc.divide(pc.cast(pc.cast(ledger.column("started_at"), pa.int64()), pa.float64(), safe=False), 1e6)
+    columns = {
+        "rows": rows,
+        "lost_calls": pc.cast(pc.equal(rows, 0), pa.int64()),
+        "compute_s": compute_s,
+        "started_s": started_s,
+        "ended_s": pc.add(started_s, compute_s),
+        "row_queue_s": pc.multiply(ledger.column("queue_s"), ledger.column("batch")),
+        "rows_waited": pc.if_else(pc.is_valid(ledger.column("queue_s")), ledger.column("batch"), 0),
+        "calls": pa.repeat(1, len(ledger)),
+        **{key: ledger.column(key) for key in ("stage", "replica", "batch", "cost", "device_s")},
+    }
+    return pa.table(columns)
+
+
+def _rest(share: float | None) -> float | None:
+    return None if share is None else 1 - share

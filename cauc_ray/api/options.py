@@ -6,6 +6,7 @@ Keyword arguments are checked by it, config files are read by it, and the comman
 from __future__ import annotations
 
 import reprlib
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
-from cauc_ray.numbers.certificates import RiskLimit
+from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.threshold import ThresholdRule
 
@@ -41,69 +42,30 @@ _RAY_COPY = "_ray_pkg_"
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a flag gives a value: how its text is read, what stands for it in the help, and other spellings.
+    """How a flag gives a value: what stands for it in the help, how its text is read, and other spellings.
 
     is_positional: given by its position, not by a name.   config_only: too large for a flag.
     """
 
-    read: Callable[[str], Any] = str
     metavar: str | None = None
+    read: Callable[[str], Any] = str
     spellings: tuple[str, ...] = ()
     is_positional: bool = False
     config_only: bool = False
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Read A,B,C."""
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found):
-        raise ConfigError(f"{text!r} is not a list of names separated by commas")
-    return found
+def option(about: str, default: Any = None, **limits: Any) -> Any:
+    """Return the field of an option: what it means, its default (`...` where it must be given), and its limits."""
+    return Field(default=default, description=about, **limits)
 
 
-def pairs(text: str) -> dict[str, str]:
-    """Read A=X,B=Y."""
-    parts = [pair.partition("=") for pair in text.split(",")]
-    found = {name.strip(): own.strip() for name, _, own in parts}
-    if not all(found) or not all(found.values()) or len(found) < len(parts):
-        raise ConfigError(f"{text!r} is not a list of NAME=VALUE separated by commas, each name once")
-    return found
-
-
-def text_or_pairs(text: str) -> str | dict[str, str]:
-    """Read X, or A=X,B=Y."""
-    return pairs(text) if "=" in text else text
-
-
-def numbers(text: str) -> tuple[float, ...] | dict[str, float]:
-    """Read 1,2,3 or A=1,B=2."""
-    try:
-        if "=" in text:
-            return {name: float(number) for name, number in pairs(text).items()}
-        return tuple(map(float, text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of numbers separated by commas") from error
-
-
-def _amounts(text: str) -> tuple[float, ...]:
-    """Read 0.5,1,2."""
-    found = numbers(text)
-    if isinstance(found, dict):
-        raise ConfigError(f"{text!r} is not a list of numbers separated by commas")
-    return found
-
-
-def _whole_numbers(text: str) -> tuple[int, ...]:
-    """Read 0,1,2."""
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a list of whole numbers separated by commas") from error
-
-
-def _number_or_auto(text: str) -> int | str:
-    """Read 3, or auto."""
-    return int(text) if text.lstrip("-").isdigit() else text
+def several(text: str) -> tuple[str, ...] | dict[str, str]:
+    """Read A,B,C, or A=X,B=Y; the values are texts, of which a type makes what it holds."""
+    parts = [[each.strip() for each in part.split("=", 1)] for part in text.split(",")]
+    named = {part[0]: part[-1] for part in parts if len(part) == 2}
+    if not all(map(all, parts)) or len(named) not in ((len(parts),) if "=" in text else (0,)):
+        raise ArgumentTypeError(f"{text!r} is not a list of values, or of NAME=VALUE, separated by commas")
+    return named or tuple(name for (name,) in parts)
 
 
 def _plain(value: Any) -> Any:
@@ -158,24 +120,23 @@ def _as_encoder(value: object, info: ValidationInfo) -> str | None:
 
 
 _PATH = (PlainSerializer(str, when_used="json"), WithJsonSchema({"type": "string", "format": "path"}))
+_PLAIN = BeforeValidator(_plain)
 Location: TypeAlias = Annotated[AnyPath, PlainValidator(located), *_PATH]
 OutputPath: TypeAlias = Annotated[AnyPath, PlainValidator(_kept), *_PATH]
 Cost: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Names: TypeAlias = Annotated[tuple[str, ...], BeforeValidator(_plain), Flag(names, "A,B,C")]
-Numbers: TypeAlias = Annotated[
-    dict[str, Cost] | tuple[Cost, ...], BeforeValidator(_plain), Flag(numbers, "X,Y,Z|A=X,…")
-]
-Amounts: TypeAlias = Annotated[
-    tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], BeforeValidator(_plain), Flag(_amounts, "X,Y,Z")
-]
-Kinds: TypeAlias = Annotated[str | dict[str, str], Flag(text_or_pairs, "KIND|A=KIND,…")]
-Pairs: TypeAlias = Annotated[dict[str, str], Flag(pairs, "NAME=VALUE,…")]
-Shards: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Flag(_number_or_auto, "N|auto")]
+Amount: TypeAlias = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+Names: TypeAlias = Annotated[tuple[str, ...], _PLAIN, Flag("A,B,C", several)]
+Amounts: TypeAlias = Annotated[tuple[Amount, ...], _PLAIN, Flag("X,Y,Z", several)]
+Seeds: TypeAlias = Annotated[tuple[Seed, ...], _PLAIN, Flag("0,1,2", several)]
+Costs: TypeAlias = Annotated[dict[str, Cost] | tuple[Cost, ...], _PLAIN, Flag("X,Y,Z|A=X,…", several)]
+Pairs: TypeAlias = Annotated[dict[str, str], Flag("NAME=VALUE,…", several)]
+Kinds: TypeAlias = Annotated[
+    str | dict[str, str], Flag("KIND|A=KIND,…", lambda text: several(text) if "=" in text else text)
+]
+Shards: TypeAlias = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], Flag("N|auto")]
 # A share of the calibration split; or arrays: (logits, labels), or (logits, labels, example_ids).
-Cut: TypeAlias = (
-    Annotated[float, Field(gt=0, lt=1), Flag(float, "SHARE")] | tuple[Any, Any] | tuple[Any, Any, Any] | None
-)
+Cut: TypeAlias = Annotated[float, Field(gt=0, lt=1), Flag("SHARE")] | tuple[Any, Any] | tuple[Any, Any, Any] | None
 
 
 class Options(BaseModel):
@@ -188,7 +149,7 @@ class Options(BaseModel):
     def of(cls, given: Mapping[str, Any]) -> Self:
         """Take the verb's own options out of what is given, and check them. Raises ConfigError in one line."""
         try:
-            return cls.model_validate(cls.chosen(given))
+            return cls.model_validate({name: given[name] for name in cls.model_fields if name in given})
         except ValidationError as error:
             fault = error.errors()[0]
             name, got = str(fault["loc"][0]), fault["input"]
@@ -201,14 +162,6 @@ class Options(BaseModel):
             message = fault["msg"]
             shown = " ".join(reprlib.repr(got).split())
             raise ConfigError(f"{name}: {message[0].lower()}{message[1:]}, got {shown}") from error
-
-    @classmethod
-    def of_all(cls, given: Mapping[str, Any]) -> Self:
-        """Take options that are all the verb's own. Raises ConfigError as of() does, and for other names."""
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        if unknown is not None:
-            raise ConfigError(unknown_name("option", unknown, cls.model_fields))
-        return cls.of(given)
 
     @classmethod
     def read(cls, path: str | Path, given: Mapping[str, Any] = {}) -> Self:
@@ -231,33 +184,26 @@ class Options(BaseModel):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
-    @classmethod
-    def chosen(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the verb's own options out of what is given, unchecked."""
-        return {name: given[name] for name in cls.model_fields if name in given}
+    def part(self, kind: type[Options]) -> dict[str, Any]:
+        """Return the options that are those of a kind, by name."""
+        return {name: getattr(self, name) for name in kind.model_fields}
 
 
 class ClusterOptions(Options):
     """Where Ray is."""
 
     GROUP = "Ray"
-    address: str | None = Field(
-        default=None, description="address of a Ray cluster (default: RAY_ADDRESS, else a session started for this)"
-    )
+    address: str | None = option("address of a Ray cluster (default: RAY_ADDRESS, else a session started for this)")
 
 
 class ShardOptions(ClusterOptions):
     """How logits that need not fit in one process are cut over a Ray cluster."""
 
-    shards: Shards | None = Field(
-        default=None, description="keep the logits in this many actors on Ray, or auto for as many as it has room for"
+    shards: Shards | None = option("keep the logits in this many actors on Ray, or auto for as many as it has room for")
+    resources: Annotated[Resources | None, Flag(config_only=True)] = option(
+        "of a shard, as in a pool file: num_cpus, labels, …"
     )
-    resources: Annotated[Resources | None, Flag(config_only=True)] = Field(
-        default=None, description="of a shard, as in a pool file: num_cpus, labels, …"
-    )
-    deadline_s: float | None = Field(
-        default=None, gt=0, description="seconds for one answer of all shards (default: an hour)"
-    )
+    deadline_s: float | None = option("seconds for one answer of all shards (default: an hour)", gt=0)
 
     @model_validator(mode="after")
     def _sharded(self) -> Self:
@@ -270,20 +216,15 @@ class ChainOptions(Options):
     """Which models are read, at what costs, and which examples are for what."""
 
     GROUP = "models and splits"
-    models: Names | None = Field(default=None, description="the chain, cheapest first (default: all, by cost)")
-    costs: Numbers | None = Field(
-        default=None, description="cost of one call of each model, by name or in their order (default: the table's)"
-    )
-    cost_unit: str | None = Field(default=None, description="unit of costs (default: the table's, else 'cost units')")
-    calibration_split: str = Field(default="calibration", description="the split to fit on")
-    validation_split: str = Field(default="validation", description="the split to choose thresholds on")
-    validation: Cut = Field(
-        default=None, description="share of the calibration split to choose on (default: the validation split)"
-    )
-    seed: Seed = Field(default=0, description="seed of everything that is drawn at random")
-    logit_kind: Kinds | None = Field(
-        default=None,
-        description="raw, log-probabilities, probabilities or surrogate (default: as declared in the table)",
+    models: Names | None = option("the chain, cheapest first (default: all, by cost)")
+    costs: Costs | None = option("cost of one call of each model, by name or in their order (default: the table's)")
+    cost_unit: str | None = option("unit of costs (default: the table's, else 'cost units')")
+    calibration_split: str = option("the split to fit on", "calibration")
+    validation_split: str = option("the split to choose thresholds on", "validation")
+    validation: Cut = option("share of the calibration split to choose on (default: the validation split)")
+    seed: Seed = option("seed of everything that is drawn at random", 0)
+    logit_kind: Kinds | None = option(
+        "raw, log-probabilities, probabilities or surrogate (default: as declared in the table)"
     )
 
     @property
@@ -319,19 +260,16 @@ class FitOptions(ChainOptions, ShardOptions):
     """What a policy is fitted by."""
 
     GROUP = "fitting"
-    method: Literal["base", "rf"] = Field(default="base", description="CAUC Base or CAUC-RF")
-    budget: float | None = Field(default=None, description="mean cost per example to choose the threshold for")
-    threshold: float | None = Field(default=None, description="a threshold to use as it is")
-    objective: Objective = Field(default="accuracy", description="what a chosen threshold maximises")
-    certify: str | None = Field(default=None, description="limit of the risk of early answers, as risk<=0.05@0.95")
-    search: bool = Field(default=False, description="fit the best sub-chain of the models, at most 12, in any order")
-    strict: bool = Field(default=False, description="make every warning about the policy an error")
-    safe: bool = Field(
-        default=False, description="fuse only where supported; fall back on a single model that is no worse"
-    )
-    calibrator: CalibratorKind = Field(
-        default="temperature",
-        description="of each model: its temperature; with an offset for each option; or a map of confidences",
+    method: Literal["base", "rf"] = option("CAUC Base or CAUC-RF", "base")
+    budget: float | None = option("mean cost per example to choose the threshold for")
+    threshold: float | None = option("a threshold to use as it is")
+    objective: Objective = option("what a chosen threshold maximises", "accuracy")
+    certify: str | None = option("limit of the risk of early answers, as risk<=0.05@0.95")
+    search: bool = option("fit the best sub-chain of the models, at most 12, in any order", False)
+    strict: bool = option("make every warning about the policy an error", False)
+    safe: bool = option("fuse only where supported; fall back on a single model that is no worse", False)
+    calibrator: CalibratorKind = option(
+        "of each model: its temperature; with an offset for each option; or a map of confidences", "temperature"
     )
 
     @model_validator(mode="after")
@@ -358,15 +296,12 @@ class MeasureOptions(ChainOptions):
     """What methods are fitted and measured on."""
 
     GROUP = "measuring"
-    methods: Names = Field(default=("all",), description="names of methods; 'single' is each model alone")
-    split: str = Field(default="test", description="the split to measure on")
-    test: Cut = Field(
-        default=None, description="share of the calibration split to measure on (default: the test split)"
-    )
-    embedding: str | None = Field(
-        default=None,
-        description="what routers look at: an encoder of the table, or a model, whose call they pay (default: the "
-        "first model's outputs)",
+    methods: Names = option("names of methods; 'single' is each model alone", ("all",))
+    split: str = option("the split to measure on", "test")
+    test: Cut = option("share of the calibration split to measure on (default: the test split)")
+    embedding: str | None = option(
+        "what routers look at: an encoder of the table, or a model, whose call they pay (default: the first model's "
+        "outputs)"
     )
 
     @property
@@ -413,27 +348,19 @@ class SweepOptions(MeasureOptions):
     """What is swept: methods × budgets × chains × seeds."""
 
     GROUP = "sweep"
-    methods: Names = Field(default=("base", "rf", "margin"), min_length=1, description="names of methods")
-    budgets: Amounts = Field(default=(), description="mean costs per example on validation, in the table's unit")
-    relative_budgets: Amounts = Field(
-        default=(), description="the same, as shares of the mean cost of the chain's most expensive model"
+    methods: Names = option("names of methods", ("base", "rf", "margin"), min_length=1)
+    budgets: Amounts = option("mean costs per example on validation, in the table's unit", ())
+    relative_budgets: Amounts = option("the same, as shares of the mean cost of the chain's most expensive model", ())
+    points: int | None = option(
+        "this many budgets, evenly spaced (default without budgets: every operating point)", ge=2, le=100_000
     )
-    points: int | None = Field(
-        default=None,
-        ge=2,
-        le=100_000,
-        description="this many budgets, evenly spaced (default without budgets: every operating point)",
+    seeds: Seeds = option("seeds, in place of the only one", ())
+    redrawn: Names | None = option(
+        "splits that are pooled and cut into the same sizes again with each seed (default: with several seeds "
+        "calibration and validation, else none)"
     )
-    seeds: Annotated[tuple[Seed, ...], BeforeValidator(_plain), Flag(_whole_numbers, "0,1,2")] = Field(
-        default=(), description="seeds, in place of the only one"
-    )
-    redrawn: Annotated[tuple[str, ...] | None, BeforeValidator(_plain), Flag(names, "A,B")] = Field(
-        default=None,
-        description="splits that are pooled and cut into the same sizes again with each seed (default: with several "
-        "seeds calibration and validation, else none)",
-    )
-    chains: Annotated[tuple[tuple[str, ...], ...], Flag(config_only=True)] = Field(
-        default=(), description="several chains of the table, in place of models"
+    chains: Annotated[tuple[tuple[str, ...], ...], Flag(config_only=True)] = option(
+        "several chains of the table, in place of models", ()
     )
 
     @model_validator(mode="after")
@@ -471,9 +398,9 @@ class SweepJobOptions(SweepOptions, ClusterOptions):
     """What is swept by tasks on Ray."""
 
     GROUP = "tasks"
-    deadline_s: float = Field(default=3600.0, gt=0, description="seconds that one method may take on one chain")
-    sets: Annotated[tuple[SweptSet, ...], Flag(config_only=True)] = Field(
-        default=(), description="several logit tables, each with a name and chains, in place of one"
+    deadline_s: float = option("seconds that one method may take on one chain", 3600.0, gt=0)
+    sets: Annotated[tuple[SweptSet, ...], Flag(config_only=True)] = option(
+        "several logit tables, each with a name and chains, in place of one", ()
     )
 
     @model_validator(mode="after")
@@ -487,16 +414,11 @@ class SweepJobOptions(SweepOptions, ClusterOptions):
 class CompareOptions(MeasureOptions):
     """What is compared."""
 
-    budget: float | None = Field(
-        default=None, allow_inf_nan=False, description="mean cost per example to match (default: base's on validation)"
-    )
-    texts: Location | None = Field(
-        default=None, description="Parquet file of the queries' texts, for methods that train on them"
-    )
-    text_column: str = Field(default="question", description="the column of texts")
-    checkpoints: Annotated[dict[str, str], Flag(pairs, "METHOD=MODEL,…")] = Field(
-        default={},
-        description="what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased",
+    budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
+    texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
+    text_column: str = option("the column of texts", "question")
+    checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(
+        "what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased", {}
     )
 
 
@@ -504,46 +426,42 @@ class EvaluateOptions(ShardOptions):
     """What a policy is replayed on."""
 
     GROUP = "logits"
-    split: str = Field(default="test", description="the split to replay")
-    logit_kind: Kinds | None = Field(
-        default=None, description="what the logits are (default: as declared, else what the policy was fitted on)"
-    )
+    split: str = option("the split to replay", "test")
+    logit_kind: Kinds | None = option("what the logits are (default: as declared, else what the policy was fitted on)")
 
 
 class CheckOptions(Options):
     """What a policy is checked on."""
 
     GROUP = "logits"
-    split: str = Field(default="test", description="the split to check")
-    seed: Seed = Field(default=0, description="seed of the order in which examples come")
-    logit_kind: Kinds | None = Field(
-        default=None, description="what the logits are (default: as declared, else what the policy was fitted on)"
-    )
+    split: str = option("the split to check", "test")
+    seed: Seed = option("seed of the order in which examples come", 0)
+    logit_kind: Kinds | None = option("what the logits are (default: as declared, else what the policy was fitted on)")
 
 
 class CollectOptions(ClusterOptions):
     """What is collected."""
 
     GROUP = "collecting"
-    split: str | None = Field(default=None, description="only this one, or all (default: each of the dataset's)")
-    models: Names | None = Field(default=None, min_length=1, description="only these of the pool (default: all)")
-    columns: Pairs = Field(
-        default={},
-        description="the dataset's own names for example_id, label, image, question, choices (a+b+c for several), "
-        "context, as image=jpeg",
+    split: str | None = option("only this one, or all (default: each of the dataset's)")
+    models: Names | None = option("only these of the pool (default: all)", min_length=1)
+    columns: Pairs = option(
+        "the dataset's own names for example_id, label, image, question, choices (a+b+c for several), context, as "
+        "image=jpeg",
+        {},
     )
-    embedding: Annotated[str | None, BeforeValidator(_as_encoder)] = Field(
-        default=None, description="collect embeddings instead of logits: a stage, hub id or folder of an encoder"
+    embedding: Annotated[str | None, BeforeValidator(_as_encoder)] = option(
+        "collect embeddings instead of logits: a stage, hub id or folder of an encoder"
     )
-    seed: Seed = Field(default=0, description="seed of the splits")
+    seed: Seed = option("seed of the splits", 0)
 
 
 class RunOptions(ClusterOptions):
     """How a run starts."""
 
     GROUP = "running"
-    resume: bool = Field(default=False, description="continue the run in the output folder that ended early, if any")
-    retry_failed: bool = Field(default=False, description="with resume: try the rows in failed/ again")
+    resume: bool = option("continue the run in the output folder that ended early, if any", False)
+    retry_failed: bool = option("with resume: try the rows in failed/ again", False)
 
     @model_validator(mode="after")
     def _resumed(self) -> Self:
@@ -556,10 +474,10 @@ class ServeOptions(ClusterOptions):
     """Where and how a cascade is served."""
 
     GROUP = "serving"
-    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for all networks")
-    port: int = Field(default=8000, description="port to listen on; 0 takes a free one")
-    name: str | None = Field(default=None, description="name of the model in URLs (default: the pool's)")
-    local: bool = Field(default=False, description="serve in this process, without Ray")
+    host: str = option("address to listen on; 0.0.0.0 for all networks", "127.0.0.1")
+    port: int = option("port to listen on; 0 takes a free one", 8000)
+    name: str | None = option("name of the model in URLs (default: the pool's)")
+    local: bool = option("serve in this process, without Ray", False)
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
@@ -572,16 +490,14 @@ class PlanOptions(ClusterOptions):
     """What a plan is made for."""
 
     GROUP = "planning"
-    rate: float = Field(description="requests per second, one row each")
-    slo_p99_s: Annotated[float | None, Flag(float, "S", ("--slo-p99",))] = Field(
-        default=None, description="seconds within which 99 of 100 requests must be answered"
+    rate: float = option("requests per second, one row each", ...)
+    slo_p99_s: Annotated[float | None, Flag("S", spellings=("--slo-p99",))] = option(
+        "seconds within which 99 of 100 requests must be answered"
     )
-    ledger: Annotated[Location | None, Flag(metavar="RUN")] = Field(
-        default=None, description="folder of an earlier `cauc run`, which says how long batches take"
+    ledger: Annotated[Location | None, Flag(metavar="RUN")] = option(
+        "folder of an earlier `cauc run`, which says how long batches take"
     )
-    input: Annotated[Location | None, Flag(metavar="DATA")] = Field(
-        default=None, description="rows to measure that on now, on Ray"
-    )
+    input: Annotated[Location | None, Flag(metavar="DATA")] = option("rows to measure that on now, on Ray")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -594,7 +510,7 @@ class SetPolicyOptions(Options):
     """How a running service's policy changes."""
 
     GROUP = "change"
-    budget: float | None = Field(default=None, description="mean cost per example, from the policy's own curve")
-    threshold: float | None = Field(default=None, description="a threshold to use as it is")
-    url: str = Field(default="http://127.0.0.1:8000", description="address of the service")
-    name: str | None = Field(default=None, description="name of the model (default: the only one)")
+    budget: float | None = option("mean cost per example, from the policy's own curve")
+    threshold: float | None = option("a threshold to use as it is")
+    url: str = option("address of the service", "http://127.0.0.1:8000")
+    name: str | None = option("name of the model (default: the only one)")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.files.atomic import atomic_file, make_folder
+from cauc_ray.errors import require_packages
+from cauc_ray.files.documents import atomic_file, make_folder
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.sweep import Objective
 
@@ -37,18 +37,10 @@ STYLE = {
 }
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError with the install command where matplotlib is missing."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'cauc-ray[reports]'") from error
-
-
 @contextmanager
 def saved_figure(width: float, height: float, folder: AnyPath, name: str) -> Iterator[Any]:
     """Yield a figure of so many inches to draw on, and write it into a folder, local or remote, as PNG and SVG."""
-    require_matplotlib()
+    require_packages("a plot", "reports", "matplotlib")
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +61,7 @@ def accuracy_over_cost(unit: str, axes: Any = None, objective: Objective = "accu
     Raises ConfigError where matplotlib is missing.
     """
     if axes is None:
-        require_matplotlib()
+        require_packages("a plot", "reports", "matplotlib")
         import matplotlib.pyplot as plt
 
         _, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")

@@ -11,14 +11,13 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import ServeOptions, SetPolicyOptions
-from cauc_ray.cascade.agreement import require_agreement
-from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable
+from cauc_ray.cascade.worker import require_agreement
+from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
@@ -85,7 +84,7 @@ def serve(
         CaucError: where something does not fit, or a stage does not start.
     """
     ServeOptions.of(locals())
-    _require_packages()
+    require_packages("serving", "serve", "starlette", "uvicorn", "prometheus_client")
     pool = pool if isinstance(pool, Pool) else load_pool(pool)
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
@@ -97,7 +96,7 @@ def serve(
 
         running = local_service(pool, policy, model, host, port)
     else:
-        from cauc_ray.serving.on_serve import serve_service
+        from cauc_ray.serving.app import serve_service
 
         running = serve_service(pool, policy, model, host, port, address, on_wait)
     with ExitStack() as stack:
@@ -160,11 +159,11 @@ def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
     try:
         request = urllib.request.Request(url, body, headers, method=method)
         if request.type not in ("http", "https"):
-            raise ConfigError(f"{url} is no http address")
+            raise ConfigError(f"{url} is not an http address")
         with urllib.request.urlopen(request, timeout=HTTP_DEADLINE_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
-        raise PolicyError(f"the service refuses ({error.code}): {_said(error)}") from error
+        raise PolicyError(f"the service refuses ({error.code}): {_reason(error)}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
@@ -180,22 +179,16 @@ def _authorization() -> dict[str, bytes]:
     if not token:
         return {}
     if set(token) & set(b"\r\n\0"):
-        raise ConfigError(f"{POLICY_TOKEN} holds a line break in its midst, which no header can carry")
+        raise ConfigError(f"{POLICY_TOKEN} contains a line break, which no header can carry")
     return {"Authorization": b"Bearer " + token}
 
 
-def _said(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     text = error.read(10_000).decode(errors="replace")
     try:
         return printable(str(json.loads(text)["error"]))
     except (ValueError, KeyError, TypeError):
         return printable(" ".join(text.split()) or error.reason)
-
-
-def _require_packages() -> None:
-    for package in ("starlette", "uvicorn", "prometheus_client"):
-        if find_spec(package) is None:
-            raise ConfigError(f"serving needs {package}; install it with: pip install 'cauc-ray[serve]'")
 
 
 def _free_port(host: str, port: int) -> int:

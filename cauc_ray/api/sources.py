@@ -1,27 +1,30 @@
-"""Where logits come from: a table's folder, or arrays that are here; both are read as chains by the same calls."""
+"""Where logits come from: a table's folder, or arrays that are here, read as chains and as examples for methods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from cauc_ray.api.options import ChainOptions, EvaluateOptions
-from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, model_kinds
+from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, Texts, model_kinds, read_embeddings
 from cauc_ray.data.splits import split_shares
-from cauc_ray.data.table_info import read_info
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.data.writing import read_info
+from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.arrays import array_chain
-from cauc_ray.numbers.chain import Chain, ChainLogits
-from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
+from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 # A table by its path or URI, or arrays by model.
 Logits: TypeAlias = str | AnyPath | Mapping[str, Any]
@@ -93,14 +96,9 @@ class Source:
     ) -> None:
         """Open a table, or take arrays with their labels and ids.   undeclared: as LogitTable has it."""
         self._options = options
-        self._source: LogitTable | LogitArrays
         arrays = {split: cut for split, cut in options.cuts.items() if isinstance(cut, tuple)}
-        if isinstance(logits, Mapping):
-            own = {options.calibration_split: (logits, labels, example_ids)}
-            self._source = LogitArrays({**own, **arrays}, options.logit_kind, undeclared=undeclared)
-        else:
-            _require_table(logits, labels, example_ids, *arrays)
-            self._source = LogitTable(logits, options.logit_kind, undeclared=undeclared)
+        splits = {options.calibration_split: (logits, labels, example_ids), **arrays}
+        self._source = _opened(logits, splits, options.logit_kind, undeclared)
         self.path = self._source.path
         for model in options.models or ():
             if model not in self._source.models:
@@ -189,15 +187,24 @@ def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:
     return [costs[model] for model in models]
 
 
-def _require_table(logits: Any, *given: Any) -> None:
-    """Raise ConfigError unless logits are the path of a table, and nothing is given that goes with arrays."""
+def _opened(
+    logits: Any, splits: Mapping[str, Sequence[Any]], logit_kind: LogitKinds, undeclared: Mapping[str, LogitKind]
+) -> LogitTable | LogitArrays:
+    """Open a table, or take arrays.   splits: as LogitArrays takes them, the first with the logits.
+
+    Raises ConfigError unless logits are arrays by model, or the path of a table without anything that goes with arrays.
+    """
+    if isinstance(logits, Mapping):
+        return LogitArrays(splits, logit_kind, undeclared=undeclared)
     if not isinstance(logits, str | PathLike | RemotePath):
         raise ConfigError(
             "logits: the path of a logit table, or arrays by model, as {'small': (N, K), 'large': (N, K)}; got "
             f"{type(logits).__name__}"
         )
-    if any(each is not None for each in given):
+    (_, *given), *others = splits.values()
+    if others or any(each is not None for each in given):
         raise ConfigError("a logit table has its own labels, ids and splits; those given go with arrays")
+    return LogitTable(str(logits) if isinstance(logits, PathLike) else logits, logit_kind, undeclared=undeclared)
 
 
 def _cut(chain: ChainLogits, shares: Mapping[str, float], seed: int) -> dict[str, ChainLogits]:
@@ -224,13 +231,11 @@ def read_policy_chain(
     labels, example_ids: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's
     means there. Examples are in the order of their ids.
     """
-    if isinstance(logits, Mapping):
-        arrays = LogitArrays({split: (logits, labels, example_ids)}, logit_kind, undeclared=policy.kinds_by_model)
-        chain = arrays.read_chain(policy.models, split, costs=[stage.cost for stage in policy.stages])
-        return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
-    _require_table(logits, labels, example_ids)
-    table = LogitTable(logits, logit_kind, undeclared=policy.kinds_by_model)
-    return table.read_chain(policy.models, split, costs=_costs_of(policy))
+    source = _opened(logits, {split: (logits, labels, example_ids)}, logit_kind, policy.kinds_by_model)
+    if isinstance(source, LogitTable):
+        return source.read_chain(policy.models, split, costs=_costs_of(policy))
+    chain = source.read_chain(policy.models, split, costs=[stage.cost for stage in policy.stages])
+    return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
 
 
 def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOptions) -> ChainHeads:
@@ -254,3 +259,102 @@ def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
     """Return where the rows of arrays are in a chain of them, int (N,).   example_ids: as the arrays were given."""
     position = {example: index for index, example in enumerate(chain.example_ids)}
     return np.array([position[str(row)] for row in (range(len(chain)) if example_ids is None else example_ids)])
+
+
+def read_examples(
+    source: Source, purpose: str, embedding: str | None = None, texts: Texts | None = None
+) -> tuple[Examples, Examples, Examples]:
+    """Read the splits that methods are fitted, chosen and measured on, all of whose examples need a label.
+
+    purpose: of that measuring, for messages.   embedding: an encoder of the table; one that is named like a model of
+    the table is that model up to its last layer, whose call is paid by who looks.   texts: of the queries.
+    Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do, and where splits are missing or
+    differ.
+    """
+    chains, table = source.read_all(source.models, source.costs), source.table
+    found: list[Examples] = []
+    for split, why in zip(source.splits, ("calibration", "choosing thresholds", purpose), strict=True):
+        if split not in chains:
+            raise DataError(f"{source.path} has no split {split!r}, which thresholds are chosen on")
+        chains[split].require_labels(why)
+    for split in source.splits:
+        chain, vectors, call = chains[split], None, None
+        if embedding is not None:
+            if table is None:
+                raise ConfigError(f"embedding: {embedding!r} is looked up in a logit table; arrays have no embeddings")
+            vectors = read_embeddings(table.path, embedding, source.origin(split), chain.example_ids)
+            call = _embedding_call(table, embedding, chain, source.origin(split))
+        found.append(Examples(chain, vectors, None if texts is None else texts.of(chain.example_ids), call))
+    first = found[0]
+    for other in found[1:]:
+        lengths = [of.embeddings.shape[1] for of in (other, first) if of.embeddings is not None]
+        if len(set(lengths)) > 1:
+            raise DataError(
+                f"{other.chain.source}: its embeddings have {lengths[0]} numbers, those of {first.chain.source} have "
+                f"{lengths[1]}"
+            )
+    return first, found[1], found[2]
+
+
+def _embedding_call(table: LogitTable, name: str, chain: ChainLogits, split: str) -> EmbeddingCall | None:
+    """Return the call that the embeddings take. Raises DataError where what it costs is not known."""
+    if name not in table.models:
+        return None
+    if name in chain.models:
+        return EmbeddingCall(name, chain.models.index(name))
+    counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"
+    own = table.read_chain_heads([name], split, costs=counted).known
+    costs = own["costs"].per_call
+    if costs.ndim == 1:
+        return EmbeddingCall(name, None, float(costs[0]))
+    rows = pc.index_in(pa.array(chain.example_ids, pa.string()), value_set=pa.array(own["example_ids"], pa.string()))
+    if rows.null_count:
+        example = chain.example_ids[pc.index(rows.is_null(), True).as_py()]
+        raise DataError(
+            f"{chain.source}: what model {name!r}, whose embedding is looked at, costs for {example!r} "
+            "is not in the table"
+        )
+    return EmbeddingCall(name, None, costs[np.asarray(rows), 0])
+
+
+def fingerprints_of(calibration: Chain, validation: Chain, final: Chain) -> dict[str, Any]:
+    """Return, as JSON has it, what a curve depends on besides its method.
+
+    By what a split is for: digests of its examples with their labels, and of each model's logits, and the mean cost of
+    each model's calls; and the unit of costs.
+    """
+    splits = {"calibration": calibration, "validation": validation, "final": final}
+    return {"cost_unit": final.costs.unit, **{purpose: _of_split(chain) for purpose, chain in splits.items()}}
+
+
+def _of_split(chain: Chain) -> dict[str, Any]:
+    return {
+        "examples": chain.examples_fingerprint(),
+        "logits": {model: chain.logits_fingerprint(stage) for stage, model in enumerate(chain.models)},
+        "costs": dict(zip(chain.models, chain.costs.means.tolist(), strict=True)),
+    }
+
+
+def difference(found: object, expected: Mapping[str, Any]) -> str | None:
+    """Return in words what differs first between fingerprints in a file and those expected, None if nothing does."""
+    if not isinstance(found, dict):
+        return "it has no fingerprints of its table, so that nobody knows what it was measured on; make it again"
+    for purpose, of_split in expected.items():
+        there = found.get(purpose)
+        if not isinstance(of_split, dict) or not isinstance(there, dict):
+            if there != of_split:
+                return f"its {purpose.replace('_', ' ')} is {there!r}, not {of_split!r}"
+            continue
+        what = next((what for what in of_split if there.get(what) != of_split[what]), None)
+        if what is not None:
+            return f"it was measured with other {what} ({purpose} split)"
+    return None
+
+
+def sample_logits() -> Path:
+    """Return the path of a logit table of handwritten digits: two small networks, small and large.
+
+    449 images for calibration, 449 for validation, 629 for test; costs are multiply-adds, in thousands.
+    examples/sample_logits.py makes it.
+    """
+    return Path(__file__).parents[1] / "samples" / "digits"

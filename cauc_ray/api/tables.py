@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -50,8 +50,10 @@ def percent(value: float | None, *, sign: bool = False) -> str:
     return f"{points(value, sign=True)} %" if sign and value is not None else share_text(value)
 
 
-def amount(value: float) -> str:
-    """Return a number of any size in few letters."""
+def amount(value: float | None) -> str:
+    """Return a number of any size in few letters, a dash for None."""
+    if value is None:
+        return "–"
     if value >= 1e7:
         return f"{value / 1e6:,.4g} M" if value < 1e10 else f"{value:.3e}"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
@@ -72,6 +74,9 @@ def relative(cost: float | None) -> str:
 # How a column shows the values of a row.
 FORMATS: Mapping[str, Callable[..., str]] = {
     "text": str,
+    "count": "{:,}".format,
+    "amount": amount,
+    "share": with_interval,
     "yes": lambda value: "yes" if value else "no",
     "number": number,
     "times": lambda ratio: "–" if ratio is None else f"{number(ratio)} ×",
@@ -86,22 +91,19 @@ FORMATS: Mapping[str, Callable[..., str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A cell's text, and how it stands out."""
-
-    text: str
-    mark: Mark = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Grid:
-    """A table of text.   headings: of its columns.   n_left: how many columns, from the first, align to the left."""
+    """A table of text.
+
+    headings: of its columns.   n_left: how many columns, from the first, align to the left.   marks: how cells stand
+    out, by the indexes of their row and column.
+    """
 
     title: str
     headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
     n_left: int = 1
+    marks: Mapping[tuple[int, int], Mark] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -120,36 +122,29 @@ class Grid:
 
         >>> columns = [("model", "text", "model"), ("cost", "number", "usd")]
         >>> Grid.of("costs", [{"model": "small", "usd": 1.50}], columns).rows
-        ((Cell(text='small', mark=''), Cell(text='1.5', mark='')),)
+        (('small', '1.5'),)
         """
-        lines = tuple(
-            tuple(
-                Cell(FORMATS[form](*(row[key] for key in keys)), marks.get((index, keys[0]), ""))
-                for _, form, *keys in columns
-            )
-            for index, row in enumerate(rows)
-        )
-        return cls(title, tuple(heading for heading, *_ in columns), lines, tuple(notes), n_left)
+        lines = tuple(tuple(FORMATS[form](*(row[key] for key in keys)) for _, form, *keys in columns) for row in rows)
+        first = [keys[0] for _, _, *keys in columns]
+        marked = {(row, at): mark for (row, key), mark in marks.items() for at, of in enumerate(first) if of == key}
+        return cls(title, tuple(heading for heading, *_ in columns), lines, tuple(notes), n_left, marked)
 
     def markdown(self) -> str:
         """Return it as Markdown."""
         lines = [f"**{_escaped(self.title)}**", "", _line(_escaped(heading) for heading in self.headings)]
         lines.append(_line(":--" if index < self.n_left else "--:" for index in range(len(self.headings))))
-        for row in self.rows:
-            lines.append(_line(f"{_AROUND[c.mark][0]}{_escaped(c.text)}{_AROUND[c.mark][1]}" for c in row))
+        for place, row in enumerate(self.rows):
+            around = [_AROUND[self.marks.get((place, column), "")] for column in range(len(row))]
+            lines.append(_line(f"{at[0]}{_escaped(text)}{at[1]}" for text, at in zip(row, around, strict=True)))
         return "\n".join([*lines, *(f"\n{_escaped(note)}" for note in self.notes)]) + "\n"
 
     def rich(self) -> Table:
         """Return it for a terminal."""
         table = new_table(self.title, self.headings, self.n_left)
-        for row in self.rows:
-            table.add_row(*(Text(cell.text, style=cell.mark) for cell in row))
+        for place, row in enumerate(self.rows):
+            marks = (self.marks.get((place, column), "") for column in range(len(row)))
+            table.add_row(*(Text(text, style=mark) for text, mark in zip(row, marks, strict=True)))
         return table
-
-
-def cells(*texts: str | Cell) -> tuple[Cell, ...]:
-    """Return cells, of plain text where nothing else is given."""
-    return tuple(text if isinstance(text, Cell) else Cell(text) for text in texts)
 
 
 def new_table(title: str, headings: Sequence[str], n_left: int = 1) -> Table:
@@ -176,6 +171,11 @@ def print_table(table: Table) -> None:
     wide = terminal.width if fits else least + 3 * len(table.columns)
     width = wide if terminal.is_terminal else _PIPE_WIDTH
     Console(width=width).print(table)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Sequence[str]]) -> None:
+    """Print rows as a table.   columns: as Grid.of takes them."""
+    print_table(Grid.of(title, rows, columns).rich())
 
 
 def line(text: str) -> None:

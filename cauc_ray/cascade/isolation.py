@@ -14,10 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cauc_ray.cascade.results import Fault
+from cauc_ray.cascade.rows import Fault
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError, printable
-from cauc_ray.models.answers import Answers, Batch, batch_size
-from cauc_ray.numbers.types import Ints
+from cauc_ray.models.answers import Answers, Batch, batch_size, ragged
+from cauc_ray.numbers.types import Floats, Ints
 
 Ask: TypeAlias = Callable[[Batch], Answers]
 
@@ -35,7 +35,7 @@ class Isolated:
 
     answers: Answers | None
     error: str = ""
-    fault: Fault | None = None
+    fault: Fault = "unknown"
     raised: frozenset[int] = frozenset()
 
 
@@ -68,7 +68,7 @@ def answer_isolated(
     rows = batch()
     found, raised = _divided(ask, rows, stopped, batch_size(rows) if good_row is not None else MOST_IN_VAIN)
     if stopped() or not (found or good_row is not None):
-        return Isolated(None, reason, "unknown")
+        return Isolated(None, reason)
     return Isolated(_joined(batch_size(rows), found, raised), raised=frozenset(raised))
 
 
@@ -127,21 +127,16 @@ def _halves(rows: Ints) -> list[Ints]:
 
 def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
     """Return the answers to parts of n rows as one, with those that raised as failures."""
-    width = max((answers.logits.shape[1] for _, answers in found), default=1)
-    logits = np.full((n, width), -np.inf, dtype=np.float32)
-    n_options = np.full(n, width)
-    costs = np.zeros(n) if any(answers.costs is not None for _, answers in found) else None
+    logits, costs = dict[int, Floats](), None
     failures, counts = dict(raised), Counter[str]()
-    seconds = [answers.device_s for _, answers in found if answers.device_s is not None]
     for rows, answers in found:
         counts.update(answers.counts)
-        own = answers.logits.shape[1]
-        logits[rows, :own] = answers.logits
-        n_options[rows] = own if answers.n_options is None else answers.n_options
-        if costs is not None and answers.costs is not None:
+        for position, row in enumerate(rows.tolist()):
+            n_options = None if answers.n_options is None else answers.n_options[position]
+            logits[row] = answers.logits[position, :n_options]
+        if answers.costs is not None:
+            costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs
         failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
-    ragged = any(answers.n_options is not None for _, answers in found) or len(set(n_options)) > 1
-    return Answers(
-        logits, n_options if ragged else None, costs, failures, dict(counts), sum(seconds) if seconds else None
-    )
+    seconds = [answers.device_s for _, answers in found if answers.device_s is not None]
+    return Answers(*ragged(n, logits), costs, failures, dict(counts), sum(seconds) if seconds else None)

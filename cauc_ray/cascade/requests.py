@@ -15,12 +15,53 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.cascade.health import PAUSE_S
-from cauc_ray.cascade.request_queue import RequestLimits, RequestQueue
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner, Rows, Trouble
+from cauc_ray.cascade.request_queue import PAUSE_S, RequestLimits, RequestQueue
+from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows, Trouble
 from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.numbers.types import Ints
+
+# The most requests that were open at once are remembered for one to two of these.
+OPEN_WINDOW_S = 0.5
+
+
+class OpenRequests:
+    """Counts open requests.
+
+    Clients that send their next request when they have their answer come back together: waiting for
+    them pays while fewer requests are open than recently, and never for a single client.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._n_open = 0
+        self._most = self._most_before = 0
+        self._window_ends = 0.0
+
+    def came(self, n: int) -> None:
+        """Count n requests that are open from now on."""
+        self._turn_window()
+        self._n_open += n
+        self._most = max(self._most, self._n_open)
+
+    def left(self, n: int) -> None:
+        """Count n requests that are no longer open."""
+        self._n_open -= n
+
+    def expects_more(self) -> bool:
+        """Return whether fewer requests are open than there were at once a moment ago."""
+        self._turn_window()
+        return self._n_open < max(self._most, self._most_before)
+
+    def _turn_window(self) -> None:
+        now = self._clock()
+        if now < self._window_ends:
+            return
+        # A window that nobody looked into was as empty as it is now.
+        lately = now < self._window_ends + OPEN_WINDOW_S
+        self._most_before = self._most if lately else self._n_open
+        self._most = self._n_open
+        self._window_ends = now + OPEN_WINDOW_S
+
 
 # So many replicas are asked for rows that replicas could not answer.
 MOST_ATTEMPTS = 3
@@ -45,7 +86,6 @@ class RequestScheduler(Scheduler):
         self._number = count()
         self._came: deque[tuple[int, Counter[int]]] = deque()  # rows by the stage that they begin at, by the second
         self._reckoned_at, self._reached = -1, [0.0] * len(self.stages)
-        self._ended = False
 
     # Requests
 
@@ -85,27 +125,6 @@ class RequestScheduler(Scheduler):
                 rows[to] += rows[before.stage] * n / max(1, before.accepted + before.deferred)
         return rows
 
-    def cancel(self, owner: Owner) -> None:
-        """Forget an owner whose answers are no longer wanted."""
-        if owner in self._open:
-            self._open_rows -= owner.n_left
-            self._open.discard(owner)
-            self._ended = True
-        owner.live = False
-
-    def next_call(self, now: float) -> Call | None:
-        """Return a call that can go to its replica now, the deepest stage's first, or None."""
-        if self._ended:
-            self._ended = False
-            for at in self.stages:
-                at.drop_ended()
-        for at in reversed(self.stages):
-            if at.may_send:
-                call = at.next_call(now, more_can_come=self._more_can_come(at.stage))
-                if call is not None:
-                    return call
-        return None
-
     def unwanted(self, now: float) -> Iterator[Call]:
         """Return the calls whose answers are no longer wanted, for the shell to cancel."""
         for at in self.stages:
@@ -118,9 +137,11 @@ class RequestScheduler(Scheduler):
         """Return the seconds until something is due, None if nothing waits for time."""
         while self._expiries and not self._expiries[0][2].wants(self._expiries[0][3]):
             heapq.heappop(self._expiries)
-        waits = [wait for at in self.stages if (wait := at.wait_s(now)) is not None]
-        waits += [max(0.0, self._expiries[0][0] - now)] if self._expiries else []
-        return min(waits, default=None)
+        wait_s = super().wait_s(now)
+        if not self._expiries:
+            return wait_s
+        expires_s = max(0.0, self._expiries[0][0] - now)
+        return expires_s if wait_s is None else min(wait_s, expires_s)
 
     def _wait(self, stage: int, rows: Rows, now: float) -> None:
         owner = rows.owner
@@ -171,7 +192,7 @@ class RequestScheduler(Scheduler):
         indices = np.flatnonzero(owner.at == stage)
         self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), "timeout", self._late(stage))
         owner.closed.add(stage)
-        self._ended = True
+        self._drops = True
 
     def _late(self, stage: int) -> str:
         limits = self.stages[stage].limits
@@ -315,9 +336,3 @@ class RequestScheduler(Scheduler):
     def _give_back(self, at: RequestQueue, rows: Sequence[Rows], trouble: Trouble, reason: str) -> None:
         for own in rows:
             self._leave_out(at.stage, own, trouble, reason)
-
-    def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
-        owner = rows.owner
-        super()._leave_out(stage, rows, trouble, reason)
-        if not owner.live:  # the whole request is refused
-            self.cancel(owner)

@@ -1,22 +1,23 @@
-"""Rows, who they belong to, and the calls that have them: small, without the data that they stand for."""
+"""Rows, whose they are, the calls that have them, and what comes of a call: small, without the data of the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cauc_ray.cascade.results import CallResult
+from cauc_ray.errors import printable
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
+# Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
+# (a wrong key, a server that is down), the caller (the worker does not have a policy), or unknown.
+Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
 # Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; or it is the rows'
 # own fault.
 Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
-
-
 # Positions in a call, a slice where they are neighbours.
 Positions: TypeAlias = Ints | slice
 
@@ -24,7 +25,104 @@ Positions: TypeAlias = Ints | slice
 NO_OPTION, NO_STAGE, UNKNOWN = np.array([-1], np.int32), np.array([-1], np.int8), np.array([np.nan])
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class CallResult:
+    """The answers to a call of n rows; what the rows that go on carry is returned next to it.
+
+    predictions: int32 (n,).   confidences: float64 (n,).   accepted: bool (n,), which rows stop.   costs: float64 (n,),
+    of this call.   started_at: seconds since the epoch.   compute_s: wall time in model and policy, None where it is
+    unknown.   policy_s: of that, the policy's step.   device_s: seconds of forward passes on a GPU, None where the
+    model measures none.   node, replica: where it was computed.
+    error, fault: why no row was answered, and who is at fault; the arrays are empty then.   failures: why some rows
+    have no answer, by position; they are neither accepted nor carried on.   raised: of those, rows on which the model
+    raised while it answered others.
+    n_batches: that the model was given one after the other.
+    next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
+    carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
+    scores: float64 (n, K), calibrated logits; None where no part wants them.   likeliest: int16 (n,), as Step.likeliest
+    returns them; None where no policy has a reference.
+    """
+
+    predictions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    confidences: Floats = field(default_factory=lambda: np.zeros(0))
+    accepted: Bools = field(default_factory=lambda: np.zeros(0, bool))
+    costs: Floats = field(default_factory=lambda: np.zeros(0))
+    started_at: float = 0.0
+    compute_s: float | None = None
+    policy_s: float = 0.0
+    device_s: float | None = None
+    node: str = ""
+    error: str | None = None
+    failures: Mapping[int, str] = field(default_factory=dict)
+    state_bytes: float = 0.0
+    fault: Fault | None = None
+    raised: frozenset[int] = frozenset()
+    replica: str = ""
+    carried: Bools | None = None
+    scores: Floats | None = None
+    likeliest: Ints | None = None
+    next: Ints | None = None
+    n_batches: int = 1
+
+    @classmethod
+    def joined(cls, results: Sequence[CallResult]) -> CallResult:
+        """Return the results of a call's batches as one, the first one of which no row was answered if there is one.
+
+        Calibrated logits are left out.
+        """
+        failed = next((result for result in results if result.error is not None), None)
+        if len(results) == 1 or failed is not None:
+            return failed or results[0]
+        starts = np.cumsum([0, *(len(result.accepted) for result in results[:-1])]).tolist()
+        placed = list(zip(starts, results, strict=True))
+        device_s = [result.device_s for result in results if result.device_s is not None]
+        return replace(
+            results[0],
+            predictions=np.concatenate([result.predictions for result in results]),
+            confidences=np.concatenate([result.confidences for result in results]),
+            accepted=np.concatenate([result.accepted for result in results]),
+            costs=np.concatenate([result.costs for result in results]),
+            compute_s=sum(result.compute_s or 0.0 for result in results),
+            policy_s=sum(result.policy_s for result in results),
+            device_s=sum(device_s) if device_s else None,
+            failures={start + row: why for start, result in placed for row, why in result.failures.items()},
+            raised=frozenset(start + row for start, result in placed for row in result.raised),
+            state_bytes=max(result.state_bytes for result in results),
+            carried=_joined(results, "carried", False),
+            scores=None,
+            likeliest=_joined(results, "likeliest", -1),
+            next=_joined(results, "next", -1),
+            n_batches=sum(result.n_batches for result in results),
+        )
+
+    @classmethod
+    def broken(cls, started_at: float, node: str, error: str, fault: Fault = "unknown", **known: Any) -> CallResult:
+        """Return the result of a call that nothing came back of but an error.   known: other fields."""
+        return cls(started_at=started_at, node=node, error=printable(error), fault=fault, **known)
+
+    @property
+    def n_answered(self) -> int:
+        """Return how many rows the model answered."""
+        return len(self.accepted) - len(self.failures)
+
+    @property
+    def n_deferred(self) -> int:
+        """Return how many rows go on."""
+        return self.n_answered - int(self.accepted.sum())
+
+
+def _joined(results: Sequence[CallResult], name: str, unknown: int) -> Any:
+    """Return arrays (n,) of batches as one; None if no batch has one, unknown for those of a batch that has none."""
+    values = [getattr(result, name) for result in results]
+    known = next((own for own in values if own is not None), None)
+    if known is None:
+        return None
+    sizes = [len(result.accepted) for result in results]
+    return np.concatenate(
+        [np.full(n, unknown, known.dtype) if own is None else own for n, own in zip(sizes, values, strict=True)]
+    )
+
+
 class Owner:
     """What rows belong to, a block of the input or a request, and what has become of its n rows; arrays (n,).
 
@@ -32,55 +130,43 @@ class Owner:
     stage that answered.   confidences, costs: float64.   stages: int8, that one, -1 where none has.   degraded:
     bool, rows answered without a stage that should have.   failures: the stage and the reason, by position; stage -1
     where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
-    restarts: how often all of it was started again, because objects were lost with their nodes.   live: False once its
-    answers are no longer wanted.   closed: stages that have taken too long, whose answers are not wanted.   deadline:
-    when the last answer is wanted, in seconds.   kind: rows whose owners have different ones share no call.
+    n_left: rows that need something.   restarts: how often all of it was started again, because objects were lost with
+    their nodes.   live: False once its answers are no longer wanted.   closed: stages that have taken too long, whose
+    answers are not wanted.   deadline: when the last answer is wanted, in seconds.   kind: rows whose owners have
+    different ones share no call.
     """
 
-    block: int
-    n: int
-    names: Any = None
-    restarts: int = 0
-    predictions: Ints = field(init=False)
-    confidences: Floats = field(init=False)
-    stages: Ints = field(init=False)
-    costs: Floats = field(init=False)
-    degraded: Bools = field(init=False)
-    failures: dict[int, tuple[int, str]] = field(default_factory=dict)
-    at: Ints = field(init=False)
-    n_left: int = field(init=False)
-    live: bool = True
-    closed: set[int] = field(default_factory=set)
-    deadline: float = inf
-    kind: Any = None
+    def __init__(self, block: int, n: int, names: Any = None, restarts: int = 0) -> None:
+        self.block, self.n, self.names, self.restarts = block, n, names, restarts
+        self.predictions: Ints = NO_OPTION.repeat(n)
+        self.confidences: Floats = UNKNOWN.repeat(n)
+        self.stages: Ints = NO_STAGE.repeat(n)
+        self.costs: Floats = np.zeros(n)
+        self.degraded: Bools = np.zeros(n, dtype=bool)
+        self.failures: dict[int, tuple[int, str]] = {}
+        self.at: Ints = np.zeros(n, dtype=np.int8)
+        self.n_left = n
+        self.live = True
+        self.closed: set[int] = set()
+        self.deadline = inf
+        self.kind: Any = None
 
-    def __post_init__(self) -> None:
-        self.predictions = NO_OPTION.repeat(self.n)
-        self.confidences = UNKNOWN.repeat(self.n)
-        self.stages = NO_STAGE.repeat(self.n)
-        self.costs = np.zeros(self.n)
-        self.degraded = np.zeros(self.n, dtype=bool)
-        self.at = np.zeros(self.n, dtype=np.int8)
-        self.n_left = self.n
+    def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:
+        """Take a call's answers for some of the rows. Returns which of them go on, bool (m,).
 
-    def note(
-        self, stage: int, indices: Ints, result: CallResult, positions: Positions, carried: Any, held_at: Ints
-    ) -> Bools:
-        """Take a call's answers. Returns which of the rows go on, bool (m,).
-
-        indices: int (m,), positions here.   positions: theirs in the call.   carried: what holds what rows carry, and
-        held_at, int (n,), where it has those of each row of the call.
-        What rows that go on have so far is kept too: it is their answer if the next stage is down.
+        positions: of the rows in the call. What rows that go on have so far is kept too: it is their answer if the next
+        stage is down.
         """
+        result, indices = ended.result, rows.indices
         self.costs[indices] += result.costs[positions]
         predictions, confidences = result.predictions[positions], result.confidences[positions]
-        goes_on: Bools = ~result.accepted[positions]
         if predictions.min(initial=0) < 0:  # an encoder gives no answers
             known = predictions >= 0
             indices, predictions, confidences = indices[known], predictions[known], confidences[known]
         self.predictions[indices] = predictions
         self.confidences[indices] = confidences
-        self.stages[indices] = stage
+        self.stages[indices] = ended.stage
+        goes_on: Bools = ~result.accepted[positions]
         return goes_on
 
     def left_out(self, indices: Ints, stage: int, trouble: Trouble, reason: str) -> int:
@@ -212,3 +298,18 @@ class Call:
         """Return its rows, two or more, in two halves."""
         first = np.arange(len(self)) < len(self) // 2
         return self.where(first), self.where(~first)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a call of a stage at a time.
+
+    goes_on: what holds the rows that go on, in their order, and held_at, int (n,), where it has those of each row of
+    the call.
+    """
+
+    stage: int
+    result: CallResult
+    goes_on: Any
+    held_at: Ints
+    now: float

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner, Positions, Rows, Trouble
+from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
 from cauc_ray.cascade.stage_queue import PAUSE_S, TRIES, StageLimits, StageQueue
 from cauc_ray.numbers.types import Bools, Ints
 
@@ -52,6 +51,7 @@ class Scheduler:
         self._row_bytes = 0.0
         self._block_rows = 0
         self._input_ended = False
+        self._drops = False
 
     # Input
 
@@ -98,6 +98,10 @@ class Scheduler:
 
     def next_call(self, now: float) -> Call | None:
         """Return a call that can go to its replica now, the deepest stage's first, or None."""
+        if self._drops:  # once for all owners that have left since
+            self._drops = False
+            for at in self.stages:
+                at.drop_ended()
         for stage in reversed(range(len(self.stages))):
             if not self.stages[stage].may_send or self.held_back(stage):
                 continue
@@ -151,23 +155,22 @@ class Scheduler:
         """Note the answers of a call, and have rows that go on wait for the next stage."""
         carried = answered & ~result.accepted if result.carried is None else result.carried
         held_at = np.cumsum(carried) - 1  # where goes_on has each row that it holds
-        whole = bool(answered.all())
+        ended, whole = Ended(call.stage, result, goes_on, held_at, now), bool(answered.all())
         positions: Positions
         for rows, positions in call.pieces():
             if not rows.owner.wants(call.stage):
                 continue
-            indices = rows.indices
             if not whole:
                 own = answered[positions]
-                indices, positions = indices[own], np.flatnonzero(own) + positions.start
-            on = rows.owner.note(call.stage, indices, result, positions, goes_on, held_at)
+                rows, positions = rows.part(own), np.flatnonzero(own) + positions.start
+            on = rows.owner.note(ended, rows, positions)
             n_on = int(np.count_nonzero(on))
-            rows.owner.at[indices[~on]] = -1
-            self._end_rows(rows.owner, len(indices) - n_on)
+            rows.owner.at[rows.indices[~on]] = -1
+            self._end_rows(rows.owner, len(rows) - n_on)
             if n_on:
                 row_bytes = rows.row_bytes - rows.state_bytes + result.state_bytes
                 at = held_at[positions][on]
-                onward = Rows(rows.owner, indices[on], goes_on, at, now, row_bytes, result.state_bytes)
+                onward = Rows(rows.owner, rows.indices[on], goes_on, at, now, row_bytes, result.state_bytes)
                 to = call.stage + 1 if result.next is None else result.next[positions][on]
                 self._spread(onward, to, now, sent=self.stages[call.stage].sent)
 
@@ -190,14 +193,17 @@ class Scheduler:
     def _leave_out(self, stage: int, rows: Rows, trouble: Trouble, reason: str) -> None:
         """Note rows that a stage will not answer."""
         owner = rows.owner
-        still = owner.at[rows.indices] == stage  # others have been left out before, while they were at a replica
-        if not (owner.live and still.any()):
+        live, still = owner.live, owner.at[rows.indices] == stage
+        if not (live and still.any()):  # they have been left out before, while they were at a replica
             return
         rows = rows.part(still)
         n_degraded = owner.left_out(rows.indices, stage, trouble, reason)
         self.stages[stage].degraded += n_degraded
         self.stages[stage].note_failed([reason] * (len(rows) - n_degraded))
-        self._end_rows(owner, len(rows))
+        if owner.live:
+            self._end_rows(owner, len(rows))
+        else:  # all of it is refused
+            self.cancel(owner)
 
     def _unanswered(self, call: Call, result: CallResult, now: float) -> None:
         """Take the result of a call that answered no row."""
@@ -245,8 +251,7 @@ class Scheduler:
         if call.probe:
             return
         for owner in dict.fromkeys(rows.owner for rows in call.rows if rows.owner.live):
-            owner.live = False
-            self._close(owner)
+            self.cancel(owner)
             if owner.restarts < RESTARTS:
                 self.lost.append(owner)
                 continue
@@ -255,13 +260,18 @@ class Scheduler:
             owner.left_out(left, call.stage, "error", reason)
             at.note_failed([reason] * len(left))
             self.done.append(owner)
-        for queue in self.stages:
-            queue.drop_ended()
 
     def give_up(self, owner: Owner, reason: str) -> None:
         """Fail all rows of an owner that was lost and cannot be read again."""
         owner.left_out(np.arange(owner.n), -1, "error", reason)
         self.done.append(owner)
+
+    def cancel(self, owner: Owner) -> None:
+        """Forget an owner whose answers are no longer wanted."""
+        owner.live = False
+        if owner in self._open:
+            self._drops = True
+            self._close(owner)
 
     def held_back(self, stage: int) -> bool:
         """Return whether a later stage to which this stage sends rows has a full queue."""

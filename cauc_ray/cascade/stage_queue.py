@@ -14,8 +14,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Rows, Trouble
+from cauc_ray.cascade.rows import Call, CallResult, Rows, Trouble
 from cauc_ray.models.answers import ModelFacts
 
 # One call computes and one waits in each replica, so that none idles between two of them; more wait where calls are

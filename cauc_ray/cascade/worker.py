@@ -21,8 +21,8 @@ import numpy as np
 
 from cauc_ray.cascade.bundles import Bundle, Part, chosen, gathered, states_of
 from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
-from cauc_ray.cascade.results import CallResult, Fault
-from cauc_ray.errors import ConfigError, DataError, ExecutionError
+from cauc_ray.cascade.rows import CallResult, Fault
+from cauc_ray.errors import ConfigError, DataError, ExecutionError, PolicyError
 from cauc_ray.models.answers import (
     EMBEDDING,
     Answers,
@@ -34,10 +34,40 @@ from cauc_ray.models.answers import (
     choices_in,
     matched,
 )
-from cauc_ray.models.flops import measured_gflops
+from cauc_ray.models.costs import measured_gflops, measured_noise
 from cauc_ray.models.pool import StageSpec
+from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, Step
+
+
+def require_agreement(stages: tuple[StageSpec, ...], policy: Policy) -> None:
+    """Raise PolicyError where a stage gives other logits than the policy was fitted on, or costs in another unit.
+
+    That is logits of another kind, or asked for with another prompt. What the policy's file does not record by model is
+    not compared, nor are unnamed units.
+    """
+    for spec, stage, fitted in zip(stages, policy.stages, policy.logit_kinds, strict=True):
+        given = spec.model.answers_kind
+        if fitted not in (None, given):
+            raise PolicyError(
+                f"stage {spec.name!r} returns logits of kind {given}; the policy was fitted on {fitted}: declare "
+                "the right logit_kind in the stage's model, or fit a policy on such logits"
+            )
+        if stage.prompt is not None and spec.model.shown not in (None, stage.prompt):
+            raise PolicyError(
+                f"stage {spec.name!r} asks with another prompt than the policy was fitted on; `cauc show` prints both: "
+                "restore the prompt, or collect logits with the new one and fit again"
+            )
+        unit = spec.cost.unit if spec.cost is not None else None
+        if unit is None and policy.costs == "per-call":
+            unit = spec.model.cost_unit
+        if unit is not None and policy.cost_unit not in (unit, UNNAMED_UNIT):
+            raise PolicyError(
+                f"the pool has the cost of stage {spec.name!r} in {unit}, the policy has costs in {policy.cost_unit}: "
+                "give the pool's cost in the policy's unit or omit it, or fit a policy with costs in the pool's unit"
+            )
+
 
 # So long at most, in place of Python's 5 ms, a thread that prepares keeps the one that computes from going on.
 SWITCH_S = 0.0005
@@ -49,11 +79,13 @@ MOST_POLICIES = 32
 class Collected:
     """A model's answers to a whole call as they are.
 
-    gflops: measured on the worker's first call, per example; None where torch has counted none.
+    gflops, noise: measured on the worker's first call: per example, and of a row's numbers with other neighbours; None
+    where there is nothing to measure.
     """
 
     answers: Answers
     gflops: float | None
+    noise: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +131,7 @@ class Worker:
         self._embeds = False
         self._good_row: Batch | None = None
         self._gflops: float | None = None
+        self._noise: float | None = None
         self._preparing = threading.Lock()
         self._busy_threads: dict[int, float] = {}
         self._ended = 0.0
@@ -154,20 +187,20 @@ class Worker:
         Returns the result, and what the rows that go on carry, in their order. A fault of the model is a result. Raises
         ConfigError and ExecutionError of the model: they are not the rows' fault.
         """
-        clock = self._clock(ahead)
+        began = self._began(ahead)
         self._learn(policies or {})
         unknown = next((part.policy for part in parts if part.policy not in self._policies), None)
         if unknown is not None:
-            return self._broken(clock, f"the worker does not have policy {unknown!r}", "policy"), Bundle({})
+            return self._broken(began, f"the worker does not have policy {unknown!r}", "policy"), Bundle({})
         try:
             found = self._found(self._as_declared, parts, bundles, good_row, ahead, stopped)
             if found.answers is None:
-                return self._broken(clock, found.error, found.fault or "unknown"), Bundle({})
-            return self._decided(parts, bundles, found, clock, carries_columns)
+                return self._broken(began, found.error, found.fault), Bundle({})
+            return self._decided(parts, bundles, found, began, carries_columns)
         except (ConfigError, ExecutionError, SystemExit):
             raise
         except BaseException as error:  # a model may raise what it likes
-            return self._broken(clock, reason_of(error), "unknown"), Bundle({})
+            return self._broken(began, reason_of(error), "unknown"), Bundle({})
         finally:
             self._ended = time.perf_counter()
 
@@ -184,32 +217,30 @@ class Worker:
         Returns the result, whose predictions and confidences mean nothing, and the model's answers; None for a call
         that failed. Arguments and errors are those of decide.
         """
-        clock = self._clock(ahead)
+        began = self._began(ahead)
         found = self._found(_as_they_are, parts, bundles, good_row, ahead)  # the table records the kind
         answers = found.answers
         if answers is None:
-            return self._broken(clock, found.error, found.fault or "unknown"), None
-        compute_s = clock.elapsed_s
+            return self._broken(began, found.error, found.fault), None
+        when = self._when(began)
         if self._gflops is None and answers.costs is None:
             assert self._model is not None
-            self._gflops = measured_gflops(self._model, gathered(parts, bundles)) or 0.0
+            batch = gathered(parts, bundles)
+            self._gflops = measured_gflops(self._model, batch) or 0.0
+            self._noise = measured_noise(self._model, batch, answers)
         n = len(answers.logits)
         result = CallResult(
             predictions=np.full(n, -1, dtype=np.int32),
             confidences=np.full(n, np.nan),
             accepted=_all_but(n, answers.failures),
             costs=np.zeros(n) if answers.costs is None else answers.costs,
-            started_at=clock.started_at,
-            compute_s=compute_s,
-            policy_s=0.0,
             device_s=answers.device_s,
-            node=self._node,
             failures=answers.failures,
             raised=found.raised,
-            replica=self._replica,
+            **when,
         )
         self._ended = time.perf_counter()
-        return result, Collected(answers, self._gflops or None)
+        return result, Collected(answers, self._gflops or None, self._noise)
 
     def _learn(self, policies: Mapping[str, Policy]) -> None:
         if policies:
@@ -268,29 +299,33 @@ class Worker:
         finally:
             del self._busy_threads[thread]
 
-    def _clock(self, ahead: Prepared | None) -> _Clock:
-        """Return a clock that began with the call, but not before the one ahead of it ended: no time counts twice."""
-        return _Clock(max(time.perf_counter() if ahead is None else ahead.began, self._ended))
+    def _began(self, ahead: Prepared | None) -> float:
+        """Return when a call began, but not before the one ahead of it ended: no time counts twice."""
+        return max(time.perf_counter() if ahead is None else ahead.began, self._ended)
 
-    def _broken(self, clock: _Clock, error: str, fault: Fault) -> CallResult:
-        return CallResult.broken(
-            clock.started_at, self._node, error, fault, replica=self._replica, compute_s=clock.elapsed_s
-        )
+    def _when(self, began: float) -> dict[str, Any]:
+        """Return when and where a call was computed, and how long that took on the wall, as CallResult has them."""
+        compute_s = time.perf_counter() - began
+        started_at = time.time() - compute_s
+        return {"started_at": started_at, "compute_s": compute_s, "node": self._node, "replica": self._replica}
+
+    def _broken(self, began: float, error: str, fault: Fault) -> CallResult:
+        return CallResult.broken(error=error, fault=fault, **self._when(began))
 
     def _decided(
-        self, parts: Sequence[Part], bundles: Sequence[Bundle], found: Isolated, clock: _Clock, carries_columns: bool
+        self, parts: Sequence[Part], bundles: Sequence[Bundle], found: Isolated, began: float, carries_columns: bool
     ) -> tuple[CallResult, Bundle]:
         """Take the policies' steps for answers, and put them together."""
         answers = found.answers
         assert answers is not None
-        n, began = len(answers.logits), time.perf_counter()
+        n, answered_at = len(answers.logits), time.perf_counter()
         failures = dict(answers.failures)
         steps = [
             one
             for key, own_parts, rows in _by_policy(parts)
             for one in self._steps(self._policies[key], rows, answers.logits, states_of(own_parts, bundles), failures)
         ]
-        policy_s = time.perf_counter() - began
+        policy_s = time.perf_counter() - answered_at
         predictions, confidences = np.full(n, -1, dtype=np.int32), np.full(n, np.nan)
         accepted, costs = np.zeros(n, dtype=bool), np.zeros(n)
         likeliest = following = None
@@ -320,21 +355,18 @@ class Worker:
             confidences=confidences,
             accepted=accepted,
             costs=costs,
-            started_at=clock.started_at,
-            compute_s=clock.elapsed_s,
             policy_s=policy_s,
             device_s=answers.device_s,
-            node=self._node,
             failures=failures,
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
             raised=found.raised,
-            replica=self._replica,
             carried=carried,
             scores=_laid_out([(rows, step.scores) for _, rows, step in steps], np.ones(n, dtype=bool))
             if any(part.wants_scores for part in parts)
             else None,
             likeliest=likeliest,
             next=following,
+            **self._when(began),
         )
         return result, goes_on
 
@@ -395,15 +427,3 @@ def _all_but(n: int, rows: Mapping[int, str]) -> Bools:
     mask = np.ones(n, dtype=bool)
     mask[list(rows)] = False
     return mask
-
-
-class _Clock:
-    """The time that a call takes on the wall.   started: on the performance counter."""
-
-    def __init__(self, started: float) -> None:
-        self.started_at = time.time() - (time.perf_counter() - started)
-        self._started = started
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.perf_counter() - self._started

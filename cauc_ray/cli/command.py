@@ -1,27 +1,32 @@
-"""The cauc command: its verbs, and what all of them do alike with options, errors, warnings, signals and output."""
+"""The cauc command: its verbs and their flags, errors, warnings, signals and output, which all verbs have in common."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import io
 import json
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import contextmanager, redirect_stdout, suppress
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from cauc_ray import __version__
-from cauc_ray.cli.flags import add_options
 from cauc_ray.cli.supervising import leave_on_signals, supervise
-from cauc_ray.cli.warned import warnings_on_stderr
-from cauc_ray.errors import CaucError
+from cauc_ray.errors import CaucError, own_warnings
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from cauc_ray.api.options import Options
     from cauc_ray.cli.verbs import Verb
+
 
 # What each verb does; how is in cauc_ray.cli.verbs, which takes long to import.
 VERBS: Mapping[str, str] = {
@@ -102,12 +107,16 @@ def _run(options: argparse.Namespace, *, is_process: bool) -> int:
             supervise(own_ray=(getattr(own, "address", None) or os.environ.get("RAY_ADDRESS") or "local") == "local")
     out = sys.stdout
 
-    def say(result: Mapping[str, Any], show: Callable[[], None]) -> None:
+    def say(result: Mapping[str, Any], show: Callable[[], None], *lines: str) -> None:
         with redirect_stdout(out):
             if options.json:
                 print(json.dumps(result, allow_nan=False))
             else:
+                from cauc_ray.api.tables import line
+
                 show()
+                for each in lines:
+                    line(each)
             out.flush()
 
     # Ray writes to standard output when it starts, when it ends and when a process dies; that is for the answer alone.
@@ -224,3 +233,92 @@ def _parsers() -> tuple[_Parser, list[_Parser]]:
         verb.add_argument("--debug", action="store_true", help="show tracebacks")
         made.append(verb)
     return parser, made
+
+
+def add_options(verb: argparse.ArgumentParser, options: type[Options]) -> None:
+    """Give a verb a flag for each of its options, in a group for each class that declares some.
+
+    What is not given is absent from the parsed namespace: a config file may give it, else its default holds.
+    """
+    from cauc_ray.api.options import Flag
+
+    groups, added = dict[str, Any](), set[str]()
+    for declaring in options.__mro__:  # a verb's own first, then what it shares with others
+        for name in inspect.get_annotations(declaring):
+            if name not in options.model_fields or name in added:
+                continue
+            added.add(name)
+            field = options.model_fields[name]
+            kinds = _kinds(field.annotation)
+            metadata = [*field.metadata, *(each for kind in kinds for each in getattr(kind, "__metadata__", ()))]
+            flag = next((each for each in metadata if isinstance(each, Flag)), Flag())
+            if flag.config_only or field.description is None:
+                continue
+            title = getattr(declaring, "GROUP", "options")
+            if title not in groups:
+                groups[title] = verb.add_argument_group(title)
+            kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
+            if kinds[0] is bool:
+                kwargs["action"] = "store_true"
+            elif get_origin(kinds[0]) is Literal:
+                kwargs["choices"] = get_args(kinds[0])
+            else:
+                kwargs |= {"type": flag.read, "metavar": flag.metavar or name.rpartition("_")[2].upper()}
+            if flag.is_positional:
+                groups[title].add_argument(name, nargs="?", **kwargs)
+            else:
+                groups[title].add_argument(*(flag.spellings or [f"--{name.replace('_', '-')}"]), dest=name, **kwargs)
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types that an option may have, but None."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [kind for kind in kinds if kind is not type(None)]
+
+
+def _help(field: FieldInfo) -> str:
+    default, about = field.get_default(), str(field.description)
+    if field.is_required():
+        about += " (required)"
+    elif not (default is None or default is False or default in ((), {}) or "(default" in about):
+        about += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
+    return about.replace("%", "%%")
+
+
+@contextmanager
+def warnings_on_stderr(program: str) -> Iterator[None]:
+    """Write each CaucWarning of a block to standard error as it arises, as one line, equal ones once.
+
+    What models print on their replicas is written there, too.   program: what each line of a warning begins with.
+    """
+    written: set[str] = set()
+
+    def write(message: str) -> None:
+        text = " ".join(message.split())
+        if text not in written:  # every method that is fitted may give the same
+            written.add(text)
+            _write(f"{program}: warning: {text}")
+
+    output, handler = logging.getLogger("cauc_ray.output"), _Handler()
+    output.addHandler(handler)
+    output.setLevel(logging.INFO)
+    try:
+        with own_warnings(write):
+            yield
+    finally:
+        output.removeHandler(handler)
+
+
+class _Handler(logging.Handler):
+    """Writes log records to whatever stands for standard error when they arise."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _write(self.format(record))
+
+
+def _write(line: str) -> None:
+    # In one piece, through whatever stands for standard error now: a progress bar moves out of its way.
+    # Where nobody reads it any more, the line is lost and the work goes on, as with Python's own warnings.
+    with suppress(OSError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()

@@ -1,32 +1,25 @@
-"""Tables for people, on standard output."""
+"""What verbs show people, on standard output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from cauc_ray.api.tables import (
-    add_row,
-    amount,
-    line,
-    new_table,
-    number,
-    percent,
-    print_table,
-    relative,
-    with_interval,
-)
-from cauc_ray.cli.show_policy import show_policy
-from cauc_ray.policies.policy import Policy
+from cauc_ray.api.tables import Grid, amount, line, number, percent, print_rows, print_table, relative, with_interval
 
 if TYPE_CHECKING:
     from cauc_ray.api.serving import Service
-    from cauc_ray.api.tables import Grid
     from cauc_ray.paper.run import Paper
+
+# What is promised of a stage's answers, by its key in an evaluation.
+_PROMISED = {
+    "accepted_accuracy_bound": "at least",
+    "epsilon": "ε",
+    "epsilon_by_chance": "by chance",
+    "threshold_regret": "regret",
+    "threshold_regret_bound": "at most",
+}
+_CALIBRATION = {"ece": "ECE", "ece_equal_mass": "equal mass", "nll": "NLL", "brier": "Brier", "z": "z"}
 
 
 def service(running: Service) -> None:
@@ -37,60 +30,44 @@ def service(running: Service) -> None:
 
 def collected(summary: Mapping[str, Any]) -> None:
     """Show what was collected, model by model."""
-    title = f"{summary['dataset']}: {summary['rule']}"
-    unit = summary["cost_unit"]
-    headings = ["model", *summary["splits"], "failed", "rows/s"]
+    unit, splits, models = summary["cost_unit"], summary["splits"], summary["models"]
+    columns: list[tuple[str, ...]] = [("model", "text", "name"), *((split, "count", f"n_{split}") for split in splits)]
     if unit is not None:
-        headings[-2:-2] = ["accuracy", f"cost ({unit})"]
-    table = new_table(title, headings)
-    for model in summary["models"]:
-        cells = [f"{split['rows']:,}" for split in model["splits"].values()]
-        if unit is not None:
-            cells += [with_interval(model["accuracy"], model["accuracy_interval"]), number(model["cost"])]
-        add_row(table, model["name"], *cells, f"{model['n_failed']:,}", number(model["rows_per_s"]))
-    print_table(table)
-    for model in summary["models"]:
+        columns += [("accuracy", "share", "accuracy", "accuracy_interval"), (f"cost ({unit})", "number", "cost")]
+    columns += [("failed", "count", "n_failed"), ("rows/s", "number", "rows_per_s")]
+    rows = [model | {f"n_{split}": model["splits"][split]["rows"] for split in splits} for model in models]
+    print_rows(f"{summary['dataset']}: {summary['rule']}", rows, columns)
+    for model in models:
         for what, n in model["counts"].items():
             line(f"{model['name']}: {n:,} {what}")
-    if any(model["n_failed"] for model in summary["models"]):
+    if any(model["n_failed"] for model in models):
         line(f"why rows failed: {summary['logits']}/failed")
-
-
-# What calibrates a policy's models, where it is not the temperature alone.
-
-
-def _early(of: Mapping[str, Any]) -> str:
-    """Say how often early answers are wrong, and what was certified of that."""
-    said = f"answered before the last stage: {percent(of['coverage'])}; wrong of these: "
-    said += with_interval(of["risk"], of["risk_interval"])
-    if of["certified_risk"] is None:
-        return said
-    return f"{said}, certified at most {100 * of['certified_risk']:g} % ({100 * of['certified_confidence']:g} % sure)"
 
 
 def evaluation(result: Mapping[str, Any]) -> None:
     """Show an evaluation."""
-    headings = ["stage", "reached", "answered", "accuracy", "at least", "ε", "by chance", "regret", "at most"]
-    table = new_table(f"{result['method']} on {result['source']}", headings)
-    figures = ("accepted_accuracy_bound", "epsilon", "epsilon_by_chance", "threshold_regret", "threshold_regret_bound")
-    for stage in result["stages"]:
-        of = dict.fromkeys(figures) | (stage["guarantees"] or {})
-        if (bound := of["accepted_accuracy_bound"]) is not None:
-            of["accepted_accuracy_bound"] = max(0.0, bound)  # no accuracy is less
-        add_row(
-            table,
-            stage["name"],
-            f"{stage['reached']:,}",
-            f"{stage['answered']:,}",
-            with_interval(stage["accepted_accuracy"], stage["accepted_accuracy_interval"]),
-            *(percent(of[figure]) for figure in figures),
-        )
-    print_table(table)
+    rows = [stage | dict.fromkeys(_PROMISED) | (stage["guarantees"] or {}) for stage in result["stages"]]
+    for row in rows:
+        if (bound := row["accepted_accuracy_bound"]) is not None:
+            row["accepted_accuracy_bound"] = max(0.0, bound)  # no accuracy is less
+    columns = [
+        ("stage", "text", "name"),
+        ("reached", "count", "reached"),
+        ("answered", "count", "answered"),
+        ("accuracy", "share", "accepted_accuracy", "accepted_accuracy_interval"),
+        *((heading, "percent", key) for key, heading in _PROMISED.items()),
+    ]
+    print_rows(f"{result['method']} on {result['source']}", rows, columns)
     if any(stage["guarantees"] for stage in result["stages"]):
         line(
             "at least: threshold less ε / coverage (proposition 1); regret: at most ε plus the fallback's variation (2)"
         )
-    line(_early(result["early"]))
+    early, certified = result["early"], ""
+    if early["certified_risk"] is not None:
+        sure = f"{100 * early['certified_confidence']:g} % sure"
+        certified = f", certified at most {100 * early['certified_risk']:g} % ({sure})"
+    risk = with_interval(early["risk"], early["risk_interval"])
+    line(f"answered before the last stage: {percent(early['coverage'])}; wrong of these: {risk}{certified}")
     line(
         f"accuracy {with_interval(result['accuracy'], result['accuracy_interval'])}, macro-F1 "
         f"{percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
@@ -99,52 +76,45 @@ def evaluation(result: Mapping[str, Any]) -> None:
 
 
 def watched(found: Mapping[str, Any]) -> None:
-    """Show what was watched of a policy, each figure beside the reference's, and whether it holds."""
-    headings = ["stage", "answered", f"cost ({found['cost_unit']})", "accuracy", "ECE", "by chance", "z", "agreement"]
-    table = new_table(f"policy {found['policy_id']} on {found['source']}; in brackets: on validation", headings)
-    for stage in found["stages"]:
-        add_row(
-            table,
-            stage["name"],
-            f"{percent(stage['answered'])} [{percent(stage['reference_answered'])}]",
-            f"{number((stage['cost'] or [None])[0])} [{number(stage['reference_cost'])}]",
-            f"{_of_three(stage['accepted_accuracy'])} [{percent(stage['reference_accepted_accuracy'])}]",
-            f"{number(stage['calibration_error'])} [{number(stage['reference_calibration_error'])}]",
-            number(stage["calibration_error_by_chance"]),
-            number(stage["z"]),
-            f"{_of_three(stage['agreement'])} [{percent(stage['reference_agreement'])}]",
-        )
-    print_table(table)
-    evidence = new_table(
-        f"evidence of a change, in powers of ten: {found['needed']:.1f} is needed", ["", "rows", "most"]
-    )
-    for feature in found["features"]:
-        add_row(evidence, feature["name"], f"{feature['n']:,}", number(feature["evidence"]))
-    print_table(evidence)
-    cost = found["cost"]
+    """Show what was watched of a policy, each figure next to the reference's, and whether it is valid."""
+    rows = [
+        {
+            "stage": stage["name"],
+            "answered": f"{percent(stage['answered'])} [{percent(stage['reference_answered'])}]",
+            "cost": f"{number((stage['cost'] or [None])[0])} [{number(stage['reference_cost'])}]",
+            "accuracy": f"{_of_three(stage['accepted_accuracy'])} [{percent(stage['reference_accepted_accuracy'])}]",
+            "ECE": f"{number(stage['calibration_error'])} [{number(stage['reference_calibration_error'])}]",
+            "by chance": number(stage["calibration_error_by_chance"]),
+            "z": number(stage["z"]),
+            "agreement": f"{_of_three(stage['agreement'])} [{percent(stage['reference_agreement'])}]",
+        }
+        for stage in found["stages"]
+    ]
+    columns = [(f"cost ({found['cost_unit']})" if key == "cost" else key, "text", key) for key in rows[0]]
+    print_rows(f"policy {found['policy_id']} on {found['source']}; in brackets: on validation", rows, columns)
+    title = f"evidence of a change, in powers of ten: {found['needed']:.1f} is needed"
+    columns = [("", "text", "name"), ("rows", "count", "n"), ("most", "number", "evidence")]
+    print_rows(title, found["features"], columns)
+    cost, low, high = found["cost"]
     line(
-        f"{found['n']:,} examples, {found['n_labelled']:,} labelled; cost {number(cost[0])} ({number(cost[1])} – "
-        f"{number(cost[2])}) {found['cost_unit']}, {number(found['reference_cost'])} on validation"
+        f"{found['n']:,} examples, {found['n_labelled']:,} labelled; cost {number(cost)} ({number(low)} – "
+        f"{number(high)}) {found['cost_unit']}, {number(found['reference_cost'])} on validation"
     )
     line(f"the policy {found['says']}")
 
 
 def sweep(rows: Sequence[Mapping[str, Any]], unit: str, split: str) -> None:
     """Show what each method makes of a few budgets."""
-    headings = ["method", f"budget ({unit})", "threshold", f"{split} accuracy", f"{split} cost", "relative", "avoided"]
-    table = new_table(f"budgets chosen on validation, measured on {split}", headings)
-    for row in rows:
-        add_row(
-            table,
-            row["method"],
-            number(row["budget"]),
-            f"{row['threshold']:.4f}",
-            percent(row["accuracy"]),
-            number(row["cost"]),
-            number(row["relative_cost"]),
-            percent(row["avoided"]),
-        )
-    print_table(table)
+    columns = [
+        ("method", "text", "method"),
+        (f"budget ({unit})", "number", "budget"),
+        ("threshold", "number", "threshold"),
+        (f"{split} accuracy", "percent", "accuracy"),
+        (f"{split} cost", "number", "cost"),
+        ("relative", "number", "relative_cost"),
+        ("avoided", "percent", "avoided"),
+    ]
+    print_rows(f"budgets chosen on validation, measured on {split}", rows, columns)
 
 
 def grids(title: str, tables: Sequence[Grid]) -> None:
@@ -163,63 +133,55 @@ def paper(made: Paper, output: str) -> None:
     for each in made.figures:
         line(f"\n== {each.title}: {output}/figures/{each.name}.png\n{each.caption}")
     line("")
-    for missing in made.not_run:
-        line(f"not run here: {missing}")
+    for what, why in made.not_run.items():
+        line(f"not run here: {what}: {why}")
     line(f"everything is in {output}, see report.md; {made.seconds:.0f} s")
 
 
 def comparison(result: Mapping[str, Any]) -> None:
     """Show methods side by side: at the matched cost, over their whole curves, and what setting them up took."""
-    unit, chain = result["cost_unit"], " → ".join(result["models"])
-    rows = result["rows"]
-    title = (
-        f"{chain}, {result['n']:,} examples, at a cost of {number(result['budget'])} {unit} ({result['budget_rule']})"
-    )
-    headings = [
-        "method",
-        "accuracy",
-        "less the last model's",
-        "random mix",
-        "macro-F1",
-        f"cost ({unit})",
-        "relative",
-        "avoided",
+    unit, chain, rows = result["cost_unit"], " → ".join(result["models"]), result["rows"]
+    shown = [
+        row
+        | {"name": row["method"] if row["steered"] else f"{row['method']} *"}
+        | dict(zip(("gain_low", "gain_high"), row["gain_interval"], strict=True))
+        for row in rows
     ]
-    at_budget = new_table(title, headings)
-    for row in rows:
-        add_row(
-            at_budget,
-            row["method"] if row["steered"] else f"{row['method']} *",
-            with_interval(row["accuracy"], row["accuracy_interval"]),
-            _points(row["gain"], row["gain_interval"]),
-            percent(row["random_mix"]),
-            percent(row["macro_f1"]),
-            number(row["cost"]),
-            number(row["relative_cost"]),
-            percent(row["avoided"]),
-        )
-    print_table(at_budget)
+    columns: list[tuple[str, ...]] = [
+        ("method", "text", "name"),
+        ("accuracy", "share", "accuracy", "accuracy_interval"),
+        ("less the last model's", "gain", "gain", "gain_low", "gain_high"),
+        ("random mix", "percent", "random_mix"),
+        ("macro-F1", "percent", "macro_f1"),
+        (f"cost ({unit})", "number", "cost"),
+        ("relative", "number", "relative_cost"),
+        ("avoided", "percent", "avoided"),
+    ]
+    budget = f"{number(result['budget'])} {unit} ({result['budget_rule']})"
+    print_rows(f"{chain}, {result['n']:,} examples, at a cost of {budget}", shown, columns)
     line("* has no threshold to set; random mix: what choosing among single models at random has at the same cost")
-    headings = ["method", "accuracy", "relative", "deferral area", "AIQ", "APGR", "CPT 50 %", "CPT 80 %"]
-    whole = new_table("at its own setting without a budget, and over its whole curve", headings)
-    for row in rows:
-        add_row(
-            whole,
-            row["method"],
-            percent(row["default"]["accuracy"]),
-            number(row["default"]["relative_cost"]),
-            *(number(row[area]) for area in ("deferral_area", "aiq", "apgr")),
-            *(percent(row[share]) for share in ("cpt50", "cpt80")),
-        )
-    print_table(whole)
-    setup = new_table(
-        "setting it up", ["method", "seconds", "over base's", "in the paper", "differs from the published method"]
-    )
-    setup.columns[-1].justify = "left"
-    for row in rows:
-        ratios = _times(row["setup_ratio"]), _times(row["paper_setup_ratio"])
-        add_row(setup, row["method"], number(row["setup_s"]), *ratios, row["note"])
-    print_table(setup)
+    columns = [
+        ("method", "text", "method"),
+        ("accuracy", "percent", "default_accuracy"),
+        ("relative", "number", "default_relative_cost"),
+        ("deferral area", "number", "deferral_area"),
+        ("AIQ", "number", "aiq"),
+        ("APGR", "number", "apgr"),
+        ("CPT 50 %", "percent", "cpt50"),
+        ("CPT 80 %", "percent", "cpt80"),
+    ]
+    shown = [row | {f"default_{key}": row["default"][key] for key in ("accuracy", "relative_cost")} for row in rows]
+    print_rows("at its own setting without a budget, and over its whole curve", shown, columns)
+    columns = [
+        ("method", "text", "method"),
+        ("seconds", "number", "setup_s"),
+        ("over base's", "times", "setup_ratio"),
+        ("in the paper", "times", "paper_setup_ratio"),
+        ("differs from the published method", "text", "note"),
+    ]
+    table = Grid.of("setting it up", rows, columns).rich()
+    table.columns[-1].justify = "left"
+    print_table(table)
     _calibration(result["calibration"])
     for absent in result["not_run"]:
         line(f"not run: {absent['method']} {absent['why']}")
@@ -227,12 +189,13 @@ def comparison(result: Mapping[str, Any]) -> None:
 
 def _calibration(found: Mapping[str, Any]) -> None:
     """Show each model's calibration before and after its temperature, and what Base's threshold promised and kept."""
-    names = {"ece": "ECE", "ece_equal_mass": "equal mass", "nll": "NLL", "brier": "Brier", "z": "z"}
-    table = new_table("calibration, before → after the temperature", ["model", "T", *names.values()])
-    for model in found["models"]:
-        pairs = (" → ".join(number(model[at][name]) for at in ("before", "after")) for name in names)
-        add_row(table, model["model"], number(model["temperature"]), *pairs)
-    print_table(table)
+    rows = [
+        model | {key: f"{number(model['before'][key])} → {number(model['after'][key])}" for key in _CALIBRATION}
+        for model in found["models"]
+    ]
+    columns = [("model", "text", "model"), ("T", "number", "temperature")]
+    columns += [(heading, "text", key) for key, heading in _CALIBRATION.items()]
+    print_rows("calibration, before → after the temperature", rows, columns)
     for stage in found["base"]["stages"]:
         risk = with_interval(stage["risk"], stage["risk_interval"])
         line(
@@ -244,34 +207,21 @@ def _calibration(found: Mapping[str, Any]) -> None:
 def run_summary(summary: Mapping[str, Any]) -> None:
     """Show what a run did: its stages, what it saved, where time went, and what went wrong if anything did."""
     unit, stages = summary["cost_unit"], summary["stages"]
-    headings = [
-        "stage",
-        "reached",
-        "answered",
-        "fill",
-        f"cost\n({unit})",
-        "share",
-        "compute\n(s)",
-        "busy",
-        "queue\n(s)",
+    columns = [
+        ("stage", "text", "name"),
+        ("reached", "count", "reached"),
+        ("answered", "count", "answered"),
+        ("fill", "percent", "batch_fill"),
+        (f"cost\n({unit})", "amount", "cost"),
+        ("share", "percent", "cost_share"),
+        ("compute\n(s)", "amount", "compute_s"),
+        ("busy", "percent", "busy_share"),
+        ("queue\n(s)", "amount", "queue_s"),
     ]
-    table = new_table(f"run {summary['run_id']}, policy {summary['policy_id']}", headings)
+    table = Grid.of(f"run {summary['run_id']}, policy {summary['policy_id']}", stages, columns).rich()
     table.collapse_padding = True
     for column in table.columns:
         column.no_wrap = not column.no_wrap  # names give way first
-    for stage in stages:
-        add_row(
-            table,
-            stage["name"],
-            f"{stage['reached']:,}",
-            f"{stage['answered']:,}",
-            percent(stage["batch_fill"]),
-            amount(stage["cost"]),
-            percent(stage["cost_share"]),
-            amount(stage["compute_s"]),
-            percent(stage["busy_share"]),
-            "–" if stage["queue_s"] is None else amount(stage["queue_s"]),
-        )
     print_table(table)
     of = summary["accuracy"]
     accuracy = f"accuracy {with_interval(of['value'], [of['low'], of['high']])}, " if of else ""
@@ -305,51 +255,21 @@ def report(result: Mapping[str, Any]) -> None:
     line(f"written to {result['page']}, its policy card to {result['card']}")
 
 
-def contents(found: Mapping[str, Any]) -> None:
-    """Show what was found in a file, key by key."""
-    if found["kind"] == "policy":
-        show_policy(Policy.load(found["path"]))
-        for guard in found["guards"]:
-            if guard["fired"]:
-                line(f"warning: {guard['name']}: {guard['says']}")
-        return
-    table = Table(
-        title=Text(f"{found['path']}: {found['kind']}"), title_justify="left", show_header=False, box=box.SIMPLE
-    )
-    for key, value in found.items():
-        if key not in ("kind", "path"):
-            add_row(table, key, "\n".join(map(str, value)) if isinstance(value, list) else str(value))
-    print_table(table)
-
-
 def demo(result: Mapping[str, Any]) -> None:
     """Show the demo's table and where its files are."""
-    unit = result["cost_unit"]
-    headings = ["", "accuracy", "95 % interval", f"cost ({unit})", "relative", "largest avoided"]
-    table = new_table(f"{result['n']} test images of handwritten digits", headings)
-    for row in result["rows"]:
-        add_row(
-            table,
-            row["name"],
-            percent(row["accuracy"]),
-            f"{percent(row['low'])} – {percent(row['high'])}",
-            number(row["cost"]),
-            f"{row['relative_cost']:.2f}",
-            percent(row["avoided"]),
-        )
-    print_table(table)
+    columns = [
+        ("", "text", "name"),
+        ("accuracy", "percent", "accuracy"),
+        ("95 % interval", "text", "interval"),
+        (f"cost ({result['cost_unit']})", "number", "cost"),
+        ("relative", "decimals", "relative_cost"),
+        ("largest avoided", "percent", "avoided"),
+    ]
+    rows = [row | {"interval": f"{percent(row['low'])} – {percent(row['high'])}"} for row in result["rows"]]
+    print_rows(f"{result['n']} test images of handwritten digits", rows, columns)
     line(result["agreement"])
     line(f"everything is in {result['folder']}: " + ", ".join(result["files"]))
 
 
 def _of_three(share: Sequence[float] | None) -> str:
     return "–" if share is None else with_interval(share[0], share[1:])
-
-
-def _points(value: float, interval: Sequence[float]) -> str:
-    """Return a difference of shares in percentage points."""
-    return f"{100 * value:+.2f} ({100 * interval[0]:+.2f} – {100 * interval[1]:+.2f})"
-
-
-def _times(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{amount(ratio)} ×"

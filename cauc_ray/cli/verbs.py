@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -12,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from cauc_ray.api import live, offline
-from cauc_ray.api.contents import contents
 from cauc_ray.api.evaluated import evaluation_summary
 from cauc_ray.api.options import (
     CheckOptions,
@@ -35,12 +35,13 @@ from cauc_ray.api.options import (
     SweepJobOptions,
     SweepOptions,
     as_dataset,
+    option,
 )
-from cauc_ray.api.samples import sample_logits
-from cauc_ray.api.tables import line
+from cauc_ray.api.sources import sample_logits
 from cauc_ray.cli import show
-from cauc_ray.cli.show_policy import show_policy
+from cauc_ray.cli.contents import contents, show_contents, show_policy
 from cauc_ray.errors import ConfigError
+from cauc_ray.files.parquet import write_parquet
 from cauc_ray.paper.config import PaperConfig
 from cauc_ray.policies.policy import Policy
 
@@ -49,18 +50,20 @@ NOT_VALID, INCOMPLETE = 3, 1
 # How often the command looks whether what it serves has ended by itself.
 ALIVE_S = 0.5
 
-# Called with a verb's result and with what prints that for people.
-Say: TypeAlias = Callable[[Mapping[str, Any], Callable[[], None]], None]
-Logits: TypeAlias = Annotated[Location, Flag(metavar="LOGITS", is_positional=True)]
-PoolFile: TypeAlias = Annotated[Location, Flag(metavar="POOL", is_positional=True)]
-PolicyFile: TypeAlias = Annotated[Location, Flag(metavar="FILE")]
-OutFile: TypeAlias = Annotated[OutputPath, Flag(metavar="FILE", spellings=("-o", "--output"))]
-OutFolder: TypeAlias = Annotated[OutputPath, Flag(metavar="DIR", spellings=("-o", "--output"))]
-OutTable: TypeAlias = Annotated[OutputPath, Flag(metavar="LOGITS", spellings=("-o", "--output"))]
+# Called with a verb's result, with what prints that for people, and with lines that follow.
+Say: TypeAlias = Callable[..., None]
+Logits: TypeAlias = Annotated[Location, Flag("LOGITS", is_positional=True)]
+PoolFile: TypeAlias = Annotated[Location, Flag("POOL", is_positional=True)]
+PolicyFile: TypeAlias = Annotated[Location, Flag("FILE")]
+Input: TypeAlias = Annotated[Location, Flag("DATA")]
+Folder: TypeAlias = Annotated[Location, Flag("DIR")]
+OutFile: TypeAlias = Annotated[OutputPath, Flag("FILE", spellings=("-o", "--output"))]
+OutFolder: TypeAlias = Annotated[OutputPath, Flag("DIR", spellings=("-o", "--output"))]
+OutTable: TypeAlias = Annotated[OutputPath, Flag("LOGITS", spellings=("-o", "--output"))]
 
-
-LOGITS = Field(description="a logit table, by path or URI")
-POOL = Field(description="a pool file")
+LOGITS = option("a logit table, by path or URI", ...)
+POOL = option("a pool file", ...)
+POLICY = option("a policy file", ...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +78,12 @@ class Verb:
 class Demo(Options):
     """Options of `cauc demo`."""
 
-    output: OutFolder | None = Field(
-        default=None, description="a new folder (default: cauc-demo, or the next free name)"
-    )
+    output: OutFolder | None = option("a new folder (default: cauc-demo, or the next free name)")
 
 
 def demo(options: Demo, say: Say) -> None:
     """Run the demo."""
-    from cauc_ray.demo import run_demo
+    from cauc_ray.demo.pipeline import run_demo
 
     result = run_demo(None if options.output is None else str(options.output))
     say(result, lambda: show.demo(result))
@@ -92,62 +93,45 @@ class Collect(CollectOptions):
     """Options of `cauc collect`."""
 
     pool: PoolFile = POOL
-    dataset: Annotated[str, BeforeValidator(as_dataset), Flag(metavar="NAME|PATH")] = Field(
-        description="a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)"
+    dataset: Annotated[str, BeforeValidator(as_dataset), Flag("NAME|PATH")] = option(
+        "a benchmark by name, NAME=PATH for its files, or a file or folder (Parquet, JSONL, CSV, images)", ...
     )
-    output: OutTable = Field(default=Path("logits"), description="a logit table, new or to add to")
+    output: OutTable = option("a logit table, new or to add to", Path("logits"))
 
 
-def collect(options: Collect, say: Say) -> int:
+def collect(options: Collect, say: Say) -> None:
     """Collect a pool's logits on a dataset."""
     from cauc_ray.api import collecting
 
+    own = options.part(CollectOptions)
     with live.collect_progress() as on_progress:
-        summary = collecting.collect(
-            options.pool,
-            options.dataset,
-            options.output,
-            **CollectOptions.chosen(dict(options)),
-            on_progress=on_progress,
-        )
-
-    def shown() -> None:
-        show.collected(summary)
-        line(f"written to {options.output}")
-
-    say(summary, shown)
-    return 0
+        summary = collecting.collect(options.pool, options.dataset, options.output, **own, on_progress=on_progress)
+    say(summary, lambda: show.collected(summary), f"written to {options.output}")
 
 
 class Fit(FitOptions):
     """Options of `cauc fit`."""
 
     logits: Logits = LOGITS
-    output: OutFile = Field(default=Path("policy.json"), description="the policy file to write")
+    output: OutFile = option("the policy file to write", Path("policy.json"))
 
 
 def fit(options: Fit, say: Say) -> None:
     """Fit a policy and write its file."""
     offline.require_output_file(options.output, options.logits)
-    with live.busy("searching" if options.search else "fitting"):
-        policy = offline.fit(options.logits, **FitOptions.chosen(dict(options)))
+    with live.progress("searching" if options.search else "fitting"):
+        policy = offline.fit(options.logits, **options.part(FitOptions))
         policy.save(options.output)
-
-    def shown() -> None:
-        show_policy(policy)
-        line(f"written to {options.output}")
-
-    say({"policy": str(options.output), "policy_id": policy.id, **policy.model_dump(mode="json")}, shown)
+    result = {"policy": str(options.output), "policy_id": policy.id, **policy.model_dump(mode="json")}
+    say(result, lambda: show_policy(policy), f"written to {options.output}")
 
 
 class Evaluate(EvaluateOptions):
     """Options of `cauc evaluate`."""
 
     logits: Logits = LOGITS
-    policy: PolicyFile = Field(description="a policy file")
-    predictions: Annotated[OutputPath | None, Flag(metavar="FILE")] = Field(
-        default=None, description="write the answers to this Parquet file"
-    )
+    policy: PolicyFile = POLICY
+    predictions: Annotated[OutputPath | None, Flag("FILE")] = option("write the answers to this Parquet file")
 
 
 def evaluate(options: Evaluate, say: Say) -> None:
@@ -155,10 +139,10 @@ def evaluate(options: Evaluate, say: Say) -> None:
     if options.predictions is not None:
         offline.require_output_file(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
-    with live.busy("evaluating"):
-        evaluation = offline.evaluate(options.logits, policy, **EvaluateOptions.chosen(dict(options)))
+    with live.progress("evaluating"):
+        evaluation = offline.evaluate(options.logits, policy, **options.part(EvaluateOptions))
         if options.predictions is not None:
-            offline.save_table(evaluation.to_arrow(), options.predictions)
+            write_parquet(options.predictions, evaluation.to_arrow())
     result = evaluation_summary(evaluation)
     say(result, lambda: show.evaluation(result))
 
@@ -167,16 +151,14 @@ class Check(CheckOptions):
     """Options of `cauc check`."""
 
     logits: Logits = LOGITS
-    policy: PolicyFile = Field(description="a policy file, fitted with labelled validation")
+    policy: PolicyFile = option("a policy file, fitted with labelled validation", ...)
 
 
 def check(options: Check, say: Say) -> int:
     """Check whether a policy is still valid on saved logits."""
-    from cauc_ray.api import checking
-
     policy = Policy.load(options.policy)
-    with live.busy("checking"):
-        found = checking.check(options.logits, policy, **CheckOptions.chosen(dict(options))).as_json()
+    with live.progress("checking"):
+        found = offline.check(options.logits, policy, **options.part(CheckOptions)).as_json()
     say(found, lambda: show.watched(found))
     return 0 if found["holds"] else NOT_VALID
 
@@ -184,33 +166,27 @@ def check(options: Check, say: Say) -> int:
 class Sweep(SweepJobOptions):
     """Options of `cauc sweep`."""
 
-    logits: Annotated[Location | None, Flag(metavar="LOGITS", is_positional=True)] = Field(
-        default=None, description="a logit table, by path or URI, unless a config has sets"
-    )
-    output: OutFile = Field(
-        default=Path("sweep.parquet"),
-        description="the Parquet file to write; or a folder: then tasks on Ray do the work, and what they measured is "
-        "kept there",
+    logits: Logits | None = option("a logit table, by path or URI, unless a config has sets")
+    output: OutFile = option(
+        "the Parquet file to write; or a folder: then tasks on Ray do the work, and what they measured is kept there",
+        Path("sweep.parquet"),
     )
 
 
 def sweep(options: Sweep, say: Say) -> int:
     """Measure methods over budgets, chains and seeds."""
+    from cauc_ray.comparison import sweeping, tasks
+
     if options.output.suffix == ".parquet":
         return _sweep_here(options, say)
-    from cauc_ray.comparison import sweep_tasks, sweeping
-
-    with live.tasks_progress("sweep") as on_outcome:
-        found = sweep_tasks.run_sweep(options, options.output, options.logits, on_outcome=on_outcome)
-
-    def shown() -> None:
-        show.grids(
-            "accuracy in percent ± its standard deviation over seeds, at cost relative to the last model",
-            sweeping.grids(found.summary),
-        )
-        line(f"{len(found.rows):,} rows in {found.seconds:.0f} s, written to {options.output}")
-
-    say({**found.as_json(), "output": str(options.output)}, shown)
+    with live.progress("sweep", "tasks") as on_outcome:
+        found = tasks.run_sweep(options, options.output, options.logits, on_outcome=on_outcome)
+    title = "accuracy in percent ± its standard deviation over seeds, at cost relative to the last model"
+    say(
+        {**found.as_json(), "output": str(options.output)},
+        lambda: show.grids(title, sweeping.grids(found.summary)),
+        f"{len(found.rows):,} rows in {found.seconds:.0f} s, written to {options.output}",
+    )
     return _incomplete(found.missing)
 
 
@@ -220,25 +196,23 @@ def _sweep_here(options: Sweep, say: Say) -> int:
     if options.logits is None:
         raise ConfigError("a sweep of several sets goes to a folder; give one as output, without .parquet")
     offline.require_output_file(options.output, options.logits)
-    with live.busy("sweeping"):
-        table = sweeping.sweep(options.logits, **SweepOptions.chosen(dict(options)))
-        offline.save_table(table, options.output)
-    rows = table.to_pylist()
-    unit = table.schema.metadata[b"cost_unit"].decode()
+    with live.progress("sweeping"):
+        table = sweeping.sweep(options.logits, **options.part(SweepOptions))
+        write_parquet(options.output, table)
+    rows, unit = table.to_pylist(), table.schema.metadata[b"cost_unit"].decode()
     is_curve = not (options.budgets or options.relative_budgets or options.chains or options.seeds)
-    shown_rows = sweeping.highlights(table) if is_curve else []
-    result = {"sweep": str(options.output), "points": len(rows), "cost_unit": unit, "highlights": shown_rows}
-
-    def shown() -> None:
-        if is_curve:
-            show.sweep(shown_rows, unit, options.split)
-        else:
-            show.grids(
+    shown = sweeping.highlights(table) if is_curve else []
+    say(
+        {"sweep": str(options.output), "points": len(rows), "cost_unit": unit, "highlights": shown},
+        lambda: (
+            show.sweep(shown, unit, options.split)
+            if is_curve
+            else show.grids(
                 "accuracy in percent, at cost relative to the last model", sweeping.grids(sweeping.summarise(rows))
             )
-        line(f"{len(rows):,} operating points written to {options.output}")
-
-    say(result, shown)
+        ),
+        f"{len(rows):,} operating points written to {options.output}",
+    )
     return 0
 
 
@@ -246,77 +220,55 @@ class Compare(CompareOptions):
     """Options of `cauc compare`."""
 
     logits: Logits = LOGITS
-    output: OutFolder | None = Field(
-        default=None, description="a new folder for rows.parquet, curves.parquet and comparison.json"
-    )
+    output: OutFolder | None = option("a new folder for rows.parquet, curves.parquet and comparison.json")
 
 
 def compare(options: Compare, say: Say) -> None:
     """Fit methods on one chain and measure them side by side."""
     from cauc_ray.comparison import comparing
-    from cauc_ray.files.atomic import require_new
+    from cauc_ray.files.documents import require_new
 
     if options.output is not None:
         offline.require_apart(options.output, options.logits)
         require_new(options.output)
-    with live.counted("compare", "methods") as on_method:
-        comparison = comparing.compare(options.logits, on_method=on_method, **CompareOptions.chosen(dict(options)))
+    with live.progress("compare", "methods") as on_method:
+        comparison = comparing.compare(options.logits, on_method=on_method, **options.part(CompareOptions))
+    lines = []
     if options.output is not None:
         comparing.save_comparison(comparison, options.output)
+        lines = [f"rows.parquet, curves.parquet and comparison.json are in {options.output}"]
     result = comparison.as_json()
-
-    def shown() -> None:
-        show.comparison(result)
-        if options.output is not None:
-            line(f"rows.parquet, curves.parquet and comparison.json are in {options.output}")
-
-    say(result, shown)
+    say(result, lambda: show.comparison(result), *lines)
 
 
 class Run(RunOptions):
     """Options of `cauc run`."""
 
     pool: PoolFile = POOL
-    policy: PolicyFile = Field(description="a policy file")
-    input: Annotated[Location, Flag(metavar="DATA")] = Field(
-        description="Parquet, CSV or JSONL, or images: a file or folder, by path or URI"
-    )
-    output: OutFolder = Field(default=Path("run"), description="a new folder, by path or URI")
+    policy: PolicyFile = POLICY
+    input: Input = option("Parquet, CSV or JSONL, or images: a file or folder, by path or URI", ...)
+    output: OutFolder = option("a new folder, by path or URI", Path("run"))
 
 
 def run(options: Run, say: Say) -> None:
     """Run a cascade on Ray."""
     from cauc_ray.api import online
 
-    policy = Policy.load(options.policy)
+    policy, own = Policy.load(options.policy), options.part(RunOptions)
     with live.run_progress(policy.cost_unit) as on_progress:
-        summary = online.run(
-            options.pool,
-            policy,
-            options.input,
-            options.output,
-            **RunOptions.chosen(dict(options)),
-            on_progress=on_progress,
-        )
-
-    def shown() -> None:
-        show.run_summary(summary)
-        line(f"written to {options.output}")
-
-    say(summary, shown)
+        summary = online.run(options.pool, policy, options.input, options.output, **own, on_progress=on_progress)
+    say(summary, lambda: show.run_summary(summary), f"written to {options.output}")
 
 
 class Serve(ServeOptions):
     """Options of `cauc serve`."""
 
     pool: PoolFile = POOL
-    policy: PolicyFile = Field(description="a policy file")
+    policy: PolicyFile = POLICY
 
 
 def serve(options: Serve, say: Say) -> None:
     """Serve a cascade until interrupted; what it is called and where is shown as soon as it answers."""
-    import logging
-
     from cauc_ray.api import serving
 
     if options.local:  # elsewhere Serve has logs of its own
@@ -324,8 +276,8 @@ def serve(options: Serve, say: Say) -> None:
         log.addHandler(logging.StreamHandler())
         log.setLevel(logging.INFO)
     with ExitStack() as stack:
-        with live.waiting("starting") as on_wait:
-            served = serving.serve(options.pool, options.policy, **ServeOptions.chosen(dict(options)), on_wait=on_wait)
+        with live.progress("starting") as on_wait:
+            served = serving.serve(options.pool, options.policy, **options.part(ServeOptions), on_wait=on_wait)
             service = stack.enter_context(served)
         about = {"url": service.url, "model": service.model, "policy_id": service.policy_id}
         say(about, lambda: show.service(service))
@@ -339,8 +291,8 @@ def serve(options: Serve, say: Say) -> None:
 class SetPolicy(SetPolicyOptions):
     """Options of `cauc policy set`."""
 
-    policy: Annotated[Location | None, Flag(metavar="POLICY", is_positional=True)] = Field(
-        default=None, description="a policy file (default: the one in force)"
+    policy: Annotated[Location | None, Flag("POLICY", is_positional=True)] = option(
+        "a policy file (default: the one in force)"
     )
 
 
@@ -348,70 +300,61 @@ def set_policy(options: SetPolicy, say: Say) -> None:
     """Change the policy of a running service."""
     from cauc_ray.api import serving
 
-    changed = serving.set_policy(options.policy, **SetPolicyOptions.chosen(dict(options)))
-    say(changed, lambda: line(f"policy {changed['policy_id']} is in force after {changed['previous']}"))
+    changed = serving.set_policy(options.policy, **options.part(SetPolicyOptions))
+    say(changed, lambda: None, f"policy {changed['policy_id']} is in force after {changed['previous']}")
 
 
 class Plan(PlanOptions):
     """Options of `cauc plan`."""
 
     pool: PoolFile = POOL
-    policy: PolicyFile = Field(description="a policy file that records how often its stages defer")
+    policy: PolicyFile = option("a policy file that records how often its stages defer", ...)
 
 
 def plan(options: Plan, say: Say) -> None:
     """Plan the replicas that sustain a rate."""
+    from cauc_ray.planning.figures import show_plan
     from cauc_ray.planning.plan import plan as planned
-    from cauc_ray.planning.tables import show_plan
 
-    with live.waiting("planning") as on_step:
-        found = planned(options.pool, options.policy, **PlanOptions.chosen(dict(options)), on_step=on_step)
+    with live.progress("planning") as on_step:
+        found = planned(options.pool, options.policy, **options.part(PlanOptions), on_step=on_step)
     say(found, lambda: show_plan(found))
 
 
 class Report(Options):
     """Options of `cauc report`."""
 
-    folder: Annotated[Path, Flag(metavar="DIR", is_positional=True)] = Field(
-        default=Path(), description="where the parts are that no flag names"
+    folder: Annotated[Path, Flag("DIR", is_positional=True)] = option("where the parts are that no flag names", Path())
+    policy: PolicyFile | None = option(
+        "a policy file (default: DIR/policy.json, or in DIR/policies the one of the run)"
     )
-    policy: PolicyFile | None = Field(
-        default=None, description="a policy file (default: DIR/policy.json, or in DIR/policies the one of the run)"
-    )
-    logits: Annotated[Location | None, Flag(metavar="LOGITS")] = Field(
-        default=None, description="what the policy was fitted on (default: DIR/logits)"
-    )
-    run: Annotated[Location | None, Flag(metavar="DIR")] = Field(
-        default=None, description="the output of cauc run with the policy (default: DIR/run)"
-    )
-    comparison: Annotated[Location | None, Flag(metavar="DIR")] = Field(
-        default=None, description="the output of cauc compare on the table (default: DIR/comparison)"
-    )
-    split: str = Field(default="test", description="the split to measure on")
-    output: OutFile | None = Field(default=None, description="the page to write (default: DIR/report.html)")
+    logits: Annotated[Location | None, Flag("LOGITS")] = option("what the policy was fitted on (default: DIR/logits)")
+    run: Folder | None = option("the output of cauc run with the policy (default: DIR/run)")
+    comparison: Folder | None = option("the output of cauc compare on the table (default: DIR/comparison)")
+    split: str = option("the split to measure on", "test")
+    output: OutFile | None = option("the page to write (default: DIR/report.html)")
 
 
 def report(options: Report, say: Say) -> None:
     """Write a policy's page and card."""
     from cauc_ray.reporting import writing
 
-    with live.busy("reporting"):
-        written = writing.report(**dict(options))
-    result = written.as_json()
+    with live.progress("reporting"):
+        result = writing.report(**dict(options)).as_json()
     say(result, lambda: show.report(result))
 
 
 class Paper(PaperConfig, ClusterOptions):
     """Options of `cauc paper`."""
 
-    output: OutFolder = Field(default=Path("paper"), description="a folder, new or of an earlier attempt")
+    output: OutFolder = option("a folder, new or of an earlier attempt", Path("paper"))
 
 
 def paper(options: Paper, say: Say) -> int:
     """Measure all that a config names, task by task, and write tables, figures and a report."""
     from cauc_ray.paper.run import run_paper
 
-    with live.tasks_progress("paper") as on_outcome:
+    with live.progress("paper", "tasks") as on_outcome:
         made = run_paper(options, options.output, address=options.address, on_outcome=on_outcome)
     say(made.as_json(), lambda: show.paper(made, str(options.output)))
     return _incomplete(made.failed)
@@ -427,15 +370,15 @@ def _incomplete(failed: tuple[str, ...]) -> int:
 class Show(Options):
     """Options of `cauc show`."""
 
-    file: Annotated[Path, Flag(metavar="FILE", is_positional=True)] = Field(
-        description="a policy, pool, logit table, run, sweep, comparison or Parquet file"
+    file: Annotated[Path, Flag("FILE", is_positional=True)] = option(
+        "a policy, pool, logit table, run, sweep, comparison or Parquet file", ...
     )
 
 
 def show_file(options: Show, say: Say) -> None:
     """Show what a file holds."""
     found = contents(options.file)
-    say(found, lambda: show.contents(found))
+    say(found, lambda: show_contents(found))
 
 
 VERBS: Mapping[str, Verb] = {

@@ -12,8 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.examples import ExampleReader
-from cauc_ray.api.fingerprints import fingerprints_of
 from cauc_ray.api.options import CompareOptions, Cut
 from cauc_ray.api.plots import (
     BLACK,
@@ -28,16 +26,13 @@ from cauc_ray.api.plots import (
     plot_model,
     plot_point,
 )
-from cauc_ray.api.sources import Logits, Source
+from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import number
-from cauc_ray.comparison.calibrating import CONVENTIONS as CALIBRATION_CONVENTIONS
-from cauc_ray.comparison.calibrating import calibration_of
-from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, method_of, require_methods
-from cauc_ray.data.logits import LogitKinds
-from cauc_ray.data.queries import Texts
+from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, calibration_of, method_of, require_methods
+from cauc_ray.comparison.measuring import CONVENTIONS as CALIBRATION_CONVENTIONS
+from cauc_ray.data.logits import LogitKinds, Texts
 from cauc_ray.errors import ConfigError
-from cauc_ray.files.atomic import new_folder
-from cauc_ray.files.documents import write_json
+from cauc_ray.files.documents import new_folder, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.sweep import Objective, OperatingPoints
@@ -223,8 +218,8 @@ def compare(
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
-    reader = ExampleReader(source, embedding, Texts(texts, text_column) if texts is not None else None)
-    calibrating, choosing, final = reader.read("a comparison")
+    queries = None if texts is None else Texts(texts, text_column)
+    calibrating, choosing, final = read_examples(source, "a comparison", embedding, queries)
     fitting = Fitting(calibrating, choosing, seed)
     bench = Bench(fitting, final, budget, checkpoints)
     measured = []

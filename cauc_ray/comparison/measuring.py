@@ -1,4 +1,4 @@
-"""What one method of a comparison is measured by: at the matched cost, at its own setting, over its whole curve."""
+"""What one method of a comparison is measured by, and the paper's own numbers to compare with."""
 
 from __future__ import annotations
 
@@ -13,14 +13,31 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.errors import BudgetError, ConfigError, unknown_name
-from cauc_ray.numbers.areas import CONVENTIONS as AREA_CONVENTIONS
-from cauc_ray.numbers.areas import aiq, apgr, cpt, deferral_area, oracle_deferral_area, upper_hull
+from cauc_ray.numbers.calibrators import UNCALIBRATED
 from cauc_ray.numbers.intervals import paired_difference, share
-from cauc_ray.numbers.metrics import macro_f1
+from cauc_ray.numbers.logits import log_softmax, top_option
+from cauc_ray.numbers.metrics import CONVENTIONS as AREA_CONVENTIONS
+from cauc_ray.numbers.metrics import (
+    CalibrationSums,
+    aiq,
+    apgr,
+    aurc,
+    brier,
+    calibration_error,
+    cpt,
+    deferral_area,
+    macro_f1,
+    nll,
+    oracle_deferral_area,
+    upper_hull,
+)
 from cauc_ray.numbers.sweep import OperatingPoints
-from cauc_ray.policies.baselines.simple import fit_single
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.baselines.routing import fit_single
+from cauc_ray.policies.cauc import BasePolicy
+from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, method_named
-from cauc_ray.policies.trace import Answers, Examples
+from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
 # Every model of a chain by itself: methods that are named single:<model>.
 SINGLE = "single"
@@ -48,6 +65,14 @@ CONVENTIONS: Mapping[str, str] = {
     "else the best on validation.",
     "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
     "are not counted.",
+    "ece": "Sum over 15 bins of equal width of their share of rows times |accuracy - mean confidence|.",
+    "ece_equal_mass": "The same over 15 bins of as many rows each.",
+    "nll": "Mean negative log probability of the label, in nats.",
+    "brier": "Mean over rows of the squared distance of the probabilities to the label's, summed over options.",
+    "aurc": "Mean error among the k most confident rows, over all k; rows of equal confidence count alike.",
+    "z": "Spiegelhalter's statistic of the confidences, standard normal where they are calibrated; with its p-value.",
+    "selective_risk": "Error among the rows that a stage of Base accepted, next to 1 less the threshold, which it does "
+    "not exceed where confidences are calibrated.",
 } | dict(AREA_CONVENTIONS)
 
 
@@ -187,3 +212,90 @@ class Bench:
         """Return the paper's setup time over that of Base; RouteLLM's, of which variant it does not say, for each."""
         seconds = self._published_s.get(method.split("-")[0] if method.startswith("routellm") else method)
         return None if seconds is None else seconds / self._published_s["base"]
+
+
+def calibration_of(fitting: Fitting, test: Examples) -> dict[str, Any]:
+    """Measure every model's confidences on labelled examples, before and after its temperature, and Base's stages.
+
+    Returns models: for each its temperature and figures before and after; and base: its threshold, and for each stage
+    the rows that reached it, the share accepted, their error with its interval, and what was promised.
+    """
+    policy = fit_base(fitting.calibration.chain)
+    models = []
+    for stage, logits in zip(policy.stages, test.chain.logits, strict=True):
+        before, after = (_figures(by.scores(logits), test.chain.labels) for by in (UNCALIBRATED, stage.calibrator))
+        models.append({"model": stage.name, "temperature": stage.temperature, "before": before, "after": after})
+    return {"models": models, "base": {"threshold": policy.threshold, "stages": _stages(policy, test)}}
+
+
+def _figures(scores: Floats, labels: Ints) -> dict[str, float | None]:
+    predictions, confidences = top_option(scores)
+    correct, log_probabilities = predictions == labels, log_softmax(scores)
+    z = CalibrationSums.of(confidences, correct).test
+    return {
+        "ece": calibration_error(confidences, correct),
+        "ece_equal_mass": calibration_error(confidences, correct, "equal-mass"),
+        "nll": nll(log_probabilities, labels),
+        "brier": brier(np.exp(log_probabilities), labels),
+        "aurc": aurc(confidences, correct),
+        "z": None if z is None else z.z,
+        "z_p": None if z is None else z.p_value,
+    }
+
+
+def _stages(policy: BasePolicy, test: Examples) -> list[dict[str, Any]]:
+    """Return what Base's stages but the last accepted, and how often that was wrong."""
+    _, measures = measure_replay(policy, test.chain)
+    return [
+        {
+            "stage": stage.name,
+            "reached": stage.reached,
+            "coverage": stage.coverage.value if stage.coverage else None,
+            "risk": 1 - right.value if (right := stage.accepted_accuracy) else None,
+            "risk_interval": [1 - right.high, 1 - right.low] if right else None,
+            "promised": 1 - policy.threshold,
+        }
+        for stage in measures.stages[:-1]
+    ]
+
+
+def quoted_table(name: str) -> Mapping[str, Any]:
+    """Return what the paper's table of a name holds: its title, caption, figures and columns; empty if it has none."""
+    table: Mapping[str, Any] = published().get(name, {})
+    return table
+
+
+def columns_of(name: str) -> Mapping[str, Any]:
+    """Return the columns of the paper's table of a name: a data set, or for pairs of models a pair."""
+    columns: Mapping[str, Any] = quoted_table(name).get("columns", {})
+    return columns
+
+
+def paper_name(method: str) -> str:
+    """Return a method's name as the paper writes it, its own where the paper has none, a single model's as it is.
+
+    >>> paper_name("rf"), paper_name("routellm-mf"), paper_name("oracle"), paper_name("single:small")
+    ('CAUC-RF', 'RouteLLM (mf)', 'oracle', 'small')
+    """
+    kind, is_single, model = method.partition(":")
+    if is_single and kind == SINGLE:
+        return model
+    names: Mapping[str, str] = published()["methods"]
+    family, _, variant = method.partition("-")
+    return names.get(method) or (f"{names[family]} ({variant})" if family in names and variant else method)
+
+
+def quoted_figures(
+    table: str, column: str | None, method: str, models: Sequence[str]
+) -> tuple[float, float, float] | None:
+    """Return the paper's quality (a share), cost, and cost over that of its last model, for a method of a comparison.
+
+    models: the chain, whose single models are compared with those of the paper, in order. A variant of a method that
+    the paper does not have is compared with the method. None where the paper has none, or column is None.
+    """
+    if column is None:
+        return None
+    rows, of_paper = columns_of(table)[column], [f"{SINGLE}:{model}" for model in quoted_table(table)["models"]]
+    own = dict(zip((f"{SINGLE}:{model}" for model in models), of_paper, strict=True))
+    found = rows.get(own.get(method, method), rows.get(method.partition("-")[0]))
+    return None if found is None else (found[0] / 100.0, found[1], found[1] / rows[of_paper[-1]][1])

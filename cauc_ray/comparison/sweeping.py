@@ -1,25 +1,26 @@
-"""Sweeps: methods × budgets × chains × seeds × logit tables, in this process or as tasks on Ray."""
+"""Sweeps: methods × budgets × chains × seeds on a logit table, and what they add up to over seeds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.examples import ExampleReader
-from cauc_ray.api.fingerprints import fingerprints_of
 from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
-from cauc_ray.api.sources import Logits, Source
-from cauc_ray.api.tables import Grid, cells
+from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
+from cauc_ray.api.tables import Grid
 from cauc_ray.comparison import measuring
 from cauc_ray.comparison.measuring import SINGLE, method_of, set_up
-from cauc_ray.comparison.redrawing import redraw
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
+from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.logits import stacked
+from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -27,30 +28,14 @@ KEYS = ("set", "chain", "method", "budget_kind", "budget")
 FIGURES = ("accuracy", "macro_f1", "cost", "relative_cost", "setup_s")
 # status: ok; unmet, where no operating point is within the budget; missing, where a task failed. reason: why.
 # budget_cost: the budget in the table's unit.   threshold: null where the method has only one setting.
-RESULTS = pa.schema(
-    [
-        ("set", pa.string()),
-        ("chain", pa.string()),
-        ("method", pa.string()),
-        ("seed", pa.int64()),
-        ("budget_kind", pa.string()),
-        ("budget", pa.float64()),
-        ("budget_cost", pa.float64()),
-        ("status", pa.string()),
-        ("reason", pa.string()),
-        ("threshold", pa.float64()),
-        ("validation_accuracy", pa.float64()),
-        ("validation_cost", pa.float64()),
-        ("accuracy", pa.float64()),
-        ("macro_f1", pa.float64()),
-        ("cost", pa.float64()),
-        ("relative_cost", pa.float64()),
-        ("avoided", pa.float64()),
-        ("n", pa.int64()),
-        ("cost_unit", pa.string()),
-        ("setup_s", pa.float64()),
-    ]
+_TYPES = {"seed": pa.int64(), "n": pa.int64()}
+_TYPES |= dict.fromkeys(("set", "chain", "method", "budget_kind", "status", "reason", "cost_unit"), pa.string())
+_COLUMNS = (
+    *("set", "chain", "method", "seed", "budget_kind", "budget", "budget_cost", "status", "reason", "threshold"),
+    *("validation_accuracy", "validation_cost", "accuracy", "macro_f1", "cost", "relative_cost", "avoided", "n"),
+    *("cost_unit", "setup_s"),
 )
+RESULTS = pa.schema([(name, _TYPES.get(name, pa.float64())) for name in _COLUMNS])
 # Of one logit table, without what differs from one time to the next.
 TABLE = pa.schema([field for field in RESULTS if field.name not in ("set", "setup_s")])
 SUMMARY = pa.schema(
@@ -135,7 +120,7 @@ def sweep(
     rows: list[dict[str, Any]] = []
     for chain in options.chains or (options.models,):
         source = Source(logits, of_chain(options, chain), labels, example_ids)
-        read = ExampleReader(source, embedding).read(PURPOSE)
+        read = read_examples(source, PURPOSE, embedding)
         for each in options.all_seeds:
             drawn = redraw(dict(zip(options.cuts, read, strict=True)), options.pooled, each)
             for name in methods_of(options.methods, source.models):
@@ -268,7 +253,7 @@ def grids(summary: Sequence[Mapping[str, Any]]) -> list[Grid]:
         budgets = list(dict.fromkeys((row["budget_kind"], row["budget"]) for row in rows))
         found = {(row["method"], row["budget_kind"], row["budget"]): row for row in rows}
         lines = [
-            cells(method, *(_cell(found[method, *budget]) for budget in budgets))
+            (method, *(_cell(found[method, *budget]) for budget in budgets))
             for method in dict.fromkeys(row["method"] for row in rows)
         ]
         headings = [
@@ -305,3 +290,55 @@ def highlights(table: pa.Table, n_budgets: int = 5) -> list[dict[str, Any]]:
                 seen.add(best)
                 found.append({**rows[best], "budget": float(budget)})
     return found
+
+
+def redraw(splits: Mapping[str, Examples], names: Sequence[str], seed: int) -> dict[str, Examples]:
+    """Put the named splits together, shuffle them with a seed, and cut them into the sizes that they had.
+
+    splits: of one chain, by name; those that are not named stay as they are.
+    """
+    if not names:
+        return dict(splits)
+    pooled = _joined([splits[name] for name in names])
+    ends = np.cumsum([len(splits[name]) for name in names])
+    shuffled = np.random.default_rng(seed).permutation(len(pooled))
+    parts = np.split(shuffled, ends[:-1])
+    drawn = {
+        name: _taken(pooled, np.sort(rows), f"{splits[name].chain.source}, redrawn with seed {seed}")
+        for name, rows in zip(names, parts, strict=True)
+    }
+    return {**splits, **drawn}
+
+
+def _joined(parts: Sequence[Examples]) -> Examples:
+    """Return examples of several splits as one; where splits differ in options, rows get -inf for those they lack."""
+    chains, first = [part.chain for part in parts], parts[0]
+    costs = [of.costs.per_call for of in chains]
+    if any(each.ndim == 2 for each in costs):
+        shapes = [(len(of), len(of.models)) for of in chains]
+        costs = [np.concatenate(list(map(np.broadcast_to, costs, shapes)))]
+    joined = replace(
+        first.chain,
+        logits=tuple(stacked(of_model) for of_model in zip(*(of.logits for of in chains), strict=True)),
+        example_ids=tuple(example for of in chains for example in of.example_ids),
+        labels=np.concatenate([of.labels for of in chains]),
+        costs=Costs(first.chain.costs.unit, costs[0]),
+        per_call_costs=any(of.per_call_costs for of in chains),
+    )
+    calls = [part.embedding_call for part in parts]
+    paid = [np.broadcast_to(call.costs, len(part)) for call, part in zip(calls, parts, strict=True) if call is not None]
+    embeddings = [part.embeddings for part in parts if part.embeddings is not None]
+    texts = [text for part in parts for text in part.texts or ()]
+    call = None if calls[0] is None else replace(calls[0], costs=np.concatenate(paid))
+    return Examples(joined, np.concatenate(embeddings) if embeddings else None, tuple(texts) or None, call)
+
+
+def _taken(examples: Examples, rows: Ints, source: str) -> Examples:
+    """Return some rows of examples, int (n,)."""
+    embeddings, texts, call = examples.embeddings, examples.texts, examples.embedding_call
+    return Examples(
+        replace(examples.chain.of_rows(rows), source=source),
+        None if embeddings is None else embeddings[rows],
+        None if texts is None else tuple(texts[row] for row in rows),
+        None if call is None else replace(call, costs=np.broadcast_to(call.costs, len(examples))[rows]),
+    )

@@ -103,13 +103,16 @@ def table_block(
     if ids.null_count:
         raise DataError(f"{name_of(start + pc.index(ids.is_null(), True).as_py())}: the row has no example_id")
     labels = _labels(table.column("label"), name_of, start, names) if "label" in table.column_names else None
-    columns = {}
-    for name in table.column_names:
-        try:
-            columns[name] = id_texts(ids) if name == "example_id" else column_to_numpy(table.column(name))
-        except (ValueError, TypeError, pa.ArrowException) as error:
-            raise DataError(f"{name_of(start)}: column {name!r} cannot be converted for a model: {error}") from error
+    columns = {name: model_column(table.column(name), name, name_of(start)) for name in table.column_names}
     return InputBlock(columns["example_id"].tolist(), labels, columns, table.nbytes)
+
+
+def model_column(column: pa.ChunkedArray, name: str, where: str) -> npt.NDArray[Any]:
+    """Return a column as models read it, or ids as str. Raises DataError, prefixed with where, if that fails."""
+    try:
+        return id_texts(column) if name == "example_id" else column_to_numpy(column)
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{where}: column {name!r} ({column.type}) cannot be converted for a model: {error}") from error
 
 
 def _labels(
@@ -207,10 +210,7 @@ def as_column(rows: Sequence[Any]) -> npt.NDArray[Any]:
 
 def objects(values: Sequence[Any]) -> npt.NDArray[Any]:
     """Return values of any type as an array of objects (n,)."""
-    array = np.empty(len(values), dtype=object)
-    for index, value in enumerate(values):
-        array[index] = value
-    return array
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def concat_column(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

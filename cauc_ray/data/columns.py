@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock, column_to_numpy, nulls_between, objects
+from cauc_ray.data.blocks import InputBlock, model_column, nulls_between, objects
 from cauc_ray.data.rows import Rows, read_image
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
@@ -60,64 +60,54 @@ class Reading:
         return list(dict.fromkeys(name for names in self.own.values() for name in names))
 
 
-def find_features(part: Rows, given: Mapping[str, str], names: tuple[str, ...] | None = None) -> Reading:
-    """Take all columns by their own names, except example_id (or id) and label, which can be renamed.
-
-    Raises ConfigError if other names are given, DataError if a column is missing or there is no feature.
-    """
-    there, known = part.columns, ("example_id", "label")
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"{unknown_name('column to read', name, known)}; models of a classification task read all other "
-                "columns by their own names"
-            )
-    same = {"example_id": "id"} if "id" in there else {}
-    own = {**same, **{name: name for name in known if name in there}, **given}
-    absent = next((f"{column!r} for {name}" for name, column in own.items() if column not in there), None)
-    if absent is not None:
-        raise DataError(f"{part.source} has no column {absent}; it has {', '.join(there)}")
-    features = {name: (name,) for name in there if name not in own.values()}
-    if not features:
-        raise DataError(f"{part.source} has no feature column for models; it has {', '.join(there)}")
-    return Reading(TABULAR, {**features, **{name: (column,) for name, column in own.items()}}, Published(), names=names)
-
-
 def find_columns(
     part: Rows,
     given: Mapping[str, str],
     published: Published,
     benchmark: str = "",
     names: tuple[str, ...] | None = None,
+    *,
+    tabular: bool = False,
 ) -> Reading:
     """Find the canonical columns: as given, else as the benchmark was published, else by their own names.
 
-    Raises ConfigError if a canonical name is unknown, DataError if a column is missing.
+    tabular: only ids and labels have canonical names, and all other columns are read by their own.
+    Raises ConfigError if a canonical name is unknown, DataError if a column is missing or there is none for models.
     """
+    known = CANONICAL_OF_ALL if tabular else CANONICAL
     for name in given:
-        if name not in CANONICAL:
-            raise ConfigError(unknown_name("column to read", name, CANONICAL))
+        if name not in known:
+            others = "; models of a classification task read all other columns by their own names" if tabular else ""
+            raise ConfigError(f"{unknown_name('column to read', name, known)}{others}")
     there = part.columns
 
     def own_columns(named: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         several = {"choices"} - {name for name in named if named[name] in there}
         return {name: tuple(own.split("+")) if name in several else (own,) for name, own in named.items()}
 
-    if any(each not in there for own in own_columns({**published.columns, **given}).values() for each in own):
+    if tabular or any(
+        each not in there for own in own_columns({**published.columns, **given}).values() for each in own
+    ):
         published = Published()
     same = {"example_id": "id"} if "id" in there else {}
-    same |= {name: name for name in CANONICAL if name in there}
+    same |= {name: name for name in known if name in there}
     own = own_columns({**same, **published.columns, **given})
-    task = "multiple-choice" if "question" in own else "image-classification"
-    needed = ("question", "choices") if "question" in own else ("image",) if "image" in own else ("question or image",)
+    needed: tuple[str, ...] = ("image",) if "image" in own else ("question or image",)
+    unread: tuple[str, ...] = ("question", "choices", "context", "subject")
+    task = "image-classification"
+    if tabular:
+        own = {**{name: (name,) for name in there if (name,) not in own.values()}, **own}
+        task, needed, unread = TABULAR, () if len(own.keys() - known) else ("of features for models",), ()
+    elif "question" in own:
+        task, needed, unread = "multiple-choice", ("question", "choices"), ("image",)
     absent = [f"{each!r} for {name}" for name in own for each in own[name] if each not in there]
     absent += [name for name in needed if name not in own]
     if absent:
+        example = "label=churned" if tabular else "question=stem,choices=opa+opb or image=jpeg"
         raise DataError(
             f"{part.source} has no column {absent[0]}; it has {', '.join(there)}. "
-            "Give the names that it uses with --columns, such as question=stem,choices=opa+opb or image=jpeg"
+            f"Give the names that it uses with --columns, such as {example}"
         )
-    unread = ("image",) if task == "multiple-choice" else ("question", "choices", "context", "subject")
     return Reading(task, {name: own[name] for name in own if name not in unread}, published, benchmark, names)
 
 
@@ -141,7 +131,7 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
     ids = read_ids(own["example_id"][0], part).to_pylist() if "example_id" in own else [f"{name}-{row}" for row in rows]
     columns: dict[str, npt.NDArray[Any]] = {"example_id": objects(ids)}
     if reading.task == TABULAR:
-        columns |= {each: _feature(each, own[each][0], part.source) for each in own if each not in CANONICAL_OF_ALL}
+        columns |= {each: model_column(own[each][0], each, part.source) for each in own if each not in CANONICAL_OF_ALL}
     elif "image" in own:
         columns["image"] = _images(own["image"][0], part.source)
     for text in ("question", "context", "subject") if reading.task != TABULAR else ():
@@ -162,16 +152,6 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
     return InputBlock(ids, labels, columns, table.nbytes)
 
 
-def _feature(name: str, column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
-    """Return a column as models read it. Raises DataError if its type is not supported."""
-    try:
-        return column_to_numpy(column)
-    except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(
-            f"{source}: column {name!r} ({column.type}) cannot be converted for a model: {error}"
-        ) from error
-
-
 def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:
     """Return all rows' ids as str. Raises DataError if one is null or the column cannot hold ids."""
     if column.null_count:
@@ -188,10 +168,7 @@ def _images(column: pa.ChunkedArray, source: str) -> npt.NDArray[Any]:
         return objects([_image_bytes(value) for value in column.to_pylist()])
     if _is_text(kind) or pa.types.is_struct(kind):
         raise DataError(f"{source}: column 'image' has type {kind}, expected bytes or arrays")
-    try:
-        known = column_to_numpy(column.drop_null())
-    except (ValueError, TypeError, pa.ArrowException) as error:
-        raise DataError(f"{source}: column 'image' ({kind}) cannot be converted for a model: {error}") from error
+    known = model_column(column.drop_null(), "image", source)
     return nulls_between(column, known) if column.null_count else known
 
 

@@ -11,10 +11,9 @@ from functools import cached_property
 import numpy as np
 import pyarrow.compute as pc
 
-from cauc_ray.data.benchmarks import FoundDataset, find_dataset
+from cauc_ray.data.benchmarks import FoundDataset, find_dataset, typed
 from cauc_ray.data.blocks import InputBlock, ids_digest
-from cauc_ray.data.columns import Reading, find_columns, find_features, read_block, read_ids
-from cauc_ray.data.folders import typed
+from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
 from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
     RULE_PARTITIONS,
@@ -134,9 +133,9 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
             raise DataError(f"{part.source} has no rows")
     benchmark = found.benchmark
     readings = {
-        name: find_features(part, source.columns, source.names)
-        if source.tabular
-        else find_columns(part, source.columns, benchmark.published, benchmark.name, source.names)
+        name: find_columns(
+            part, source.columns, benchmark.published, benchmark.name, source.names, tabular=source.tabular
+        )
         for name, part in parts.items()
     }
     if len({reading.task for reading in readings.values()}) > 1:

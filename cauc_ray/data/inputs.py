@@ -13,9 +13,8 @@ import pyarrow as pa
 from cauc_ray.data.blocks import BlockSource, InputBlock, id_texts, table_block
 from cauc_ray.data.rows import IMAGE_SUFFIXES, TABLES, ImageRows, TableRows, is_image, open_tables, require_one_format
 from cauc_ray.errors import DataError
-from cauc_ray.files.listing import files_below
 from cauc_ray.files.parquet import UnopenedError, UnreadableError, is_parquet, parquet_files
-from cauc_ray.files.paths import AnyPath, RemotePath, absolute, path_inside, path_of, readable
+from cauc_ray.files.paths import AnyPath, RemotePath, absolute, files_below, path_inside, path_of, readable
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints
 

@@ -1,7 +1,7 @@
-"""The logit table: every model's logits on labelled examples, hive-partitioned Parquet.
+"""The logit table: models' logits on labelled examples, embeddings and texts of the same; hive-partitioned Parquet.
 
 LOGITS/model=<name>/split=<split>/*.parquet with example_id, label, logits and optionally cost, and
-LOGITS/pool.json with the models' costs and the kind of logits.
+LOGITS/pool.json with the models' costs and the kind of logits. Embeddings lie next to them, texts in other files.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from cauc_ray.data.heads import joined_head, joined_labels, read_head, unfit_row
-from cauc_ray.data.logit_part import ModelHead, ModelRows, joined_logits, read_part, typed_column, widened
-from cauc_ray.data.table_info import read_info
+from cauc_ray.data.model_rows import (
+    ModelHead,
+    ModelRows,
+    joined_head,
+    joined_labels,
+    read_head,
+    read_part,
+    typed_column,
+    unfit_row,
+)
+from cauc_ray.data.writing import read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
-from cauc_ray.files.listing import hive_values
 from cauc_ray.files.parquet import parquet_files, read_parquet
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.paths import AnyPath, hive_values, path_of
 from cauc_ray.numbers.arrays import require_no_probabilities
-from cauc_ray.numbers.chain import ChainLogits, ChainPart
-from cauc_ray.numbers.costs import UNNAMED_UNIT, Costs
-from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne
+from cauc_ray.numbers.chain import UNNAMED_UNIT, ChainLogits, ChainPart, Costs
+from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne, stacked, widened
 from cauc_ray.numbers.types import Floats
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
@@ -113,7 +120,7 @@ class LogitTable:
         sums = sum((part.sums for part in parts), SumsToOne())
         require_no_probabilities(where, sums)
         head = joined_head(parts, where)
-        logits = joined_logits([part.logits for part in parts])
+        logits = parts[0].logits if len(parts) == 1 else stacked([part.logits for part in parts])
         in_order = bool((np.diff(head.positions) == 1).all())
         n_options = np.concatenate([part.n_options for part in parts])[head.positions]
         return head.with_logits(logits if in_order else logits[head.positions], n_options, sums)
@@ -244,3 +251,80 @@ def require_fit_rows(known: Mapping[str, Any], unfit: Iterable[tuple[int, str] |
     row = min((each for each in unfit if each is not None), default=None)
     if row is not None:
         raise DataError(f"{known['source']}: example {known['example_ids'][row[0]]!r} {row[1]}")
+
+
+def encoders(logits: AnyPath) -> list[str]:
+    """Return the names of the encoders with embeddings in a logit table."""
+    return hive_values(logits, "embedding")
+
+
+def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequence[str]) -> Floats:
+    """Return the embeddings of examples of a split, float32 (N, d), in the order of their ids.
+
+    Raises ConfigError for an encoder that the table does not have; DataError, naming the encoder and the example,
+    if one is missing, duplicate, of another length than the others, or not finite.
+    """
+    known = encoders(logits)
+    if encoder not in known:
+        remedy = "compute embeddings with cauc collect --embedding"
+        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; {remedy}")
+    folder = logits / f"embedding={encoder}" / f"split={split}"
+    where = f"{logits}: encoder {encoder!r}, split {split!r}"
+    if not folder.is_dir():
+        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it")
+    ids, lists = _read_column(parquet_files(folder), "embedding", pa.large_list(pa.float32()))
+    vectors = lists.take(_positions(ids, example_ids, where)).combine_chunks()
+    lengths = pc.list_value_length(vectors).fill_null(0).to_numpy(zero_copy_only=False)
+    other = np.flatnonzero((lengths != lengths[0]) | (lengths == 0))
+    if len(other):
+        odd = int(other[0])
+        raise DataError(
+            f"{where}: example {example_ids[odd]!r} has {lengths[odd]} numbers, {example_ids[0]!r} {lengths[0]}"
+        )
+    values: Floats = vectors.flatten().to_numpy(zero_copy_only=False).reshape(len(vectors), lengths[0])
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if len(bad):
+        raise DataError(f"{where}: the embedding of example {example_ids[bad[0]]!r} is not finite")
+    return values
+
+
+class Texts:
+    """The texts of queries by example_id, from a Parquet file or folder."""
+
+    def __init__(self, path: str | AnyPath, column: str) -> None:
+        """Read them. Raises DataError if the file, its column example_id or its column of texts is missing."""
+        self._where = f"{path}, column {column!r}"
+        self._ids, self._texts = _read_column(parquet_files(path_of(path)), column, pa.string())
+
+    def of(self, example_ids: Sequence[str]) -> tuple[str, ...]:
+        """Return the texts of examples. Raises DataError naming one without a text, or with several."""
+        found = self._texts.take(_positions(self._ids, example_ids, self._where))
+        if found.null_count:
+            example = example_ids[pc.index(found.is_null(), True).as_py()]
+            raise DataError(f"{self._where}: example {example!r} has no text")
+        return tuple(found.to_pylist())
+
+
+def _read_column(files: Iterable[AnyPath], name: str, kind: pa.DataType) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """Return the ids and one column of files. Raises DataError if a column is missing or has another type."""
+    ids, values = [], []
+    for file in files:
+        table = read_parquet(file)
+        ids.append(typed_column(table, "example_id", pa.string(), str(file)))
+        values.append(typed_column(table, name, kind, str(file)))
+    return pa.chunked_array(ids, pa.string()), pa.chunked_array(values, kind)
+
+
+def _positions(ids: pa.ChunkedArray, wanted: Sequence[str], where: str) -> pa.Array:
+    """Return the positions of the wanted ids. Raises DataError naming one that is missing or a duplicate."""
+    asked = pa.array(wanted, pa.string())
+    positions = pc.index_in(asked, value_set=ids)
+    if positions.null_count:
+        example = wanted[pc.index(positions.is_null(), True).as_py()]
+        raise DataError(f"{where}: example {example!r} is missing ({positions.null_count:,} in all)")
+    rows = ids.filter(pc.is_in(ids, value_set=asked))
+    if len(rows) > len(asked):
+        counts = pc.value_counts(rows.combine_chunks())
+        double = next(count["values"].as_py() for count in counts if count["counts"].as_py() > 1)
+        raise DataError(f"{where}: example {double!r} is a duplicate")
+    return positions

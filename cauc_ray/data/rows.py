@@ -1,4 +1,10 @@
-"""Random access to numbered rows: tables in Parquet, JSONL and CSV, images, and splits of the hub."""
+"""Random access to numbered rows: tables in Parquet, JSONL and CSV, images, and splits of the hub.
+
+Rows are picklable, so that any process can read them. All have the names of their columns, n_rows, a source for
+messages, name_of a row, and streamed: whether rows can only be read from the first one on. `tables` yields columns of
+the given rows, in ascending order, in tables of `size` rows, the last of which may be shorter; types are plain: no
+dictionaries, no views. `identity` is JSON values that change with the content: names, sizes, numbers of rows.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -25,32 +31,6 @@ from cauc_ray.numbers.types import Ints
 _OPENED_AT_ONCE = 16
 TABLES = {".parquet": "Parquet", ".csv": "CSV", ".jsonl": "JSONL", ".ndjson": "JSONL", ".json": "JSONL"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
-
-class Rows(Protocol):
-    """Numbered rows with named columns; picklable, so that any process can read them.
-
-    source: the file or folder, for messages.   columns: the names of the columns there.   streamed: whether rows can
-    only be read from the first one on.
-    """
-
-    source: str
-    columns: Sequence[str]
-    n_rows: int
-    streamed: bool
-
-    @property
-    def identity(self) -> list[Any]:
-        """JSON values that change with the content: names, sizes, numbers of rows."""
-
-    def tables(self, columns: Sequence[str], rows: Ints, size: int) -> Iterator[pa.Table]:
-        """Yield these columns of the given rows, in ascending order, in tables of `size` rows; the last may be shorter.
-
-        Types are plain: no dictionaries, no views. Raises DataError naming a file that cannot be read.
-        """
-
-    def name_of(self, row: int) -> str:
-        """Return a name for a row: its file and its number there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +340,9 @@ class HubRows:
     def name_of(self, row: int) -> str:
         """Return a name for a row."""
         return f"{self.source}, row {row}"
+
+
+Rows: TypeAlias = TableRows | ImageRows | HubRows
 
 
 def is_image(file: AnyPath) -> bool:

@@ -1,4 +1,4 @@
-"""Writing logit tables."""
+"""Writing logit tables, and LOGITS/pool.json: the costs of a table's models and the kind of their logits."""
 
 from __future__ import annotations
 
@@ -6,19 +6,83 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cauc_ray.data.table_info import PoolModel, TableInfo, read_info, write_info
 from cauc_ray.errors import ConfigError
-from cauc_ray.files.atomic import make_folder
+from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
-from cauc_ray.numbers.chain import UNKNOWN_LABEL
-from cauc_ray.numbers.costs import UNNAMED_UNIT
-from cauc_ray.numbers.logits import LogitKind
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT
+from cauc_ray.numbers.logits import LogitKind, kind_of
 from cauc_ray.numbers.types import Floats, Ints
+
+# pool.json's value if no kind was declared.
+UNDECLARED = "unknown"
 
 # The limit of one Arrow list array with int32 offsets.
 MOST_VALUES = 2**31 - 1
+
+
+class PoolModel(BaseModel):
+    """One model of a logit table: its name, the cost of a call, the origin of its logits, how it was asked."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    cost: float = Field(ge=0, allow_inf_nan=False)
+    source: str | None = None
+    logit_kind: LogitKind | None = None
+    dtype: str | None = None
+    noise: float | None = None
+    prompt: str | None = None
+
+
+class TableInfo(BaseModel):
+    """LOGITS/pool.json.
+
+    logit_kind: of models without a kind of their own.   labels: names of the options in order.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    cost_unit: str
+    logit_kind: str = UNDECLARED
+    note: str | None = None
+    labels: list[str] | None = None
+    models: list[PoolModel]
+
+    @model_validator(mode="after")
+    def _distinct(self) -> TableInfo:
+        names = [model.name for model in self.models]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"duplicate model {name!r}")
+        return self
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Return the cost of a call of each model, by name."""
+        return {model.name: model.cost for model in self.models}
+
+    def kind(self, model: str) -> LogitKind | None:
+        """Return the declared kind of a model's logits, None if none was declared."""
+        own = next((one for one in self.models if one.name == model), None)
+        if own is not None and own.logit_kind is not None:
+            return own.logit_kind
+        if self.logit_kind == UNDECLARED:
+            return None
+        # If models differed, earlier versions wrote each model's kind at the end of its source.
+        source = own.source or "" if own is not None else ""
+        return kind_of(self.logit_kind) or kind_of(source.rpartition("; ")[2])
+
+
+def read_info(table: str | AnyPath) -> TableInfo | None:
+    """Return a table's pool.json, None without one. Raises DataError if it is malformed."""
+    path = path_of(table) / "pool.json"
+    return read_model(path, TableInfo, strict=True) if path.is_file() else None
+
+
+def write_info(table: str | AnyPath, info: TableInfo) -> None:
+    """Write a table's pool.json."""
+    write_json(path_of(table) / "pool.json", info.model_dump(exclude_none=True))
 
 
 def write_logits(

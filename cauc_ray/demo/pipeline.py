@@ -5,23 +5,23 @@ from __future__ import annotations
 import inspect
 import shutil
 import time
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import yaml
 
 import cauc_ray
-from cauc_ray.api.live import steps
+from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.api.live import progress
+from cauc_ray.comparison.comparing import Comparison
 from cauc_ray.data.splits import split_shares
 from cauc_ray.demo import digit_networks
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import require_packages
 from cauc_ray.execution.session import ray_session
-from cauc_ray.files.atomic import new_folder
-from cauc_ray.files.documents import write_json, write_text
+from cauc_ray.files.documents import new_folder, write_json, write_text
 from cauc_ray.files.parquet import parquet_files, read_parquet, write_parquet
 from cauc_ray.policies.policy import Policy
 
@@ -44,9 +44,7 @@ def run_demo(output: str | None) -> dict[str, Any]:
     """
     names = ["cauc-demo", *(f"cauc-demo-{n}" for n in range(2, 1000))]
     folder = Path(output or next(name for name in names if not Path(name).exists())).absolute()
-    for package in ("sklearn", "matplotlib"):
-        if find_spec(package) is None:
-            raise ConfigError(f"the demo needs {package}; install it with: pip install 'cauc-ray[demo]'")
+    require_packages("the demo", "demo", "sklearn", "matplotlib")
     with new_folder(folder):
         try:
             return _demo(folder)
@@ -61,7 +59,7 @@ def _demo(folder: Path) -> dict[str, Any]:
     pool, logits = folder / "pool.yaml", folder / "logits"
     for name in ("inputs", "policies", "weights"):
         (folder / name).mkdir()
-    with steps(7) as step:
+    with progress("demo") as step:
         step("reading 1,797 images of handwritten digits")
         images, labels = _write_inputs(folder)
         step("training three classifiers")
@@ -76,15 +74,14 @@ def _demo(folder: Path) -> dict[str, Any]:
             for name, policy in policies.items():
                 policy.save(folder / "policies" / f"{name}.json")
             step("sweeping all operating points")
-            curves = cauc_ray.sweep(logits)
-            write_parquet(folder / "sweep.parquet", curves)
+            write_parquet(folder / "sweep.parquet", cauc_ray.sweep(logits))
             step("running the live cascade on the test images")
             cauc_ray.run(pool, policies[LIVE], folder / "inputs" / "test.parquet", folder / "run")
         step("drawing the accuracy-cost curves")
-        singles = [cauc_ray.fit(logits, models=[name], method="rf", threshold=0.0) for name in MODELS]
-        rows = [_row(logits, f"{policy.models[0]} alone", policy) for policy in singles]
-        _draw(curves, rows, unit, folder / "accuracy-cost.png")
-        rows += [_row(logits, TITLES[name], policy) for name, policy in policies.items()]
+        compared = cauc_ray.compare(logits, methods=["single", "margin", "base", "rf"])
+        _draw(compared, folder / "accuracy-cost.png")
+        rows = [_row(f"{name} alone", compared.row(f"single:{name}")) for name in MODELS]
+        rows += [_row(TITLES[name], _figures(logits, policy)) for name, policy in policies.items()]
     return {
         "folder": str(folder),
         "seconds": time.perf_counter() - started,
@@ -148,20 +145,17 @@ def _write_models(folder: Path, images: Any, labels: Any) -> None:
     write_text(folder / "pool.yaml", yaml.safe_dump(content, sort_keys=False))
 
 
-def _row(logits: Path, title: str, policy: Policy) -> dict[str, Any]:
-    """Return a row of the demo's table: a policy on the test images."""
-    measures = cauc_ray.evaluate(logits, policy).measures
-    assert measures.accuracy is not None  # all images are labelled
-    reached = {stage.name: stage.reached for stage in measures.stages}
-    return {
-        "name": title,
-        "accuracy": measures.accuracy.value,
-        "low": measures.accuracy.low,
-        "high": measures.accuracy.high,
-        "cost": measures.cost,
-        "relative_cost": measures.cost / _cost(LARGEST),
-        "avoided": 1 - reached.get(LARGEST, 0) / measures.n,
-    }
+def _row(title: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of the demo's table from what a comparison has of a method on the test images."""
+    low, high = figures["accuracy_interval"]
+    shown = {key: figures[key] for key in ("accuracy", "cost", "relative_cost", "avoided")}
+    return {"name": title, **shown, "low": low, "high": high}
+
+
+def _figures(logits: Path, policy: Policy) -> dict[str, Any]:
+    """Return the same of a policy."""
+    found = evaluation_summary(cauc_ray.evaluate(logits, policy))
+    return {**found, "avoided": found["last_stage_avoided"]}
 
 
 def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:
@@ -182,25 +176,11 @@ def _agreement(logits: Path, policy: Policy, predictions: Path) -> str:
     )
 
 
-def _draw(curves: pa.Table, singles: list[dict[str, Any]], unit: str, path: Path) -> None:
+def _draw(compared: Comparison, path: Path) -> None:
     """Draw accuracy over cost: a curve for each method, a point for each model alone."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    axes = figure.subplots()
-    names = {"margin": "Margin Sampling", "base": "CAUC Base", "rf": "CAUC-RF"}
-    for (method, label), colour in zip(names.items(), ("#a0a0a0", "#1b6ca8", "#c8502d"), strict=True):
-        own = curves.filter(pc.field("method") == method)
-        cost, accuracy = own["cost"].to_numpy(), own["accuracy"].to_numpy()
-        axes.step(cost, 100 * accuracy, color=colour, label=label, linewidth=1.8, where="post")
-    for row in singles:
-        at = (row["cost"], 100 * row["accuracy"])
-        axes.plot(*at, "o", color="black", markersize=5)
-        axes.annotate(row["name"], at, textcoords="offset points", xytext=(7, -13))
-    axes.margins(x=0.15, y=0.12)
-    axes.set(xscale="log", xlabel=f"mean cost per image ({unit}, log scale)", ylabel="test accuracy (%)")
+    figure = Figure(figsize=(8.5, 4.6), layout="constrained")
+    axes = compared.plot(figure.subplots(subplot_kw={"xscale": "log"}))
     axes.set_title("Thresholds from validation, measured on test")
-    axes.grid(alpha=0.25)
-    axes.legend(loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -13,17 +13,14 @@ import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner
+from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.data.blocks import ids_digest
 from cauc_ray.errors import ConfigError
-from cauc_ray.execution import manifest
-from cauc_ray.execution.manifest import FailedBlock, Parts, PartWriter, failed_rows
-from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import read_model, write_json
-from cauc_ray.files.listing import visible
+from cauc_ray.execution import commits
+from cauc_ray.execution.commits import FailedBlock, Parts, PartWriter, failed_rows
+from cauc_ray.files.documents import make_folder, read_model, write_json
 from cauc_ray.files.parquet import write_parquet
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.paths import AnyPath, visible
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.predictions import predictions_table
@@ -124,7 +121,7 @@ class RunTables:
         degrade: whether rows tell if they were.   names: of the options, if they are known.   attempt: its number.
         retried: blocks that are committed, of which only failed rows are done again.
         """
-        self.commit_s = manifest.COMMIT_S
+        self.commit_s = commits.COMMIT_S
         self._out, self._record, self._stages, self._degrade = out, record, tuple(stages), degrade
         self._names = names
         self._retried = retried or {}

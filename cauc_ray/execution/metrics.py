@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from ray.util.metrics import Counter, Gauge
 
@@ -31,70 +32,53 @@ class RunMetrics:
     """
 
     def __init__(self, run_id: str, stages: Sequence[str]) -> None:
-        of_stage = ("run", "stage")
-        self._run = {"run": run_id}
-        self._stages = tuple(stages)
+        of_run, of_stage = ("run",), ("run", "stage")
+        self._tags = {"run": run_id}
         self._gauges = {
-            name: Gauge(f"cauc_run_{name}", description, tag_keys=of_stage)
-            for name, description in _STAGE_GAUGES.items()
-        }
-        self._run_gauges = {
-            name: Gauge(f"cauc_run_{name}", description, tag_keys=("run",)) for name, description in _RUN_GAUGES.items()
+            name: Gauge(f"cauc_run_{name}", description, tag_keys=keys)
+            for gauges, keys in ((_STAGE_GAUGES, of_stage), (_RUN_GAUGES, of_run))
+            for name, description in gauges.items()
         }
         self._rows = Counter("cauc_run_rows", "Rows that left a stage, by outcome", tag_keys=(*of_stage, "outcome"))
         self._cost = Counter("cauc_run_cost", "What a stage's calls cost, in the policy's unit", tag_keys=of_stage)
         self._busy = Counter("cauc_run_busy_seconds", "Seconds that a stage's replicas computed", tag_keys=of_stage)
         self._meter = RateMeter()
-        self._last = tuple(StageProgress(name) for name in self._stages)
+        self._last = tuple(StageProgress(name) for name in stages)
 
     def report(self, progress: RunProgress) -> None:
         """Report the run's progress; cheap enough for once a second."""
         rates = self._meter.add(progress)
         for stage, last, rows_per_s in zip(progress.stages, self._last, rates.stage_rows_per_s, strict=True):
-            tags = {**self._run, "stage": stage.name}
-            self._set(
-                tags,
-                queued_rows=stage.queued,
-                in_flight_rows=stage.in_flight,
-                replicas=stage.replicas,
-                starting_replicas=stage.starting,
-                rows_per_second=rows_per_s or 0.0,
-                accepted_share=stage.accepted_share or 0.0,
-            )
+            tags = {**self._tags, "stage": stage.name}
+            shares = (rows_per_s or 0.0, stage.accepted_share or 0.0)
+            self._set(tags, _STAGE_GAUGES, stage.queued, stage.in_flight, stage.replicas, stage.starting, *shares)
             for outcome in _OUTCOMES:
                 _add(self._rows, getattr(stage, outcome) - getattr(last, outcome), {**tags, "outcome": outcome})
             _add(self._cost, stage.cost - last.cost, tags)
             _add(self._busy, stage.busy_s - last.busy_s, tags)
         # Ray omits a gauge that is NaN, and keeps the last value of one that is not set again.
-        eta_s = float("nan") if rates.eta_s is None else rates.eta_s
-        self._set_run(finished_rows=progress.n_finished, eta_seconds=eta_s)
+        self._set(self._tags, _RUN_GAUGES, progress.n_finished, math.nan if rates.eta_s is None else rates.eta_s)
         self._last = progress.stages
 
     def close(self) -> None:
         """Set the run's gauges to 0: nothing is under way any more."""
-        for name in self._stages:
-            self._set({**self._run, "stage": name}, **dict.fromkeys(_STAGE_GAUGES, 0))
-        self._set_run(**dict.fromkeys(_RUN_GAUGES, 0))
+        for stage in self._last:
+            self._set({**self._tags, "stage": stage.name}, _STAGE_GAUGES, *[0] * len(_STAGE_GAUGES))
+        self._set(self._tags, _RUN_GAUGES, 0, 0)
 
-    def _set(self, tags: dict[str, str], **values: float) -> None:
-        for name, value in values.items():
+    def _set(self, tags: dict[str, str], names: Iterable[str], *values: float) -> None:
+        for name, value in zip(names, values, strict=True):
             self._gauges[name].set(float(value), tags=tags)
-
-    def _set_run(self, **values: float) -> None:
-        for name, value in values.items():
-            self._run_gauges[name].set(float(value), tags=self._run)
 
 
 class JobMetrics:
     """Reports a job's progress to Ray; the tag unit is what it counts, such as rows."""
 
     def __init__(self, job: str) -> None:
-        tags = ("job", "unit")
+        tags, total = ("job", "unit"), "What a job has to do in all; absent where it is not known"
         self._job = job
         self._done = Gauge("cauc_job_done", "What a job has done, by earlier attempts too", tag_keys=tags)
-        self._total = Gauge(
-            "cauc_job_total", "What a job has to do in all; absent where it is not known", tag_keys=tags
-        )
+        self._total = Gauge("cauc_job_total", total, tag_keys=tags)
 
     def report(self, done: int, total: int | None, unit: str) -> None:
         """Report the job's progress."""

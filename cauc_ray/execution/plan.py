@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from cauc_ray.cascade.stage_queue import StageLimits, fed_rows, queue_rows
 from cauc_ray.data.blocks import BlockSource, Seen
-from cauc_ray.execution.committing import Sink
-from cauc_ray.execution.manifest import FailedBlock
+from cauc_ray.execution.commits import FailedBlock, Sink
 from cauc_ray.execution.user_code import ImportPaths
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.policy import Policy

@@ -42,6 +42,11 @@ class StageProgress:
         answers = self.accepted + self.deferred
         return self.accepted / answers if answers else None
 
+    @property
+    def handled(self) -> int:
+        """Return the rows that its models had."""
+        return self.accepted + self.deferred + self.failed
+
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
@@ -56,6 +61,11 @@ class RunProgress:
     n_rows: int | None
     n_finished: int
     stages: tuple[StageProgress, ...]
+
+    @property
+    def n_ended(self) -> int:
+        """Return the rows that ended since the run was started or resumed, committed or not."""
+        return sum(stage.accepted + stage.failed + stage.degraded for stage in self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,47 +99,27 @@ class RateMeter:
         self._seen.append(progress)
         while len(self._seen) > 2 and self._seen[1].at <= progress.at - ETA_WINDOW_S:
             self._seen.popleft()
-        n_done = self._done(progress)
+        # Finished are rows of earlier attempts, and those that ended here, but these by whole blocks: they exceed what
+        # ended here by the earlier ones at most, and by just these when all is committed, as at the start.
+        self._n_earlier = max(self._n_earlier, progress.n_finished - progress.n_ended)
+        n_done = self._n_earlier + progress.n_ended
+        eta_s = None
+        if progress.n_rows is not None:
+            n_left = max(0, progress.n_rows - n_done)
+            rate = self._rate(lambda at: at.n_ended, ETA_WINDOW_S)
+            eta_s = n_left / rate if rate else None if n_left else 0.0
         return RunRates(
             n_done=n_done,
-            rows_per_s=self._rate(_ended, RATE_WINDOW_S),
+            rows_per_s=self._rate(lambda at: at.n_ended, RATE_WINDOW_S),
             stage_rows_per_s=tuple(
-                self._rate(lambda at, index=index: _handled(at.stages[index]), RATE_WINDOW_S)  # type: ignore[misc]
+                self._rate(lambda at, index=index: at.stages[index].handled, RATE_WINDOW_S)  # type: ignore[misc]
                 for index in range(len(progress.stages))
             ),
-            eta_s=None if progress.n_rows is None else self._eta_s(progress.n_rows - n_done),
+            eta_s=eta_s,
         )
-
-    def _done(self, progress: RunProgress) -> int:
-        """Return the rows that ended: committed by earlier attempts, and since the start of this one.
-
-        n_finished counts both, but grows by whole blocks. It exceeds what ended here by the earlier attempts' rows
-        at most, and by just these when all that ended is committed, as at the start.
-        """
-        ended = _ended(progress)
-        self._n_earlier = max(self._n_earlier, progress.n_finished - ended)
-        return self._n_earlier + ended
 
     def _rate(self, count: Callable[[RunProgress], int], window_s: float) -> float | None:
         """Return what a count grew by each second, over a window or the shorter time that is known."""
         now = self._seen[-1]
-        base = self._seen[0]
-        for seen in self._seen:
-            if seen.at > now.at - window_s:
-                break
-            base = seen
+        base = next((seen for seen in reversed(self._seen) if seen.at <= now.at - window_s), self._seen[0])
         return max(0.0, (count(now) - count(base)) / (now.at - base.at)) if now.at > base.at else None
-
-    def _eta_s(self, n_left: int) -> float | None:
-        rate = self._rate(_ended, ETA_WINDOW_S)
-        if n_left <= 0:
-            return 0.0
-        return n_left / rate if rate else None
-
-
-def _ended(progress: RunProgress) -> int:
-    return sum(stage.accepted + stage.failed + stage.degraded for stage in progress.stages)
-
-
-def _handled(stage: StageProgress) -> int:
-    return stage.accepted + stage.deferred + stage.failed

@@ -15,7 +15,7 @@ from ray.data.dataset import MaterializedDataset
 
 from cauc_ray.data.blocks import InputBlock, other_rows, table_block
 from cauc_ray.errors import DataError, ExecutionError
-from cauc_ray.execution.session import store_bytes
+from cauc_ray.execution.cluster import store_bytes
 
 _SOURCE = "the Ray dataset"
 STORE_SHARE = 0.15

@@ -10,19 +10,18 @@ import ray
 from ray.exceptions import RayError
 
 from cauc_ray.cascade.bundles import Part
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner
+from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageQueue
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError
 from cauc_ray.execution.actors import explained, in_group, kind_of
-from cauc_ray.execution.committing import Committer
+from cauc_ray.execution.cluster import draining_nodes, live_nodes, store_bytes
+from cauc_ray.execution.commits import Committer
 from cauc_ray.execution.metrics import RunMetrics
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.progress import RunProgress, StageProgress
 from cauc_ray.execution.reading import Reading
 from cauc_ray.execution.replicas import Replica, Replicas
-from cauc_ray.execution.session import draining_nodes, live_nodes, store_bytes
 from cauc_ray.models.pool import StageSpec
 
 # The pause after the object store was found full, and for how long it may be.
@@ -275,7 +274,7 @@ class RunController:
             owner = self._scheduler.done.pop(0)
             self._reading.forget(owner.names)
             self._restarts.pop(owner.block, None)
-            self._committer.add_block(owner)
+            self._committer.add_block(owner, owner.names.example_ids, owner.names.labels)
 
     # Looking after everything
 

@@ -1,37 +1,41 @@
-"""Ray sessions: joined when there is one, started and ended when there is none; their nodes and what fits on them."""
+"""Ray sessions: joined when there is one, started and ended when there is none; what models print in them."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
+import re
 import socket
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
-from cauc_ray.errors import CaucWarning, ExecutionError
-from cauc_ray.execution.output import model_output
-from cauc_ray.models.pool import StageSpec
-from cauc_ray.models.resources import Resources, amounts_text
+from cauc_ray.errors import ExecutionError
 
 REACH_DEADLINE_S = 10.0
 # For a task that asks whether the nodes of a cluster use tokens.
 ASK_DEADLINE_S = 60.0
 # A session of this machine claims so many logical CPUs for each core at most: every replica is a process.
 MOST_CPUS_PER_CORE = 128
-# A cluster's monitor first reports within this; where none reports, nothing starts nodes.
-MONITOR_S = 10.0
 # What models print takes so long to arrive.
 OUTPUT_S = 0.3
+# Has what models print, as INFO: a line begins with its stage.
+logger = logging.getLogger("cauc_ray.output")
+# What the names of stages' workers begin with on Ray, and what Serve makes of its replicas' names.
+STAGE = "stage "
+_SERVED = re.compile(r"ServeReplica:.*:stage:(.+)")
+# What Serve logs for its own log files; warnings and errors are reported here too.
+_SERVE_LOG = re.compile(r"(INFO|DEBUG) \d{4}-\d\d-\d\d ")
+# The number of distinct lines that are remembered.
+MOST_LINES = 10_000
+REPEATED_S = 1.0
 
 
 @contextmanager
@@ -152,150 +156,59 @@ def _require_tokens_there(address: str) -> None:
         )
 
 
-def cpus_needed(stages: Sequence[StageSpec]) -> float:
-    """Return the logical CPUs of all stages at their smallest replica counts."""
-    return sum(stage.resources.num_cpus * stage.replicas.min for stage in stages)
+@contextmanager
+def model_output() -> Iterator[None]:
+    """Log what models print on the current Ray session, which must send it to its driver, in place of Ray's own print.
 
-
-def live_nodes() -> dict[str, dict[str, Any]]:
-    """Return what Ray knows of the live nodes, by id, without those that it drains: they are about to end."""
-    drained = draining_nodes()
-    return {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in drained}
-
-
-def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that are about to end, and on which Ray places nothing more."""
-    return set(ray._private.state.state.get_draining_nodes())  # Ray 2.60 has no public function for it
-
-
-def autoscales(patience_s: float = 0.0) -> bool:
-    """Return whether an autoscaler starts nodes for what waits for a place on this cluster.
-
-    patience_s: how long to wait for the first report of a cluster that has just started.
-    Ray 2.60 has no public question for this. Its second autoscaler is there where it is switched on. The first one runs
-    on every cluster and reports the type of each node; where it can start none, it makes the type up from the name.
+    Ray 2.60 writes what replicas print to standard output, which is for results, with process ids and repetitions.
     """
-    from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
-    from ray.autoscaler._private.util import format_readonly_node_type
-    from ray.autoscaler.v2.utils import is_autoscaler_v2
-    from ray.experimental.internal_kv import _internal_kv_get
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-    if is_autoscaler_v2(fetch_from_server=True):
-        return True
-    ends = time.monotonic() + patience_s
-    while True:
-        report = json.loads(_internal_kv_get(DEBUG_AUTOSCALING_STATUS) or "{}").get("autoscaler_report") or {}
-        types = report.get("node_type_mapping") or {}
-        if types or time.monotonic() >= ends:  # the first report may be of no node yet
-            return any(kind != format_readonly_node_type(node) for node, kind in types.items())
-        time.sleep(0.1)
+    dispatcher.remove_handler("ray_print_logs")
+    dispatcher.add_handler(logger.name, ModelOutput().take)
+    try:
+        yield
+    finally:
+        dispatcher.remove_handler(logger.name)
 
 
-def store_bytes() -> float:
-    """Return the object store of the live node that has the smallest."""
-    stores = [float(node["Resources"].get("object_store_memory", 0.0)) for node in live_nodes().values()]
-    return min(store for store in stores if store)
+class ModelOutput:
+    """Lines of all replicas, logged as if each stage had one: what each of them prints once appears once.
 
-
-@dataclass(slots=True)
-class _Node:
-    labels: dict[str, str]
-    free: dict[str, float]
-
-    def takes(self, needs: Resources) -> bool:
-        enough = all(self.free.get(name, 0.0) >= amount for name, amount in needs.amounts.items())
-        return enough and needs.met_by(self.labels)
-
-    def place(self, needs: Resources) -> None:
-        for name, amount in needs.amounts.items():
-            self.free[name] = self.free.get(name, 0.0) - amount
-
-
-def _nodes() -> list[_Node]:
-    return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in live_nodes().values()]
-
-
-def room_for(needs: Resources, most: int) -> int:
-    """Return how many actors that need so much fit on the live nodes, at most so many."""
-    return _placed([(needs, 0, most)])[0][0]
-
-
-def require_fit(stages: Sequence[StageSpec]) -> None:
-    """Raise ExecutionError naming the first stage whose least replicas do not fit on the live nodes.
-
-    An actor that cannot be placed waits in Ray without end or a word, so this asks beforehand. Where an autoscaler
-    starts nodes, they are waited for.
+    Lines that differ in their digits alone (times, process ids) count as the same. Progress bars are left out, and
+    what a process repeats within a second: where several nodes are one machine, each of them sends each line.
     """
-    _, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.min) for stage in stages])
-    if unfit is not None:
-        wait_for_nodes(_does_not_fit(stages[unfit], nodes), "lower its resources or replicas, or add nodes")
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], Counter[Any]] = {}
+        self._last: dict[tuple[Any, str], float] = {}
+
+    def take(self, batch: Mapping[str, Any]) -> None:
+        """Log the lines of a batch as Ray sends it, if they are of a stage."""
+        name = batch.get("actor_name") or ""
+        if served := _SERVED.fullmatch(name):
+            name = f"{STAGE}{served[1]!r}"
+        if not name.startswith(STAGE):
+            return
+        if len(self._last) > MOST_LINES:
+            self._seen.clear()
+            self._last.clear()
+        now, replica = time.monotonic(), (batch["ip"], batch["pid"])
+        for line in batch["lines"]:
+            last, self._last[replica, line] = self._last.get((replica, line), -math.inf), now
+            if "\r" in line or not line.strip() or (served and _SERVE_LOG.match(line)) or now - last < REPEATED_S:
+                continue
+            seen = self._seen.setdefault((name, _without_digits(line)), Counter())
+            seen[replica] += 1
+            if seen[replica] > seen["logged"]:
+                seen["logged"] += 1
+                logger.info("%s: %s", name, _plain(line))
 
 
-def wait_for_nodes(what: str, remedy: str) -> None:
-    """Warn that nodes are waited for, where an autoscaler starts them for what waits; raise ExecutionError elsewhere.
-
-    what: what does not fit on the live nodes.
-    """
-    if not autoscales(MONITOR_S):
-        raise ExecutionError(f"{what}; {remedy}")
-    warnings.warn(f"{what}; waiting for the cluster's autoscaler to start nodes", CaucWarning, stacklevel=4)
+def _without_digits(line: str) -> str:
+    return re.sub(r"\d+", "0", line)
 
 
-def replicas_that_fit(stages: Sequence[StageSpec]) -> list[int]:
-    """Return how many replicas of each stage the live nodes hold: its minimum, then more in turn up to its maximum.
-
-    Raises ExecutionError naming the first stage whose minimum does not fit, with what it asks and what there is.
-    """
-    counts, unfit, nodes = _placed([(stage.resources, stage.replicas.min, stage.replicas.max) for stage in stages])
-    if unfit is not None:
-        raise ExecutionError(_does_not_fit(stages[unfit], nodes))
-    return counts
-
-
-def _placed(wanted: Sequence[tuple[Resources, int, int]]) -> tuple[list[int], int | None, list[_Node]]:
-    """Place actors on the live nodes: the least number of each, then more in turn up to the most.
-
-    wanted: what each occupies, and how many at least and at most.   Returns how many of each are placed, the number of
-    the first whose least do not fit (then no others are tried), and the nodes as that leaves them.
-    """
-    nodes, counts = _nodes(), [0] * len(wanted)
-    asked = {name for needs, _, _ in wanted for name, amount in needs.amounts.items() if amount} - {"CPU"}
-
-    def place(index: int) -> bool:
-        needs = wanted[index][0]
-        fitting = [node for node in nodes if node.takes(needs)]
-        if not fitting:
-            return False
-        # The node with the least that others ask for: first GPUs and custom resources, then free CPUs.
-        others = [name for name in asked if not needs.amounts.get(name)]
-        min(fitting, key=lambda n: (sum(n.free.get(o, 0.0) > 0 for o in others), n.free.get("CPU", 0.0))).place(needs)
-        counts[index] += 1
-        return True
-
-    for index in hardest_first([needs for needs, _, _ in wanted]):
-        while counts[index] < wanted[index][1]:
-            if not place(index):
-                return counts, index, nodes
-    growing = list(range(len(wanted)))
-    while growing:
-        growing = [index for index in growing if counts[index] < wanted[index][2] and place(index)]
-    return counts, None, nodes
-
-
-def hardest_first(wanted: Sequence[Resources]) -> list[int]:
-    """Return the numbers of what is to be placed in the order in which to do so: what fewest nodes take comes first.
-
-    Others would fill the only nodes that it has; Ray, too, places actors in the order in which they are asked for.
-    """
-    nodes = _nodes()
-    n_nodes = [sum(node.takes(needs) for node in nodes) for needs in wanted]
-    return sorted(range(len(wanted)), key=lambda index: (n_nodes[index], -wanted[index].num_cpus))
-
-
-def _does_not_fit(stage: StageSpec, nodes: Sequence[_Node]) -> str:
-    n, names = stage.replicas.min, [name for name, amount in stage.resources.amounts.items() if amount]
-    free = "; ".join(amounts_text({name: node.free.get(name, 0.0) for name in names}) for node in nodes)
-    return (
-        f"stage {stage.name!r} with at least {n} replica{'s' * (n > 1)} of {stage.resources} does not fit next to the "
-        f"others (left on the nodes: {free})"
-    )
+def _plain(line: str) -> str:
+    """Return a line without colours and other terminal control sequences."""
+    return "".join(each for each in re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", line) if each.isprintable() or each == "\t")

@@ -15,12 +15,11 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from cauc_ray.data.heads import unfit_row
 from cauc_ray.data.logits import ChainHeads, require_fit_rows
-from cauc_ray.data.spool import SpooledLogits, WantedRows
+from cauc_ray.data.model_rows import SpooledLogits, WantedRows, unfit_row
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.actors import START_DEADLINE_S, explained, kind_of, make_actor, placement
-from cauc_ray.execution.session import autoscales, room_for, wait_for_nodes
+from cauc_ray.execution.cluster import autoscales, room_for, wait_for_nodes
 from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.arrays import require_no_probabilities
 from cauc_ray.numbers.chain import Chain, ChainPart

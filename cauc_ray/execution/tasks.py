@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -54,6 +54,7 @@ class Outcome:
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     attempts: int = 1
+    may_pass: bool = False  # whether another attempt may succeed
 
 
 def run_tasks(tasks: Sequence[Task], deadline_s: float) -> Iterator[Outcome]:
@@ -81,17 +82,6 @@ class _Attempt:
     begun_at: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The outcome of an attempt.   may_pass: whether another attempt may succeed."""
-
-    value: Any = None
-    error: str | None = None
-    may_pass: bool = False
-    warnings: tuple[str, ...] = ()
-    seconds: float = 0.0
-
-
 @dataclass(slots=True)
 class _Runner:
     """Which attempts Ray has, and which are still to be given to it."""
@@ -107,7 +97,7 @@ class _Runner:
         remote = ray.remote(num_cpus=N_CPUS, max_retries=0, num_returns="streaming")(_measure)
         while self.ready and len(self.running) < MOST_PENDING:
             attempt = self.ready.popleft()
-            self.running[remote.remote(attempt.task, PAUSE_S * (attempt.number - 1))] = attempt
+            self.running[remote.remote(attempt.task, attempt.number)] = attempt
         begun = [each.begun_at + self.deadline_s for each in self.running.values() if each.begun_at is not None]
         next_look = min(*begun, self.heard_at + START_DEADLINE_S, math.inf)
         news, _ = ray.wait(list(self.running), num_returns=1, timeout=max(0.0, next_look - time.monotonic()))
@@ -123,19 +113,21 @@ class _Runner:
 
     def _hear(self, stream: Any) -> Iterator[Outcome]:
         """Take the next thing that an attempt reports: that it has begun, or its outcome."""
+        attempt = self.running[stream]
         try:
-            report: _Report | None = ray.get(next(stream))
+            outcome: Outcome | None = ray.get(next(stream))
         except RayError as error:
-            report = _Report(error=str(explained(error, "the task")), may_pass=not isinstance(error, RayTaskError))
-        if report is None:
-            self.running[stream].begun_at = time.monotonic()
+            why, died = str(explained(error, "the task")), not isinstance(error, RayTaskError)
+            outcome = Outcome(attempt.task, error=why, attempts=attempt.number, may_pass=died)
+        if outcome is None:
+            attempt.begun_at = time.monotonic()
             return
-        attempt = self.running.pop(stream)
-        if report.may_pass and attempt.number < ATTEMPTS:
+        del self.running[stream]
+        if outcome.may_pass and attempt.number < ATTEMPTS:
             self.ready.append(_Attempt(attempt.task, attempt.number + 1))
             return
-        error_text = f"{report.error} ({attempt.number} attempts)" if report.may_pass else report.error
-        yield Outcome(attempt.task, report.value, error_text, report.warnings, report.seconds, attempt.number)
+        error_text = f"{outcome.error} ({attempt.number} attempts)" if outcome.may_pass else outcome.error
+        yield replace(outcome, task=attempt.task, error=error_text)  # what came back is a copy
 
     def _late(self) -> Iterator[Outcome]:
         now = time.monotonic()
@@ -153,23 +145,22 @@ class _Runner:
             yield Outcome(attempt.task, error=why, attempts=attempt.number)
 
 
-def _measure(task: Task, pause_s: float) -> Iterator[_Report | None]:
-    time.sleep(pause_s)
-    yield None  # it has begun
+def _measure(task: Task, attempt: int) -> Iterator[Outcome | None]:
+    """Do a task in a process of Ray's: yields None when it has begun, then its outcome."""
+    time.sleep(PAUSE_S * (attempt - 1))
+    yield None
     started = time.perf_counter()
     warned: list[str] = []
     with own_warnings(warned.append):
         try:
             value = task.measure()
         except Exception as error:
-            text = str(error) if isinstance(error, CaucError) else f"the task failed: {_in_one_line(error)}"
-            yield _Report(error=text, may_pass=_may_pass(error))
+            in_one_line = printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
+            why = str(error) if isinstance(error, CaucError) else f"the task failed: {in_one_line}"
+            yield Outcome(task, error=why, attempts=attempt, may_pass=_may_pass(error))
             return
-    yield _Report(value, warnings=tuple(dict.fromkeys(warned)), seconds=time.perf_counter() - started)
-
-
-def _in_one_line(error: Exception) -> str:
-    return printable(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    warnings = tuple(dict.fromkeys(warned))
+    yield Outcome(task, value, warnings=warnings, seconds=time.perf_counter() - started, attempts=attempt)
 
 
 def _may_pass(error: BaseException | None) -> bool:

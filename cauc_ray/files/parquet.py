@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cauc_ray.errors import DataError, first_line
-from cauc_ray.files.atomic import atomic_file
-from cauc_ray.files.listing import files_below
-from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, readable
+from cauc_ray.files.documents import atomic_file
+from cauc_ray.files.paths import AnyPath, RemotePath, SomePath, files_below, readable
 
 _STREAM_BYTES = 1 << 18
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -35,6 +35,10 @@ class Answers:
     counts: Mapping[str, int] = field(default_factory=dict)
     device_s: float | None = None
 
+
+# What Answers.counts holds of language models.
+LITTLE_MASS = "rows where the options have less than half of the probability"
+BELOW = "options below the returned log-probabilities"
 
 # The logit kind of a model that returns embeddings instead of logits, as input for policies.
 EMBEDDING = "embedding"
@@ -157,6 +161,21 @@ def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     nothing = np.full(1, -np.inf, np.float32)  # later steps need at least one column
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
     return padded([rows.get(row, nothing) for row in range(n)]), lengths
+
+
+def bucketed(lengths: Mapping[int, int], most: int) -> Iterator[list[int]]:
+    """Yield rows of like lengths together, so that their padded lengths add up to at most so many; one row always fits.
+
+    lengths: by row.
+    """
+    together: list[int] = []
+    for row in sorted(lengths, key=lengths.__getitem__):
+        if together and (len(together) + 1) * lengths[row] > most:
+            yield together
+            together = []
+        together.append(row)
+    if together:
+        yield together
 
 
 class AsDeclared:

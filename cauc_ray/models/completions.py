@@ -1,194 +1,172 @@
-"""Multiple-choice questions to an OpenAI-compatible server, one request and one token of answer each."""
+"""Prompts to an OpenAI-compatible server: the log-probabilities of the options, for one token of answer each.
+
+A server with vLLM's /tokenize and logprob_token_ids gives those of exactly the options. Others list the likeliest
+first tokens, so that letters which are not among them are bounded.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import math
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
-import openai
 
-from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request
-from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, batch_size, ragged
-from cauc_ray.models.letters import first_alternatives, letter_logits, value_at
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, value_at
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.questions import read_questions
+from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked
 from cauc_ray.numbers.types import Floats
 
-BELOW = "options below the returned log-probabilities"
-
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
-# Parameters common to all requests: a server that rejects one of these rejects every question.
-_SETTINGS = {"model", "logprobs", "top_logprobs", "temperature", "max_tokens", "max_completion_tokens"}
-# Wrong key, no credit, not allowed, no such model or path.
-_ACCOUNT = {401, 402, 403, 404, 405}
-_RETRIED = {408, 409, 429}
-# The client's longest wait between attempts, whatever the server asks for.
-_LONGEST_WAIT_S = 120.0
-_SAID_LENGTH = 200
+# A reasoning model's first token.
+_THINKS = ("<think>", "<|channel|>", "[THINK]", "<thinking>")
+_THINKING = (
+    "the model reasons before it answers; set chat_template_kwargs: {enable_thinking: false}, or use another one"
+)
 
-T = TypeVar("T")
+# The likeliest first tokens and their log-probabilities, in nats.
+Alternatives: TypeAlias = Sequence[tuple[str, float]]
 
-
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """The result of one question.   logits: float (K,), all -inf if it failed.   n_below: how many are only bounds."""
-
-    logits: Floats
-    n_below: int = 0
-    cost_usd: float = 0.0
-    failure: str | None = None
+# White space and its substitutes in vocabularies: sentencepiece's space, byte-level BPE's space and new line.
+_SPACE = string.whitespace + "▁ĠĊ"
+# Servers report tokens that are too unlikely as -9999.
+_UNSAID = -9999.0
+# Where the returned probabilities add up to 1 or more, what is left is below the rounding of float32 numbers near 1.
+_LEAST_LEFT = 2.0**-24
+_SHOWN_TOKENS = 5
 
 
-class OpenAIModel:
-    """A served model that answers multiple-choice questions with the log-probabilities of the options' letters.
+class CompletionsModel(EndpointModel):
+    """A served model that answers with the log-probabilities of the options."""
 
-    The client retries, with growing waits or those that the server asks for. A question that the server
-    rejects is a failed row. Problems of all questions raise: ConfigError for a key, model or setting
-    that the server does not accept, ExecutionError for a server that does not answer.
-    """
+    _spec: OpenAISpec
 
-    def __init__(self, spec: OpenAISpec, key: str) -> None:
-        self.facts = ModelFacts(spec.source, spec.answers_kind)
-        self._spec = spec
-        self._key = key
-        self._limit = "max_tokens"  # until a server refuses it in favour of max_completion_tokens
+    def __init__(self, spec: OpenAISpec, key: str, deadline_s: float) -> None:
+        super().__init__(spec, key, deadline_s, chat=spec.endpoint == "chat")
         self._has_logprobs = False
-        self._answered_at = -np.inf
-        attempts = spec.max_retries + 1
-        self._deadline_s = attempts * spec.timeout_s + spec.max_retries * _LONGEST_WAIT_S
+        self._options: dict[str, list[int]] = {}
+        self._probing = asyncio.Lock()
+        # Whether the server scores given tokens; unknown before the first question.
+        self._scores_tokens = None if spec.base_url is not None else False
 
-    def __call__(self, batch: Batch) -> Answers:
-        """Answer a batch of questions, at most max_concurrency at a time.
+    async def ask(self, question: Asked, bill: Bill) -> Reply:
+        """Ask for an answer of one token."""
+        tokens = await self._tokens_of(question.options, bill)
+        if tokens is not None:
+            logits, n_below = await self._scored(question, tokens, bill)
+        else:
+            logits, n_below = letter_logits(await self._likeliest(question, bill), len(question.options))
+        return Reply(logits, n_below, 1.0 if self._spec.answers_with == "text" else float(np.exp(logits).sum()))
 
-        Raises DataError if a column is missing, ConfigError and ExecutionError as described for the class. A failed
-        row's cost is what the server billed for it, 0 if it reported none.
-        """
-        questions, faults = read_questions(batch)
-        replies = _run(self._ask_all(questions))
-        n = batch_size(batch)
-        refused = {row: reply.failure for row, reply in replies.items() if reply.failure is not None}
-        logits, n_options = ragged(n, {row: reply.logits for row, reply in replies.items()})
-        costs = np.zeros(n)
-        costs[list(replies)] = [reply.cost_usd for reply in replies.values()]
-        n_below = sum(reply.n_below for reply in replies.values())
-        counts = {BELOW: n_below} if n_below else {}
-        return Answers(logits, n_options, costs if self._spec.prices else None, faults | refused, counts)
-
-    async def _ask_all(self, questions: Mapping[int, Question]) -> dict[int, _Reply]:
-        """Ask all questions; the first error that concerns all of them ends the rest."""
-        gate = asyncio.Semaphore(self._spec.max_concurrency)
-        client = openai.AsyncOpenAI(
-            api_key=self._key,
-            base_url=self._spec.url,
-            timeout=self._spec.timeout_s,
-            max_retries=self._spec.max_retries,
-        )
-
-        async def ask(question: Question) -> _Reply:
-            async with gate:
-                return await self._reply(client, question)
-
-        async with client:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = {row: group.create_task(ask(question)) for row, question in questions.items()}
-            except ExceptionGroup as errors:
-                raise errors.exceptions[0] from None
-        return {row: task.result() for row, task in tasks.items()}
-
-    async def _reply(self, client: openai.AsyncOpenAI, question: Question) -> _Reply:
-        """Ask one question; problems of this question or its answer are its failure."""
-        nothing = np.full(len(question.choices), -np.inf)
-        cost_usd = 0.0
-        try:
-            if len(question.choices) > len(LETTERS):
-                raise DataError(f"it has {len(question.choices)} options; letters support up to {len(LETTERS)}")
-            answer = await self._answer(client, question)
-            cost_usd = self._cost_usd(answer)
-            alternatives = first_alternatives(answer, self._spec.endpoint)
-            if alternatives is None:
-                raise DataError(self._no_logprobs())
-            self._has_logprobs = True
-            logits, n_below = letter_logits(alternatives, len(question.choices))
-        except DataError as error:
-            return _Reply(nothing, cost_usd=cost_usd, failure=str(error))
-        return _Reply(logits, n_below, cost_usd)
-
-    async def _answer(self, client: openai.AsyncOpenAI, question: Question) -> object:
-        """Return the server's answer, parsed JSON. Raises DataError if it rejects this question."""
-        started_at = time.monotonic()
-        limit = self._limit
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                answer = await client.post(_PATHS[self._spec.endpoint], cast_to=object, body=self._body(question))
-        except openai.APIStatusError as error:
-            if limit == "max_tokens" and _wants_new_name(error):
-                self._limit = "max_completion_tokens"
-                return await self._answer(client, question)
-            raise self._refusal(error, started_at) from None
-        except TimeoutError:
-            raise ExecutionError(self._no_answer(f"no answer within {self._deadline_s:g} s")) from None
-        except openai.APIConnectionError as error:
-            raise ExecutionError(self._no_answer(type(error.__cause__ or error).__name__)) from None
-        except openai.APIError as error:
-            raise DataError(f"the server's answer cannot be read: {self._told(error.message)}") from None
-        except UnicodeEncodeError:
-            raise DataError("its text is not valid Unicode") from None
-        except ValueError:
-            raise DataError("the server's answer is not JSON") from None
-        self._answered_at = time.monotonic()
-        return answer
-
-    def _body(self, question: Question) -> dict[str, Any]:
+    async def _likeliest(self, question: Asked, bill: Bill, ids: Sequence[int] = ()) -> Alternatives:
+        """Return the likeliest first tokens of an answer with their log-probabilities, or those of tokens by number."""
         spec = self._spec
-        text = letter_request(question) if spec.endpoint == "chat" else letter_prompt(question)
-        text.encode()  # what is not Unicode fails here; some versions of the client would send it
-        body: dict[str, Any] = {"model": spec.model, "temperature": 0, self._limit: 1}
+        body: dict[str, Any] = {"temperature": 0, self._limit: 1}
+        if ids:
+            body |= {"logprob_token_ids": list(ids), "return_tokens_as_token_ids": True}
         if spec.endpoint == "completions":
-            return body | {"prompt": text, "logprobs": spec.top_logprobs}
-        messages = [{"role": "user", "content": text}]
-        return body | {"messages": messages, "logprobs": True, "top_logprobs": spec.top_logprobs}
+            body |= {"prompt": question.text, "logprobs": 1 if ids else spec.top_logprobs}
+        else:
+            body |= {"messages": [{"role": "user", "content": question.text}], "logprobs": True}
+            body |= {} if ids else {"top_logprobs": spec.top_logprobs}
+            body |= {"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}
+        answer = await self.post(_PATHS[spec.endpoint], body, bill)
+        if thinks(answer):
+            raise DataError(_THINKING) if self._has_logprobs else ConfigError(f"{spec.source}: {_THINKING}")
+        alternatives = first_alternatives(answer, spec.endpoint)
+        if alternatives is None:
+            raise DataError(self._no_logprobs())
+        self._has_logprobs = True
+        return alternatives
 
-    def _cost_usd(self, answer: object) -> float:
-        prices = self._spec.prices
-        if prices is None:
-            return 0.0
-        n_prompt = value_at(answer, "usage", "prompt_tokens")
-        n_completion = value_at(answer, "usage", "completion_tokens")
-        if not isinstance(n_prompt, int) or not isinstance(n_completion, int):
-            raise DataError("the answer has no usage, so its cost is unknown")
-        return (n_prompt * prices.input + n_completion * prices.output) / 1e6
+    async def _tokens_of(self, options: Sequence[str], bill: Bill) -> list[list[int]] | None:
+        """Return each option's tokens after the prompt, None where the server does not score given tokens.
 
-    def _refusal(self, error: openai.APIStatusError, started_at: float) -> CaucError:
-        """Return the error of a rejection: DataError if the question is at fault, else one that ends the call."""
-        spec, status = self._spec, error.status_code
-        said = f"{status}: {self._told(_message(error))}"
-        param, code = value_at(error.body, "param"), value_at(error.body, "code")
-        if status in _ACCOUNT or param in _SETTINGS or code == "model_not_found":
-            return ConfigError(
-                f"{spec.url} rejects model {spec.model!r} ({said}); check base_url, model and its settings, "
-                f"and the key in the environment variable {spec.api_key_env}"
-            )
-        if status not in _RETRIED and status < 500:
-            return DataError(f"the server rejects it ({said})")
-        # An error that repeats for this question while others are answered is the question's; a server that is down
-        # answers none.
-        if status == 500 and self._answered_at > started_at:
-            return DataError(f"the server fails on it ({said})")
-        return ExecutionError(self._no_answer(said))
-
-    def _no_answer(self, why: str) -> str:
-        spec = self._spec
-        return (
-            f"{spec.url} does not answer for model {spec.model!r} after up to {spec.max_retries + 1} attempts ({why}); "
-            "continue when it does, with a lower max_concurrency if it limits its rate"
+        Raises ConfigError if it does not although options are longer than letters, DataError for an option that it
+        rejects.
+        """
+        async with self._probing:
+            if self._scores_tokens is None:
+                self._scores_tokens = bool(await self._tokenized({"prompt": LETTERS[0]}, bill))
+        if self._scores_tokens:
+            found = [await self._option(option, bill) for option in options]
+            if not all(found):
+                raise DataError("the server does not tokenise one of its options")
+            return found
+        if self._spec.answers_with == "letter":
+            return None
+        raise ConfigError(
+            f"{self._spec.url} does not score the tokens of options: options: {self._spec.answers_with} needs a server "
+            "with /tokenize and logprob_token_ids, such as vLLM's; options: letter works with every server"
         )
+
+    async def _option(self, option: str, bill: Bill) -> list[int]:
+        """Return an option's tokens: those of a name or text, or the one that is the letter, as models here have it."""
+        if option in self._options:
+            return self._options[option]
+        lead, letters = "" if self._spec.endpoint == "chat" else " ", self._spec.answers_with == "letter"
+        tokens = await self._tokenized({"prompt": lead + option, "add_special_tokens": False}, bill) or []
+        tokens = tokens[-1:] if letters else tokens
+        if letters or self._spec.labels is not None:  # each question has other choices: these would only pile up
+            self._options[option] = tokens
+        return tokens
+
+    async def _tokenized(self, what: dict[str, Any], bill: Bill) -> list[int] | None:
+        """Return the tokens of a text or of messages as the server has them, None if it does not tokenise."""
+        root = self._spec.url.rstrip("/").removesuffix("/v1")
+        try:
+            answer = await self.post(f"{root}/tokenize", what, bill, is_billed=False)
+        except (DataError, ConfigError):
+            return None
+        ids = value_at(answer, "tokens")
+        return ids if isinstance(ids, list) and all(isinstance(token, int) for token in ids) else None
+
+    async def _scored(self, question: Asked, options: list[list[int]], bill: Bill) -> tuple[Floats, int]:
+        """Return the log-probability of each option: of its token, or of its tokens after the prompt."""
+        logprobs: dict[int, float] = {}
+        ids = sorted({tokens[0] for tokens in options if len(tokens) == 1})
+        for start in range(0, len(ids), IDS_AT_ONCE):
+            asked = ids[start : start + IDS_AT_ONCE]
+            names = {f"token_id:{token}": token for token in asked}
+            given = {names[token]: lp for token, lp in await self._likeliest(question, bill, asked) if token in names}
+            if len(given) < len(asked):
+                self._scores_tokens = False
+                await self._tokens_of(question.options, bill)  # letters can be bounded, others cannot
+                return letter_logits(await self._likeliest(question, bill), len(options))
+            logprobs |= given
+        logits = np.array([logprobs.get(tokens[0], -np.inf) for tokens in options])
+        longer = [index for index, tokens in enumerate(options) if len(tokens) > 1]
+        if longer:
+            prompt = await self._tokenized(self._prompt_of(question), bill)
+            if prompt is None:
+                raise DataError("the server does not tokenise its prompt")
+            for index in longer:
+                logits[index] = await self._continued(prompt, options[index], bill)
+        if self._spec.answers_with == "text":
+            logits /= [len(option.encode()) for option in question.options]
+        return logits, 0
+
+    def _prompt_of(self, question: Asked) -> dict[str, Any]:
+        if self._spec.endpoint == "completions":
+            return {"prompt": question.text}
+        turns = {"messages": [{"role": "user", "content": question.text}], "add_generation_prompt": True}
+        return turns | (
+            {"chat_template_kwargs": self._spec.chat_template_kwargs} if self._spec.chat_template_kwargs else {}
+        )
+
+    async def _continued(self, prompt: list[int], option: list[int], bill: Bill) -> float:
+        """Return the log-probability of an option's tokens after a prompt's."""
+        body = {"prompt": prompt + option, "prompt_logprobs": 0, self._limit: 1, "temperature": 0}
+        answer = await self.post(_PATHS["completions"], body, bill)
+        said = value_at(answer, "choices", 0, "prompt_logprobs")
+        own = said[len(prompt) :] if isinstance(said, list) else []
+        values = [value_at(at, str(token), "logprob") for at, token in zip(own, option, strict=False)]
+        if len(values) < len(option) or not all(isinstance(value, int | float) for value in values):
+            raise DataError("the answer has no log-probabilities of the prompt")
+        return math.fsum(values)
 
     def _no_logprobs(self) -> str:
         if self._has_logprobs:
@@ -198,25 +176,75 @@ class OpenAIModel:
             f"a model of kind 'openai' needs a server that returns them for {self._spec.model!r}"
         )
 
-    def _told(self, text: str) -> str:
-        """Return a server's message in one short line, without the key, which some servers repeat."""
-        line = " ".join(text.replace(self._key, "…").split())
-        return line if len(line) <= _SAID_LENGTH else f"{line[:_SAID_LENGTH]}…"
+
+def letter_logits(alternatives: Alternatives, n_options: int) -> tuple[Floats, int]:
+    """Return the options' log-probabilities, float64 (K,), and how many of them are only bounded from above.
+
+    "A" and " A" are two tokens for one option, whose probabilities add up; "a" is none of them. An option that
+    is not among the alternatives gets the largest log-probability that it can have, see unsaid_bound.
+    Raises DataError when no option is among them.
+    """
+    said = [(token, min(logprob, 0.0)) for token, logprob in alternatives if _UNSAID < logprob < math.inf]
+    logits = np.full(n_options, -np.inf)
+    options = {letter: option for option, letter in enumerate(LETTERS[:n_options])}
+    for token, logprob in said:
+        option = options.get(token.strip(_SPACE))
+        if option is not None:
+            logits[option] = np.logaddexp(logits[option], logprob)
+    missing_mask = np.isneginf(logits)
+    if missing_mask.all():
+        first = ", ".join(repr(token) for token, _ in alternatives[:_SHOWN_TOKENS])
+        raise DataError(
+            f"no option's letter ({LETTERS[0]} to {LETTERS[n_options - 1]}) is among the {len(alternatives)} "
+            f"likeliest first tokens; they begin with {first or 'none'}"
+        )
+    if missing_mask.any():
+        logits[missing_mask] = unsaid_bound([logprob for _, logprob in said])
+    return logits, int(missing_mask.sum())
 
 
-def _wants_new_name(error: openai.APIStatusError) -> bool:
-    """Return whether a server rejects max_tokens in favour of its newer name, as for OpenAI's reasoning models."""
-    about_limit = value_at(error.body, "param") in (None, "max_tokens")
-    return error.status_code == 400 and about_limit and "max_completion_tokens" in _message(error)
+def unsaid_bound(logprobs: Sequence[float]) -> float:
+    """Return the largest log-probability that a token outside the returned ones can have.
+
+    It is no likelier than the least likely of the returned ones, and no likelier than all that is left:
+    min(min_i l_i, log(1 - sum_i exp(l_i))). Rounding can leave nothing or less; 2^-24, the distance of 1 from
+    the float32 number below it, is then taken as left, so that the bound stays finite.
+    logprobs: at least one, in nats.
+
+    >>> round(unsaid_bound([math.log(0.5), math.log(0.3)]), 4) == round(math.log(0.2), 4)
+    True
+    """
+    left = 1.0 - math.fsum(math.exp(logprob) for logprob in logprobs)
+    return min([*logprobs, math.log(max(left, _LEAST_LEFT))])
 
 
-def _message(error: openai.APIStatusError) -> str:
-    """Return the server's own message, which servers put into different fields, without the client's additions."""
-    said = value_at(error.body, "message") or value_at(error.body, "detail") or error.body or error.message
-    return str(said)
+def first_alternatives(answer: object, endpoint: str) -> Alternatives | None:
+    """Find the likeliest first tokens in an answer as it came, JSON of the chat or the completions endpoint.
+
+    Returns None where the answer has no log-probabilities at all.
+    Raises DataError if there is no answer, or no token with log-probabilities because it ended before the first one.
+    """
+    if not value_at(answer, "choices", 0):
+        raise DataError("the server's answer has no choices")
+    logprobs = value_at(answer, "choices", 0, "logprobs")
+    said = value_at(logprobs, "content" if endpoint == "chat" else "top_logprobs")
+    if said == []:
+        hint = "" if endpoint == "chat" else "; a chat model needs endpoint: chat"
+        raise DataError(f"the model ended its answer before the first token{hint}")
+    if endpoint == "chat":
+        listed = value_at(said, 0, "top_logprobs")
+        entries = listed if isinstance(listed, list) else []
+        pairs = [(value_at(entry, "token"), value_at(entry, "logprob")) for entry in entries]
+    else:
+        named = value_at(said, 0)
+        pairs = list(named.items()) if isinstance(named, Mapping) else []
+    return [(str(token), float(logprob)) for token, logprob in pairs if isinstance(logprob, int | float)] or None
 
 
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new event loop in another thread, since this thread may have a running loop."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
+def thinks(answer: object) -> bool:
+    """Return whether an answer begins with a reasoning model's thoughts."""
+    message = value_at(answer, "choices", 0, "message")
+    if value_at(message, "reasoning_content") or value_at(message, "reasoning"):
+        return True
+    first = value_at(answer, "choices", 0, "logprobs", "content", 0, "token")
+    return isinstance(first, str) and first.strip(_SPACE) in _THINKS

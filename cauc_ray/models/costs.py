@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from cauc_ray.models.answers import ModelFacts
+import sys
+
+import numpy as np
+
+from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, batch_size
 from cauc_ray.models.pool import CostSpec, StageSpec
 
 MEASURED_UNIT = "GFLOPs"
@@ -44,3 +48,52 @@ def cost_far_off(stage: str, cost: float, measured: float | None) -> str | None:
     if 2 / FAR <= ratio <= 2 * FAR:
         habit = "; it may count a multiply-add as two operations instead of one"
     return f"stage {stage!r}: its cost of {cost:.4g} GFLOPs is {ratio:.2g} times the measured {measured:.4g}{habit}"
+
+
+# Enough rows for a mean where lengths differ; each is counted alone, so that no padding is.
+MEASURED_ROWS = 8
+
+
+def measured_gflops(model: Model, batch: Batch) -> float | None:
+    """Return the GFLOPs of one example: the mean over the first rows of a batch, each answered by itself.
+
+    A multiply-add counts as one operation, as in TorchVision's metadata and the paper's tables. Returns None
+    where torch is not in use, has seen no operation that it can count, or cannot follow the model.
+    """
+    if "torch" not in sys.modules:
+        return None
+    from torch.utils.flop_counter import FlopCounterMode
+
+    totals: list[float] = []
+    for row in range(min(MEASURED_ROWS, batch_size(batch))):
+        try:
+            with FlopCounterMode(display=False) as counter:
+                answers = model({name: column[row : row + 1].copy() for name, column in batch.items()})
+        except Exception:  # the answers are valid; only the count is missing, which raises where it is needed
+            return None
+        if not answers.failures:
+            totals.append(counter.get_total_flops() / 2e9)
+    mean = float(np.mean(totals)) if totals else 0.0
+    return mean or None
+
+
+def measured_noise(model: Model, batch: Batch, together: Answers) -> float | None:
+    """Return by how much a row's numbers depend on its neighbours, in units of the logits.
+
+    That is the largest difference between the answers of a call and those of its first rows, each by itself. Returns
+    None for a model that does not say in which precision it computes, as one of user code.
+    """
+    if model.facts.dtype is None:
+        return None
+    largest = 0.0
+    for row in range(min(MEASURED_ROWS, batch_size(batch))):
+        if row in together.failures:
+            continue
+        try:
+            alone = model({name: column[row : row + 1].copy() for name, column in batch.items()})
+        except Exception:  # the answers are valid; only the measurement is missing
+            return None
+        if not alone.failures:
+            own = alone.logits[0][np.isfinite(alone.logits[0])]
+            largest = max(largest, float(np.abs(own - together.logits[row, : len(own)]).max(initial=0.0)))
+    return largest

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, batch_size, spread
+from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, batch_size, require_columns, spread
 from cauc_ray.models.kind import KindSpec, require
 from cauc_ray.models.kinds import ModelSpec
-from cauc_ray.models.questions import read_questions
 from cauc_ray.models.transformers import HubModelSpec, HubSpec, image_model, load_network, loading, refuse_missing
 
 if TYPE_CHECKING:
@@ -68,34 +68,60 @@ class ImageEncoderSpec(HubSpec):
 
 
 class TextEncoderSpec(HubModelSpec):
-    """A sentence encoder of sentence-transformers, by hub id or local folder; it reads questions and choices."""
+    """A sentence encoder of sentence-transformers, by hub id or local folder.
+
+    columns: what it reads, line by line; those of a question by default.   required: those that each row must have.
+    """
 
     kind: Literal["text-encoder"] = "text-encoder"
+    columns: tuple[str, ...] = ("context", "question", "choices")
+    required: tuple[str, ...] = ("question", "choices")
 
     def load(self) -> Model:
         """Load the encoder. Raises ConfigError if it cannot be loaded."""
         require("embeddings", "torch", "sentence_transformers")
         from sentence_transformers import SentenceTransformer
 
-        from cauc_ray.models.vision import choose_device
+        from cauc_ray.models.torch_device import choose_device
 
         with loading(self.model):
             encoder = SentenceTransformer(self.model, device=str(choose_device(self.device)))
-        return TextEncoder(encoder, ModelFacts(f"sentence-transformers {self.model}", EMBEDDING))
+        return TextEncoder(self, encoder, ModelFacts(f"sentence-transformers {self.model}", EMBEDDING))
 
 
 class TextEncoder:
-    """A sentence encoder that reads questions."""
+    """A sentence encoder that reads text columns."""
 
-    def __init__(self, encoder: Any, facts: ModelFacts) -> None:
+    def __init__(self, spec: TextEncoderSpec, encoder: Any, facts: ModelFacts) -> None:
+        self._spec = spec
         self._encoder = encoder
         self.facts = facts
 
     def __call__(self, batch: Batch) -> Answers:
-        """Return each question's embedding, float32 (n, d); rows without a question are failures."""
-        questions, faults = read_questions(batch)
-        texts = ["\n".join(filter(None, [q.context, q.question, *q.choices])) for q in questions.values()]
+        """Return each row's embedding, float32 (n, d); rows without a text are failures.
+
+        Raises DataError if the batch has none of the columns.
+        """
+        columns = [name for name in self._spec.columns if name in batch]
+        require_columns(batch, *(self._spec.required or columns or self._spec.columns))
+        texts, faults = {}, {}
+        for row in range(batch_size(batch)):
+            texts[row] = "\n".join(_texts(batch[name][row] for name in columns))
+            missing = [name for name in self._spec.required if not any(_texts([batch[name][row]]))]
+            if missing or not texts[row]:
+                faults[row] = f"it has no text in {', '.join(missing or columns)}"
+        asked = {row: text for row, text in texts.items() if row not in faults}
         vectors = np.zeros((0, 1), np.float32)
-        if texts:
-            vectors = self._encoder.encode(texts, convert_to_numpy=True, show_progress_bar=False).astype(np.float32)
-        return Answers(spread(batch_size(batch), list(questions), vectors), failures=faults)
+        if asked:
+            given = self._encoder.encode([*asked.values()], convert_to_numpy=True, show_progress_bar=False)
+            vectors = given.astype(np.float32)
+        return Answers(spread(batch_size(batch), list(asked), vectors), failures=faults)
+
+
+def _texts(values: Iterable[Any]) -> Iterator[str]:
+    """Yield the texts of a row's values and lists."""
+    for value in values:
+        if isinstance(value, str):
+            yield from filter(None, [value])
+        elif isinstance(value, list | tuple | np.ndarray):
+            yield from _texts(value)

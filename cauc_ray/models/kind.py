@@ -11,11 +11,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
-from cauc_ray.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from
 from cauc_ray.models.answers import Model
-from cauc_ray.models.section import Section
 from cauc_ray.numbers.logits import LogitKind
+
+
+class Section(BaseModel):
+    """A part of a file that people write; unknown keys and numbers that JSON does not have are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_are_known(cls, value: Any) -> Any:
+        """Name the keys that there are, which pydantic's own error does not."""
+        if cls.model_config.get("extra") != "forbid":
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
+        if unknown is not None:
+            raise ValueError(unknown_name("key", str(unknown), known))
+        return value
+
 
 # auto: a GPU if the stage has one.
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -35,6 +55,26 @@ class KindSpec(Section):
     READS: ClassVar[frozenset[str] | None] = None
     # Whether a call has its own timeout and must be awaited until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns that an input must have."""
+        return self.NEEDS
+
+    @property
+    def reads(self) -> frozenset[str] | None:
+        """Return all columns that are read in addition to example_id; None for all that exist."""
+        return self.READS
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """Return the columns that every row must have as texts."""
+        return frozenset()
+
+    @property
+    def shown(self) -> str | None:
+        """Return the prompt of a language model as one text, None for other models."""
+        return None
 
     @property
     def identity(self) -> str:
@@ -65,6 +105,10 @@ class KindSpec(Section):
     @abstractmethod
     def load(self) -> Model:
         """Load the model. Raises CaucError if it or a package is missing."""
+
+    def load_within(self, call_timeout_s: float) -> Model:
+        """Load a model whose calls are given up after so many seconds. Raises CaucError as load."""
+        return self.load()
 
     def load_over_gpus(self) -> Model:
         """Load a model over all GPUs that the process sees; user code handles this itself."""

@@ -10,15 +10,31 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import DeclaringSpec
-from cauc_ray.models.openai import OpenAISpec
+from cauc_ray.models.onnx import OnnxSpec
+from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
 from cauc_ray.models.python import PythonSpec, python_model
 from cauc_ray.models.saved import SavedSpec
+from cauc_ray.models.texts import TransformersClassifierSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersChoiceSpec, TransformersImageSpec
+from cauc_ray.models.vllm import VllmSpec
 
 # A package registers a kind as an entry point of this group: its name, and a factory as `python` takes one.
 ENTRY_POINTS = "cauc_ray.model_kinds"
-BUILT_IN = ("openai", "python", "saved", "torchvision", "transformers-choice", "transformers-image")
+# Those that take a prompt.
+LANGUAGE_KINDS = ("decisions", "openai", "transformers-choice", "vllm")
+BUILT_IN = (
+    "decisions",
+    "onnx",
+    "openai",
+    "python",
+    "saved",
+    "torchvision",
+    "transformers-choice",
+    "transformers-classifier",
+    "transformers-image",
+    "vllm",
+)
 
 
 class RegisteredSpec(DeclaringSpec):
@@ -51,12 +67,16 @@ def _tag(value: Any) -> str:
 
 
 ModelSpec: TypeAlias = Annotated[
-    Annotated[OpenAISpec, Tag("openai")]
+    Annotated[DecisionsSpec, Tag("decisions")]
+    | Annotated[OnnxSpec, Tag("onnx")]
+    | Annotated[OpenAISpec, Tag("openai")]
     | Annotated[PythonSpec, Tag("python")]
     | Annotated[SavedSpec, Tag("saved")]
     | Annotated[TorchvisionSpec, Tag("torchvision")]
     | Annotated[TransformersChoiceSpec, Tag("transformers-choice")]
+    | Annotated[TransformersClassifierSpec, Tag("transformers-classifier")]
     | Annotated[TransformersImageSpec, Tag("transformers-image")]
+    | Annotated[VllmSpec, Tag("vllm")]
     | Annotated[RegisteredSpec, Tag("registered")],
     Discriminator(_tag),
 ]

@@ -1,4 +1,4 @@
-"""Causal language models in torch that choose among a question's options.
+"""Causal language models in torch that choose among options.
 
 Prompts are padded on the left and sorted by length into passes of a bounded number of tokens; positions and the
 attention mask leave padding out, so that neither neighbours nor padding change a row's logits beyond rounding.
@@ -7,6 +7,7 @@ Of the vocabulary-wide logits, only those of the options leave this module.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt, text_request
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, batch_size, ragged
-from cauc_ray.models.device_time import DeviceTime
-from cauc_ray.models.questions import read_questions
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel
+from cauc_ray.models.prompts import LOGITS_ARE
+from cauc_ray.models.tokens import Tokenizing, Tokens, answered
+from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
 from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, load_network, refuse_missing
-from cauc_ray.models.vision import choose_device, choose_dtype, dtype_name, params_b
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
@@ -33,36 +33,24 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
 
     Raises ConfigError if they cannot be loaded or are unsuitable.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     device = choose_device(spec.device)
     dtype = choose_dtype(spec.dtype, device)
     device_map = "auto" if over_gpus else None
+    config = fetched(AutoConfig, spec.model, revision=spec.revision, gguf_file=spec.gguf_file)
+    # Those that also see images answer texts as others do.
+    factory = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     tokenizer = fetched(AutoTokenizer, spec.model, revision=spec.revision, gguf_file=spec.gguf_file)
-    network, missing = load_network(
-        AutoModelForCausalLM, spec, dtype=dtype, device_map=device_map, gguf_file=spec.gguf_file
-    )
+    network, missing = load_network(factory, spec, dtype=dtype, device_map=device_map, gguf_file=spec.gguf_file)
     refuse_missing(spec.model, "causal language model", missing)
     return ChoiceModel(spec, tokenizer, network.eval() if over_gpus else network.eval().to(device))
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A question in tokens.   options: those of each option's text and its length in bytes; none for letters."""
-
-    row: int
-    prompt: list[int]
-    options: tuple[tuple[list[int], int], ...] = ()
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest option."""
-        return max((len(tokens) for tokens, _ in self.options), default=0)
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the longest sequence that the model sees."""
-        return len(self.prompt) + self.longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +63,7 @@ class _Questions:
 
     n_options: list[int]
     faults: dict[int, str]
-    passes: list[list[_Asked]]
+    passes: list[list[Tokens]]
 
 
 class ChoiceModel(PreparingModel):
@@ -85,157 +73,125 @@ class ChoiceModel(PreparingModel):
         self, spec: TransformersChoiceSpec, tokenizer: Any, network: Any, device_time: DeviceTime | None = None
     ) -> None:
         self._spec = spec
-        self._tokenizer = tokenizer
         self._network = network
         self._accepts = set(inspect.signature(network.forward).parameters)
         self._device = next(network.parameters()).device
         self._device_time = device_time or DeviceTime(self._device)
-        self._max_tokens = min(spec.max_tokens or 10**9, _context_length(network.config))
-        wanted = spec.scoring == "letter" if spec.chat_template is None else spec.chat_template
-        self._chat = bool(wanted and tokenizer.chat_template)
-        if spec.chat_template and not tokenizer.chat_template:
-            raise ConfigError(f"chat_template: {spec.model} has no chat template")
-        if spec.scoring == "text" and "past_key_values" not in self._accepts:
-            raise ConfigError(f"{spec.model} has no cache for options to share; use scoring: letter")
-        self._letters = self._letter_tokens() if spec.scoring == "letter" else torch.zeros(0)
+        self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
+        if spec.answers_with != "letter" and "past_key_values" not in self._accepts:
+            raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
+        self._head = self._tokenizing.head() if "past_key_values" in self._accepts else []
+        self._head_cache: Any = None  # of the tokens that all prompts begin with, once they have been run
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
-        how = "through its chat template" if self._chat else "without a chat template"
-        kinds = {
-            "letter": "raw next-token logits of the options' letters",
-            "text": "log-likelihoods of the options' texts per byte",
-        }
         precision = dtype_name(network.dtype)
         self.facts = ModelFacts(
-            source=f"transformers {spec.model}{file}, {precision}, {how}",
-            logit_kind=kinds[spec.scoring],
+            source=f"transformers {spec.model}{file}, {precision}, {self._tokenizing.how}",
+            logit_kind=LOGITS_ARE[spec.answers_with],
             params_b=params_b(network),
+            labels=spec.label_names,
             dtype=precision,
         )
 
     def prepare(self, batch: Batch) -> _Questions:
         """Turn a batch into tokens and passes. Raises DataError when a column is missing."""
-        questions, faults = read_questions(batch)
-        asked: list[_Asked] = []
-        for row, question in questions.items():
-            one = self._asked(row, question)
-            if isinstance(one, str):
-                faults[row] = one
-            else:
-                asked.append(one)
-        n_options = [0 if row in faults else len(questions[row].choices) for row in range(batch_size(batch))]
+        asked, n_options, faults = self._tokenizing(batch)
         return _Questions(n_options, faults, list(self._passes(asked)))
 
     def answer(self, prepared: _Questions) -> Answers:
         """Answer a batch; rows without a question, or with one that is too long, are failures."""
         scores: dict[int, Floats] = {}
+        n_little = 0
         self._device_time.start()
         with torch.inference_mode():
             for together in prepared.passes:
-                if self._spec.scoring == "text":
-                    scores |= self._score_texts(together)
-                    continue
-                logits = self._ask(together)[0][:, self._letters].float().cpu().numpy()
-                scores |= {one.row: row for one, row in zip(together, logits, strict=True)}
-        bad = [row for row, found in scores.items() if not np.isfinite(found).all()]
-        faults = prepared.faults | dict.fromkeys(bad, "the model's logits for it are NaN or infinite")
-        sound = {row: scores[row][:n] for row, n in enumerate(prepared.n_options) if row not in faults}
-        logits, n_options = ragged(len(prepared.n_options), sound)
-        return Answers(logits, n_options, failures=faults, device_s=self._device_time.seconds())
+                found, little = self._score(together)
+                scores |= found
+                n_little += little
+        return answered(len(prepared.n_options), scores, prepared.faults, n_little, self._device_time.seconds())
 
-    def _asked(self, row: int, question: Question) -> _Asked | str:
-        """Return a question in tokens, or why it cannot be asked."""
-        if self._spec.scoring == "letter":
-            n = len(question.choices)
-            if n > len(self._letters):
-                return f"it has {n} options, more than the {len(self._letters)} letters; scoring: text takes any number"
-            asked = _Asked(row, self._encoded(letter_request(question) if self._chat else letter_prompt(question)))
-        else:
-            texts = [choice.strip() for choice in question.choices]
-            if not all(texts):
-                return "one of its choices is empty"
-            lead = "" if self._chat else " "
-            options = [(self._tokenizer.encode(lead + t, add_special_tokens=False), len(t.encode())) for t in texts]
-            prompt = self._encoded(text_request(question) if self._chat else text_prompt(question))
-            asked = _Asked(row, prompt, tuple(options))
-        if asked.n_tokens > self._max_tokens:
-            return f"it has {asked.n_tokens:,} tokens; the model takes up to {self._max_tokens:,}"
-        return asked
-
-    def _encoded(self, text: str) -> list[int]:
-        if self._chat:
-            # As text first: what apply_chat_template returns as tokens has changed between versions.
-            turns = [{"role": "user", "content": text}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._chat)
-        return tokens
-
-    def _letter_tokens(self) -> torch.Tensor:
-        """Return the letters' tokens at the start of an answer: after a space, or first in a chat's turn.
-
-        Returns as many letters as are single tokens. Raises ConfigError if these are fewer than two.
-        """
-        tokens: list[int] = []
-        for letter in LETTERS:
-            last = self._tokenizer.encode(letter if self._chat else f" {letter}", add_special_tokens=False)[-1]
-            if self._tokenizer.decode([last]).strip() != letter:
-                break
-            tokens.append(last)
-        if len(tokens) < 2:
-            raise ConfigError(f"{self._spec.model}: letters are not single tokens in its vocabulary; use scoring: text")
-        return torch.tensor(tokens, device=self._device)
-
-    def _passes(self, asked: Sequence[_Asked]) -> Iterator[list[_Asked]]:
+    def _passes(self, asked: Sequence[Tokens]) -> Iterator[list[Tokens]]:
         """Yield questions of like length together, padded within the bounds of a pass."""
-        together: list[_Asked] = []
+        together: list[Tokens] = []
         n_options = longest = 0
         vocabulary = self._network.config.get_text_config().vocab_size
         for one in sorted(asked, key=lambda one: (len(one.prompt), one.longest)):
-            n_options, longest = n_options + len(one.options), max(longest, one.longest)
+            n_options, longest = n_options + len(one.options), max(longest, one.longest - 1)
             n = len(together) + 1
-            n_tokens = n * len(one.prompt) + n_options * longest
+            n_tokens = n * (len(one.prompt) - len(self._head)) + n_options * longest
             if together and (
                 n_tokens > self._spec.batch_tokens or (n + n_options * longest) * vocabulary > _LOGITS_AT_ONCE
             ):
                 yield together
-                together, n_options, longest = [], len(one.options), one.longest
+                together, n_options, longest = [], len(one.options), one.longest - 1
             together.append(one)
         if together:
             yield together
 
-    def _ask(self, together: Sequence[_Asked]) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    def _ask(self, together: Sequence[Tokens]) -> tuple[torch.Tensor, Any, torch.Tensor]:
         """Run the prompts. Returns the next token's logits (n, vocabulary), the cache, the mask of real tokens."""
-        width = max(len(one.prompt) for one in together)
+        head = len(self._head) if self._runs_head_once(together) else 0
+        prompts = [one.prompt[head:] for one in together]
+        width = max(map(len, prompts))
         tokens = torch.zeros(len(together), width, dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for row, one in enumerate(together):
-            tokens[row, width - len(one.prompt) :] = torch.tensor(one.prompt)
-            mask[row, width - len(one.prompt) :] = 1
+        for row, prompt in enumerate(prompts):
+            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
         tokens, mask = tokens.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        output = self._run(tokens, mask, positions, logits_to_keep=1, use_cache=self._spec.scoring == "text")
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + head
+        settings: dict[str, Any] = {"use_cache": any(one.longest > 1 for one in together)}
+        if head:
+            cache = copy.deepcopy(self._head_cache)
+            cache.batch_repeat_interleave(len(together))
+            settings = {"use_cache": True, "past_key_values": cache}
+            mask = torch.cat([mask.new_ones(len(together), head), mask], dim=1)
+        output = self._run(tokens, mask, positions, logits_to_keep=1, **settings)
         return output.logits[:, -1], getattr(output, "past_key_values", None), mask
 
-    def _score_texts(self, together: Sequence[_Asked]) -> dict[int, Floats]:
-        """Return each option's log-likelihood per byte: its first token's after the prompt, the others' from there on.
+    def _runs_head_once(self, together: Sequence[Tokens]) -> bool:
+        """Return whether what all prompts begin with is in a cache that these can share; run it at the first call."""
+        n = len(self._head)
+        if not n or any(len(one.prompt) <= n or one.prompt[:n] != self._head for one in together):
+            return False
+        if self._head_cache is None:
+            head = torch.tensor([self._head], device=self._device)
+            positions = torch.arange(n, device=self._device)[None]
+            self._head_cache = self._run(head, torch.ones_like(head), positions, logits_to_keep=1, use_cache=True)
+            self._head_cache = self._head_cache.past_key_values
+            # A window over the last tokens would count the padding between the head and a prompt.
+            if any(getattr(layer, "is_sliding", True) for layer in getattr(self._head_cache, "layers", [None])):
+                self._head = []
+        return bool(self._head)
 
-        The prompt is run once; what it leaves in the cache serves every option.
+    def _score(self, together: Sequence[Tokens]) -> tuple[dict[int, Floats], int]:
+        """Return each row's logits, and in how many rows the options have less than half of the probability.
+
+        A letter's logit is the next token's. A longer option's is its log-likelihood: its first token's after the
+        prompt, the others' from there on. The prompt is run once; what it leaves in the cache serves every option.
         """
         first, cache, mask = self._ask(together)
-        options = [(row, tokens) for row, one in enumerate(together) for tokens, _ in one.options]
+        options = [(row, tokens) for row, one in enumerate(together) for tokens in one.options]
         owners = torch.tensor([row for row, _ in options], device=self._device)
         starts = torch.tensor([tokens[0] for _, tokens in options], device=self._device)
-        totals = first.float().log_softmax(dim=1)[owners, starts].double()
+        logits = first.float()
+        raw = logits[owners, starts]
+        totals = (raw - torch.logsumexp(logits, dim=1)[owners]).double()
+        mass = _mass(totals, owners, starts, len(together))
+        if self._spec.answers_with == "letter":
+            totals = raw
         longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
         if longer:
             rest = torch.tensor(longer, device=self._device)
             cache.batch_select_indices(owners[rest].cpu())  # its layers may be on several devices
             own_tokens = [options[index][1] for index in longer]
             totals[rest] += self._continuations(own_tokens, cache, mask[owners[rest]])
-        likelihoods = iter(totals.cpu().numpy())
-        return {
-            one.row: np.array([next(likelihoods) / n_bytes for _, n_bytes in one.options], dtype=np.float32)
+        found = iter(totals.cpu().numpy())
+        per_byte = self._spec.answers_with == "text"
+        scores = {
+            one.row: np.array([next(found) / (n if per_byte else 1) for n in one.n_bytes], dtype=np.float32)
             for one in together
         }
+        return scores, 0 if per_byte else int((mass < 0.5).sum())
 
     def _continuations(self, options: Sequence[list[int]], cache: Any, before: torch.Tensor) -> torch.Tensor:
         """Return the log-likelihood of each option's tokens after its first, float64 (m,).
@@ -262,3 +218,12 @@ class ChoiceModel(PreparingModel):
 def _context_length(config: Any) -> int:
     text = config.get_text_config()
     return int(getattr(text, "max_position_embeddings", None) or 10**9)
+
+
+def _mass(logprobs: torch.Tensor, owners: torch.Tensor, starts: torch.Tensor, n: int) -> torch.Tensor:
+    """Return each row's probability of the tokens that its options begin with, float64 (n,); equal ones count once."""
+    pairs = torch.stack([owners, starts], dim=1)
+    distinct, index = torch.unique(pairs, dim=0, return_inverse=True)
+    probability = torch.zeros(len(distinct), dtype=torch.float64, device=logprobs.device)
+    probability[index] = logprobs.exp()
+    return torch.zeros(n, dtype=torch.float64, device=logprobs.device).index_add(0, distinct[:, 0], probability)

@@ -1,17 +1,18 @@
-"""Any OpenAI-compatible server that returns log-probabilities as a stage, for multiple-choice questions."""
+"""Models behind OpenAI-compatible servers as stages: log-probabilities of one token, or decisions."""
 
 from __future__ import annotations
 
+import math
 import os
+from abc import abstractmethod
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models import questions
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import KindSpec, require
-from cauc_ray.models.section import Section
+from cauc_ray.models.kind import Section, require
+from cauc_ray.models.prompts import LanguageSpec, OptionsAs
 from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -26,32 +27,33 @@ class Prices(Section):
     output: float = Field(ge=0, allow_inf_nan=False)
 
 
-class OpenAISpec(KindSpec):
-    """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`.
+class EndpointSpec(LanguageSpec):
+    """A language model behind a server.
 
     base_url: of another server than OpenAI's, up to and with its /v1.   api_key_env: the environment variable
     that holds the key, which is stored nowhere else; servers other than OpenAI's may need none.   prices: of
-    tokens, so that each call reports its own cost.   top_logprobs: how many of the likeliest first tokens
-    to ask for.   max_concurrency: requests at a time within one call.   timeout_s: of one attempt.
-    max_retries: further attempts after a rate limit, a fault of the server or of the connection.
-    endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
+    tokens, so that each call reports its own cost.   max_usd: what a replica may spend before it asks no more.
+    max_concurrency: requests at a time within one call.   timeout_s: of one attempt.   max_retries: further attempts
+    after a rate limit, a fault of the server or of the connection.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries"})
+    HOW: ClassVar[frozenset[str]] = frozenset({"api_key_env", "max_concurrency", "timeout_s", "max_retries", "max_usd"})
     GIVES_UP: ClassVar[bool] = True
-    NEEDS: ClassVar[frozenset[str]] = questions.NEEDED
-    READS: ClassVar[frozenset[str] | None] = questions.READ
-    kind: Literal["openai"]
     model: str = Field(min_length=1)
     # A password or key in the address would appear in tables and messages.
     base_url: str | None = Field(default=None, pattern=r"^https?://[^/@?#\s]+(/[^?#\s]*)?$")
     api_key_env: str = Field(default="OPENAI_API_KEY", min_length=1)
     prices: Prices | None = None
-    top_logprobs: int = Field(default=20, ge=1, le=20)
-    max_concurrency: int = Field(default=8, ge=1, le=1000)
+    max_usd: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    max_concurrency: int = Field(default=32, ge=1, le=1000)
     timeout_s: float = Field(default=60, gt=0, allow_inf_nan=False)
     max_retries: int = Field(default=5, ge=0, le=100)
-    endpoint: Literal["chat", "completions"] = "chat"
+
+    @model_validator(mode="after")
+    def _budget_has_prices(self) -> EndpointSpec:
+        if self.max_usd is not None and self.prices is None:
+            raise ValueError("max_usd needs prices")
+        return self
 
     @property
     def url(self) -> str:
@@ -59,32 +61,105 @@ class OpenAISpec(KindSpec):
         return self.base_url or OPENAI_URL
 
     @property
+    @abstractmethod
     def source(self) -> str:
         """Return in one phrase what answers."""
-        return f"openai {self.model} at {self.url} ({self.endpoint}), letter log-probabilities"
-
-    @property
-    def answers_kind(self) -> LogitKind:
-        """Return the kind of its logits."""
-        return "log-probabilities"
 
     @property
     def cost_unit(self) -> str | None:
         """Return the unit of what each call costs, None where no prices are given."""
         return "USD" if self.prices else None
 
+    @abstractmethod
+    def connected(self, key: str, deadline_s: float) -> Model:
+        """Return the model with a key."""
+
     def load(self) -> Model:
+        """Return a model as load_within does, with no other limit than its attempts."""
+        return self.load_within(math.inf)
+
+    def load_within(self, call_timeout_s: float) -> Model:
         """Return a model that asks the server; nothing is sent before the first question.
 
-        Raises ConfigError when the package openai is missing, or the key that OpenAI's own server needs.
+        Its calls end a moment before the stage gives up on them. Raises ConfigError when the package openai is missing,
+        or the key that OpenAI's own server needs.
         """
         require("openai", "openai")
-        from cauc_ray.models.completions import OpenAIModel
-
         key = os.environ.get(self.api_key_env)
         if not key and self.base_url is None:
             raise ConfigError(
                 f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
                 "set it on the nodes of the stage, or give base_url for a server that needs no key"
             )
-        return OpenAIModel(self, key or NO_KEY)
+        return self.connected(key or NO_KEY, 0.9 * call_timeout_s)
+
+
+class OpenAISpec(EndpointSpec):
+    """`{kind: openai, model: gpt-4o-mini, prices: {input: 0.15, output: 0.60}}`: a server with log-probabilities.
+
+    top_logprobs: how many of the likeliest first tokens to ask for, where the server does not score given tokens.
+    endpoint: completions gives the bare prompt to a model, chat goes through the model's own template.
+    """
+
+    kind: Literal["openai"]
+    top_logprobs: int = Field(default=20, ge=1, le=20)
+    endpoint: Literal["chat", "completions"] = "chat"
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> OpenAISpec:
+        if self.base_url is None and self.answers_with != "letter":
+            raise ValueError(f"options: {self.answers_with} needs a server that scores given tokens, such as vLLM's")
+        return self
+
+    @property
+    def source(self) -> str:
+        """Return in one phrase what answers."""
+        return f"openai {self.model} at {self.url} ({self.endpoint}), log-probabilities of the options"
+
+    def connected(self, key: str, deadline_s: float) -> Model:
+        """Return the model with a key."""
+        from cauc_ray.models.completions import CompletionsModel
+
+        return CompletionsModel(self, key, deadline_s)
+
+
+class DecisionsSpec(EndpointSpec):
+    """`{kind: decisions, model: NAME, base_url: URL}`: a server that returns a probability for every option.
+
+    It is asked POST /v1/decisions, with the prompt as input.   instructions: of the question.   question: "choice"
+    among the options; "score", where these are levels in their order; or "predicate", for two options of which the
+    second says that the statement in instructions is true.
+    """
+
+    kind: Literal["decisions"]
+    instructions: str = "Choose the right option."
+    question: Literal["choice", "score", "predicate"] = "choice"
+
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> DecisionsSpec:
+        if self.options is not None:
+            raise ValueError("options are for models that are asked by prompt; a decision lists its own")
+        if self.question == "predicate" and len(self.labels or ()) != 2:
+            raise ValueError("a predicate needs two labels: that it is false, and that it is true")
+        return self
+
+    @property
+    def answers_with(self) -> OptionsAs:
+        """Return that the prompt does not list the options: the question does."""
+        return "text"
+
+    @property
+    def source(self) -> str:
+        """Return in one phrase what answers."""
+        return f"decisions of {self.model} at {self.url}"
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits."""
+        return "probabilities"
+
+    def connected(self, key: str, deadline_s: float) -> Model:
+        """Return the model with a key."""
+        from cauc_ray.models.endpoint import DecisionsModel
+
+        return DecisionsModel(self, key, deadline_s)

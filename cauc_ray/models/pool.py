@@ -3,21 +3,103 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
 
-from cauc_ray.errors import ConfigError, explain, unknown_name
+from cauc_ray.errors import CaucError, ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_from, path_of
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kinds import ModelSpec, known_kinds
-from cauc_ray.models.labels import Labels, read_labels
+from cauc_ray.models.kind import Section
+from cauc_ray.models.kinds import LANGUAGE_KINDS, ModelSpec, known_kinds
+from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources
-from cauc_ray.models.section import Section
-from cauc_ray.models.service import InputSpec, PoolServing, Replicas, StageServing
+
+# Of tensors, in the Open Inference Protocol.
+Datatype: TypeAlias = Literal[
+    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
+]
+
+
+class Replicas(Section):
+    """How many copies of a stage may run.   min: from the start.   max: under load; min without it."""
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _max_follows_min(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "max" not in value and "min" in value:
+            return {**value, "max": value["min"]}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Replicas:
+        if self.max < self.min:
+            raise ValueError(f"max {self.max} is below min {self.min}")
+        return self
+
+
+class StageServing(Section):
+    """How a stage is served.
+
+    batch_size: most rows in a call, by default the stage's own.   batch_wait_s: how long a request's rows wait for
+    others to share a call, less if no others are expected.   timeout_s: rows that take longer, waiting included, are
+    abandoned; a replica whose call takes twice as long is replaced.   target_busy: the target share of time in which
+    replicas compute; above it, another is started.   upscale_delay_s and downscale_delay_s: how long the load must
+    stay above, or below, before replicas are added, or removed.
+    """
+
+    batch_size: int | None = Field(default=None, ge=1)
+    batch_wait_s: float = Field(default=0.005, ge=0)
+    timeout_s: float = Field(default=10.0, gt=0)
+    target_busy: float = Field(default=0.8, gt=0, le=1)
+    upscale_delay_s: float = Field(default=5.0, ge=0)
+    downscale_delay_s: float = Field(default=120.0, ge=0)
+
+
+class InputSpec(Section):
+    """A tensor of a request.   datatype: in the Open Inference Protocol.   shape: of one row; -1 is any size."""
+
+    datatype: Datatype
+    shape: tuple[int, ...] = ()
+
+    @field_validator("shape")
+    @classmethod
+    def _sizes(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if any(size < 1 and size != -1 for size in shape):
+            raise ValueError(f"sizes must be at least 1, or -1 for any, got {list(shape)}")
+        return shape
+
+
+class RouterSpec(Section):
+    """The deployment that takes requests and holds the policy.   replicas: how many.   resources: of each."""
+
+    replicas: Replicas = Replicas()
+    resources: Resources = Resources()
+
+
+class PoolServing(Section):
+    """How a pool is served.
+
+    max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
+    may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
+    the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
+    configures OpenTelemetry.   router: the deployment that takes requests.
+    """
+
+    max_request_rows: int = Field(default=4096, ge=1)
+    max_body_mb: float = Field(default=64.0, gt=0)
+    max_queued_rows: int = Field(default=8192, ge=1)
+    shadow: float = Field(default=0.0, ge=0, le=1)
+    router: RouterSpec = RouterSpec()
+    tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+
 
 LONGEST_NAME = 200  # folder names are limited to 255 bytes
+PROMPT_KEYS = tuple(PromptSettings.model_fields)
 COST_UNITS = {
     "gflops": "GFLOPs",
     "kflops": "kFLOPs",
@@ -70,14 +152,15 @@ class CostSpec(Section):
         return None if value == "auto" else float(value)
 
 
-class StageSpec(Section):
+class StageSpec(PromptSettings):
     """One model of a pool as a stage.
 
     name: of the model, in tables and policies.   model: what it is; kind decides on the other keys.   cost: of one
     call on one row; without it counted or measured.   replicas: how many run.   resources: what each occupies.
     serving: how it is served.   batch_size: rows in a full batch.   batch_wait_s: how long a row waits for its batch
     to fill, in seconds.   call_timeout_s: a call that takes longer is given up, and with it the replica.
-    down_after_s: a stage that has had no live replica for so long is down.
+    down_after_s: a stage that has had no live replica for so long is down.   prompt, labels, examples, options: of its
+    language model, instead of the pool's.
     """
 
     name: str
@@ -93,7 +176,9 @@ class StageSpec(Section):
 
     def load(self) -> Model:
         """Load the model, over several GPUs if the stage has them. Raises CaucError as its kind does."""
-        return self.model.load_over_gpus() if self.resources.num_gpus > 1 else self.model.load()
+        if self.resources.num_gpus > 1:
+            return self.model.load_over_gpus()
+        return self.model.load_within(self.call_timeout_s)
 
     @model_validator(mode="after")
     def _uses_its_gpus(self) -> StageSpec:
@@ -115,14 +200,14 @@ class StageSpec(Section):
         return name
 
 
-class Pool(Section):
+class Pool(PromptSettings):
     """A set of models for one task.
 
     name: of the pool, and of the model in a service's URLs.
     task: what the rows are: images, questions with choices, or rows of columns that models read by their names.
     inputs: the tensors of a request by name, where the models do not declare them; a run reads columns of the same
     names.
-    labels: names of the classes in their order, or in the file the path of a text that has one on each line.
+    prompt, labels, examples, options: how its language models are asked; labels also name the classes of others.
     on_failure: what happens to rows whose next stage is down: "fail" ends the run with what is committed,
     "degrade" answers them as the stages before would have, and marks the rows.
     max_failed: the share of a run's rows that models may fail on before the run ends with an error.
@@ -132,18 +217,52 @@ class Pool(Section):
 
     name: str
     task: Literal["image-classification", "multiple-choice", "classification"]
-    labels: Labels = None
     on_failure: Literal["fail", "degrade"] = "fail"
     max_failed: float = Field(default=0.01, ge=0, le=1)
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
     serving: PoolServing = PoolServing()
     stages: tuple[StageSpec, ...] = Field(min_length=1)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _prompts_reach_their_models(cls, content: Any) -> Any:
+        """Move how language models are asked to the models: a stage's own settings, else the pool's."""
+        stages = content.get("stages") if isinstance(content, dict) else None
+        if not isinstance(stages, list):
+            return content
+        moved = []
+        for stage in stages:
+            model = stage.get("model") if isinstance(stage, dict) else None
+            if isinstance(model, dict) and model.get("kind") in LANGUAGE_KINDS:
+                asked = {key: at[key] for at in (content, stage) for key in PROMPT_KEYS if at.get(key) is not None}
+                stage = {key: value for key, value in stage.items() if key not in PROMPT_KEYS}
+                stage["model"] = {**asked, **model}
+            moved.append(stage)
+        return {**content, "stages": moved}
+
     @model_validator(mode="after")
-    def _choices_name_themselves(self) -> Pool:
+    def _prompts_are_for_language_models(self) -> Pool:
+        asked = [isinstance(stage.model, LanguageSpec) for stage in self.stages]
+        for stage in self.stages:
+            if isinstance(stage.model, LanguageSpec) and self.task != "multiple-choice" and stage.model.labels is None:
+                raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
+            if stage.model_fields_set & set(PROMPT_KEYS):
+                raise ValueError(f"stage {stage.name!r}: a model of kind {stage.model.kind!r} takes no prompt")
+        if not any(asked) and self.model_fields_set & {"prompt", "examples", "options"}:
+            raise ValueError(f"prompt, examples and options are for models of kind {', '.join(LANGUAGE_KINDS)}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
+        names = {len(s.model.labels) for s in self.stages if isinstance(s.model, LanguageSpec) and s.model.labels}
+        if len(names | ({len(self.labels)} if self.labels else set())) > 1:
+            raise ValueError("stages differ in their number of labels")
         return self
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Return the names of the classes in their order, None where they are unknown."""
+        own = [s.model.labels for s in self.stages if isinstance(s.model, LanguageSpec) and s.model.labels]
+        labels = self.labels or (own[0] if own else None)
+        return None if labels is None else tuple(labels)
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Pool:
@@ -168,8 +287,8 @@ class Pool(Section):
         """
         read = {"example_id", "label", "choices"}
         for stage in stages:
-            own = stage.model.READS if stage.model.READS is not None else frozenset(self.inputs)
-            if stage.model.READS is None and not own:
+            own = stage.model.reads if stage.model.reads is not None else frozenset(self.inputs)
+            if stage.model.reads is None and not own:
                 return None
             read |= own
         return frozenset(read)
@@ -197,14 +316,61 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
     if not isinstance(content, dict):
         raise ConfigError(f"{source} is not a pool file: expected a mapping with name, task and stages")
     _refuse_unknown_kinds(source, content)
-    if isinstance(content.get("labels"), str):
-        content = {**content, "labels": read_labels(path_from(folder, content["labels"]), source)}
+    content = _with_files_read(content, folder, source)
     try:
         pool = Pool.model_validate(content)
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error)}") from error
     located = [s.model_copy(update={"model": s.model.located(folder)}) for s in pool.stages]
     return pool.model_copy(update={"stages": tuple(located)})
+
+
+def _with_files_read(content: dict[str, Any], folder: AnyPath, source: str) -> dict[str, Any]:
+    """Return a pool's or a stage's or a model's settings with the content of files of labels and of examples."""
+    read = dict(content)
+    if isinstance(content.get("labels"), str):
+        read["labels"] = _read_labels(path_from(folder, content["labels"]), source)
+    if isinstance(content.get("examples"), str):
+        read["examples"] = _read_examples(path_from(folder, content["examples"]), source)
+    if isinstance(content.get("stages"), list):
+        read["stages"] = [_with_files_read(s, folder, source) if isinstance(s, dict) else s for s in content["stages"]]
+    if isinstance(content.get("model"), dict):
+        read["model"] = _with_files_read(content["model"], folder, source)
+    return read
+
+
+def _read_examples(path: AnyPath, source: str) -> list[dict[str, Any]]:
+    from cauc_ray.data.text_files import text_tables  # Arrow, which a pool without examples does not need
+    from cauc_ray.files.parquet import is_parquet, read_parquet
+
+    try:
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+        return [
+            row
+            for table in ([read_parquet(path)] if is_parquet(path) else text_tables(path))
+            for row in table.to_pylist()
+        ]
+    except CaucError as error:
+        raise ConfigError(f"{source}: examples: {error}") from error
+
+
+def _read_labels(path: AnyPath, source: str) -> list[str]:
+    """Read names, one per line. Empty lines are kept, so that later names keep their numbers.
+
+    source: the pool, for messages. Raises ConfigError.
+    """
+    try:
+        if not path.is_file():
+            raise ConfigError(f"{source}: labels: there is no file {path}")
+        text = path.read_text(encoding="utf-8-sig").rstrip()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: labels: {path} is not UTF-8 text") from error
+    except OSError as error:
+        raise ConfigError(f"{source}: labels: {path} cannot be read: {error.strerror}") from error
+    if not text:
+        raise ConfigError(f"{source}: labels: {path} is empty")
+    return [line.strip() for line in text.split("\n")]
 
 
 def _refuse_unknown_kinds(source: str, content: dict[str, Any]) -> None:

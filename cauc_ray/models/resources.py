@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from cauc_ray.models.section import Section
+from cauc_ray.models.kind import Section
 
 _VALUE = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VALUE}(?:\s*,\s*{_VALUE})*\s*)\))")

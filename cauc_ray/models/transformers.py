@@ -11,9 +11,9 @@ from pydantic import Field
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.models import questions
 from cauc_ray.models.answers import Model, ModelFacts
 from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
+from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
 if TYPE_CHECKING:
@@ -58,32 +58,34 @@ class TransformersImageSpec(HubSpec):
         return image_model(self, network, option_names(network.config.id2label))
 
 
-class TransformersChoiceSpec(HubSpec):
-    """`{kind: transformers-choice, model: ORG/NAME, scoring: letter}`: a causal language model.
+class HubLanguageSpec(HubSpec, LanguageSpec):
+    """A language model by hub id or local folder.
 
-    model: a hub id or a local folder.   gguf_file: a GGUF file there, whose weights are dequantised.
-    scoring: "letter", the next-token logits of the options' letters after a prompt that lists them, one forward
-    pass; or "text", the log-likelihood of each option's text after the question, divided by its length in bytes.
-    chat_template: whether questions go through the model's own; by default letters do if it has one, texts do not.
-    batch_tokens: most tokens, padding included, of one forward pass; a batch's questions are sorted by length
-    into such passes.   max_tokens: longest sequence, by default the model's context.
+    chat_template: whether prompts go through the model's own; by default they do if it has one, unless the texts of
+    the options are compared.   max_tokens: longest sequence, by default the model's context.
+    """
+
+    SPANS_GPUS: ClassVar[bool] = True
+    chat_template: bool | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
+class TransformersChoiceSpec(HubLanguageSpec):
+    """`{kind: transformers-choice, model: ORG/NAME}`: a language model in torch that chooses among options.
+
+    gguf_file: a GGUF file there, whose weights are dequantised.   batch_tokens: most tokens, padding included, of one
+    forward pass; a batch's prompts are sorted by length into such passes.
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
-    SPANS_GPUS: ClassVar[bool] = True
-    NEEDS: ClassVar[frozenset[str]] = questions.NEEDED
-    READS: ClassVar[frozenset[str] | None] = questions.READ
     kind: Literal["transformers-choice"]
     gguf_file: str | None = None
-    scoring: Literal["letter", "text"] = "letter"
-    chat_template: bool | None = None
     batch_tokens: int = Field(default=8192, ge=1)
-    max_tokens: int | None = Field(default=None, ge=1)
 
     @property
     def answers_kind(self) -> LogitKind:
-        """Return the kind of its logits: texts have logarithms of probabilities."""
-        return "raw" if self.scoring == "letter" else "log-probabilities"
+        """Return the kind of its logits: of letters as the network gives them."""
+        return "raw" if self.answers_with == "letter" else "log-probabilities"
 
     def load_over_gpus(self) -> Model:
         """Load the model with its layers spread over all GPUs. Raises ConfigError as load, and without accelerate."""

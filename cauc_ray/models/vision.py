@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import nn
 
-from cauc_ray.errors import ConfigError, DataError, first_line, one_line
+from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, require_columns, spread
-from cauc_ray.models.device_time import DeviceTime
+from cauc_ray.models.images import ImageError, decode_image
 from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
 from cauc_ray.numbers.types import Floats
-
-# Not all that Pillow reads: it passes EPS files, which are programs, to Ghostscript.
-Image.init()
-FORMATS = tuple(
-    name for name in ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP") if name in Image.OPEN
-)
-# Preprocessing scales an image by its shorter side: 1 x 60,000 pixels would become 10 GB.
-MAX_ASPECT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,111 +118,9 @@ class ImageModel(PreparingModel):
     def _read(self, image: Any) -> torch.Tensor | str:
         """Return a preprocessed image, or the reason of its failure."""
         try:
-            decoded = decode_image(image)
-        except DataError as error:
+            return self._preprocess(decode_image(image))
+        except ImageError as error:
             return str(error)
-        if max(decoded.size) > MAX_ASPECT * min(decoded.size):
-            width, height = decoded.size
-            return f"the image is {width} x {height} pixels, more than {MAX_ASPECT} times as long as wide"
-        return self._preprocess(decoded)
-
-
-def decode_image(image: Any) -> Image.Image:
-    """Return an image in RGB from encoded bytes, or from uint8 (H, W, 3) or (H, W).
-
-    Of an animation, the first frame; of 16 bits a channel, the upper 8. Raises DataError when it is none of
-    these, or damaged.
-    """
-    if image is None:
-        raise DataError("there is no image")
-    if isinstance(image, bytes) and not image:
-        raise DataError("there is no image: the file is empty or cannot be read")
-    try:
-        with _unwarned():
-            decoded = _opened(image)
-            if 0 in decoded.size:
-                raise DataError("the image has no pixels")
-            return _eight_bits(decoded).convert("RGB")
-    except DataError:
-        raise
-    except UnidentifiedImageError as error:
-        raise DataError("the image cannot be decoded: its format is unknown") from error
-    except Exception as error:  # damaged images raise errors of many types
-        raise DataError(f"the image cannot be decoded: {one_line(error)}") from error
-
-
-def _opened(image: Any) -> Image.Image:
-    if isinstance(image, bytes):
-        return Image.open(io.BytesIO(image), formats=FORMATS)
-    pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
-        raise DataError(f"expected an image as uint8 (H, W, 3), got an array of {pixels.dtype}, shape {pixels.shape}")
-    return Image.fromarray(pixels)
-
-
-def _eight_bits(image: Image.Image) -> Image.Image:
-    """Return an image whose channels have 8 bits: Pillow's own conversion cuts off all that is above 255."""
-    # Older Pillows read a PNG of 16 bits as 32.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise DataError(f"pixels of mode {image.mode} are not supported; give 8 or 16 bits per channel")
-    return image
-
-
-_quiet = threading.Lock()
-_n_quiet = 0
-_filters = ExitStack()
-
-
-@contextmanager
-def _unwarned() -> Iterator[None]:
-    """Suppress warnings in a block that several threads may be in.
-
-    Pillow warns about images that it reads all the same: odd metadata, sizes near its limit. Filters belong to the
-    process, so the first thread to enter changes them and the last one to leave restores them.
-    """
-    global _n_quiet
-    with _quiet:
-        if _n_quiet == 0:
-            _filters.enter_context(warnings.catch_warnings(action="ignore"))
-        _n_quiet += 1
-    try:
-        yield
-    finally:
-        with _quiet:
-            _n_quiet -= 1
-            if _n_quiet == 0:
-                _filters.close()
-
-
-def params_b(network: nn.Module) -> float:
-    """Return the number of a network's parameters, in billions."""
-    return float(sum(p.numel() for p in network.parameters()) / 1e9)
-
-
-def choose_device(device: Device) -> torch.device:
-    """Return the device to use. Raises ConfigError if a GPU is required and the stage has none."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
-
-
-def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
-    """Return the precision to compute in: as asked, else bfloat16 on a GPU that has it and float32 elsewhere."""
-    if dtype == "auto":
-        # Older GPUs emulate it, and are slow.
-        has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_it else torch.float32
-    chosen: torch.dtype = getattr(torch, dtype)
-    return chosen
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a precision's name as pool files have it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:

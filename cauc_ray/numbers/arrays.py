@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from cauc_ray.errors import ConfigError, DataError, unknown_name
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits, Costs
 from cauc_ray.numbers.logits import (
     MUST_BE_DECLARED,
     NOT_PROBABILITIES,

@@ -12,15 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial, reduce
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from cauc_ray.numbers.chain import ChainPart, Rows
 from cauc_ray.numbers.likelihood import Sums, nll, sample, squares, sums
 from cauc_ray.numbers.types import Floats, Ints
-
-T = TypeVar("T")
 
 # One standard deviation of a bias's prior changes odds by a factor of e.
 PRIOR_VARIANCE = 1.0
@@ -145,22 +143,15 @@ def fit_temperatures(sources: Sequence[Rows], labels: Ints) -> TemperatureFit:
     return solve_temperatures(Parts.of(ChainPart(tuple(sources), labels, np.arange(len(labels)))))
 
 
-class Each(Protocol):
-    """Asks every part the same question and returns the answers in the order of the parts."""
-
-    def __call__(self, ask: Callable[[ChainPart], T], /) -> list[T]:
-        """Ask all parts."""
-        ...
-
-
 class Parts:
     """The rows of a fit in one or more parts, local or remote; a fit asks only for sums and for a few rows.
 
-    each: asks every part the same question.   n: rows of all parts.   lowest, highest: bounds of the weights, (P,).
+    each: asks every part the same question, and returns the answers in the order of the parts.   n: rows of all parts.
+    lowest, highest: bounds of the weights, (P,).
     flat: which arrays are constant, (P,).
     """
 
-    def __init__(self, each: Each, n: int) -> None:
+    def __init__(self, each: Callable[[Callable[[ChainPart], Any]], list[Any]], n: int) -> None:
         """Ask the parts for some rows."""
         self.each, self.n = each, n
         found = each(partial(sample, step=max(1, n // _SAMPLE_ROWS)))
@@ -184,16 +175,13 @@ class Parts:
     @classmethod
     def of(cls, part: ChainPart) -> Parts:
         """Return rows in memory as one part."""
-
-        def each(ask: Callable[[ChainPart], T], /) -> list[T]:
-            return [ask(part)]
-
-        return cls(each, len(part))
+        return cls(lambda ask: [ask(part)], len(part))
 
     def means(self, at: Floats) -> Sums:
         """Return the means over all rows at these weights and biases, in one pass."""
         dtype = self._dtype if len(at) == len(self.lowest) else np.float64
-        return reduce(Sums.__add__, self.each(partial(sums, at=at, dtype=dtype))) / self.n
+        found: list[Sums] = self.each(partial(sums, at=at, dtype=dtype))
+        return reduce(Sums.__add__, found) / self.n
 
     def means_of_some(self, at: Floats) -> Sums:
         """Return the means over the chosen rows at these weights and biases."""
@@ -201,7 +189,7 @@ class Parts:
 
     def nll(self, at: Floats) -> float:
         """Return the mean NLL at these weights, in nats."""
-        return sum(self.each(partial(nll, at=at, dtype=self._dtype))) / self.n
+        return float(sum(self.each(partial(nll, at=at, dtype=self._dtype)))) / self.n
 
     def squares(self, at: Floats, directions: Floats) -> tuple[float, Floats]:
         """Return the mean NLL, and the mean squares of the rows' gradients along directions, (P, D)."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.softmax import top_option
+from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 CalibratorKind: TypeAlias = Literal["temperature", "offsets", "isotonic"]

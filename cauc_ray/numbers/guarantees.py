@@ -1,19 +1,37 @@
-"""The paper's propositions as numbers: a stage's guaranteed accuracy and regret next to what was observed.
+"""Guarantees: the paper's propositions as numbers, and thresholds whose risk is certified.
 
-Both are about conditional accuracies, which are unknown. They are estimated over bins of equal width, split once more
-at the threshold so that each bin is accepted or deferred as a whole. For these estimates the inequalities are valid up
-to rounding on every sample; the estimates themselves may differ from the population's values.
+The propositions are about conditional accuracies, which are unknown. They are estimated over bins of equal width, split
+once more at the threshold so that each bin is accepted or deferred as a whole. For these estimates the inequalities are
+valid up to rounding on every sample; the estimates themselves may differ from the population's values.
+
+A certificate is fixed-sequence testing with exact binomial tails.
+The risk is that of every answer given before the last stage, whichever stage gave it. A threshold's hypothesis is that
+its risk is above the limit; among the rows that it accepts, errors are binomial, which makes the tail an exact
+p-value. Thresholds are tested one after another, each at the full level, in an order fixed before validation is
+looked at, up to the first that is not rejected: that a wrong one is ever accepted then has no more than the
+probability of one test (Angelopoulos et al., "Learn then Test"). The order is fixed by the calibration split: it names
+the thresholds, by the shares of rows that they accept, and where to begin: at the one of least p-value there.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from cauc_ray.errors import ConfigError, DataError, RiskError
+from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.intervals import binomial_tail, least_accepted, risk_upper_bound
 from cauc_ray.numbers.metrics import EDGES, CalibrationSums
-from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.numbers.sweep import Frontier, sweep
+from cauc_ray.numbers.types import Bools, Floats, Ints
+
+# Each threshold accepts a hundredth more of the calibration rows than the one before it: what the steps leave of
+# coverage, and with finer ones noise would more often end the sequence early.
+N_STEPS = 100
+_SPELLING = re.compile(r"risk<=([0-9]*\.?[0-9]+)@([0-9]*\.?[0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +109,143 @@ def stage_guarantees(
         fallback_loss=error + weight * cost,
         reference_loss=reference,
         cost_weight=weight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RiskLimit:
+    """The largest allowed risk of early answers, and the confidence with which it is certified; both in (0, 1)."""
+
+    risk: float
+    confidence: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("risk", self.risk), ("confidence", self.confidence)):
+            if not 0 < value < 1:
+                raise ConfigError(f"a {name} to certify must lie between 0 and 1, got {value:g}")
+
+    @classmethod
+    def parse(cls, text: str) -> RiskLimit:
+        """Read "risk<=RISK@CONFIDENCE". Raises ConfigError for any other text.
+
+        >>> RiskLimit.parse("risk<=0.05@0.95")
+        RiskLimit(risk=0.05, confidence=0.95)
+        """
+        matched = _SPELLING.fullmatch(text)
+        if matched is None:
+            raise ConfigError(f"{text!r} is not of the form risk<=RISK@CONFIDENCE, such as risk<=0.05@0.95")
+        return cls(float(matched[1]), float(matched[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyAnswers:
+    """At every threshold: how many of n rows are answered before the last stage, and how many of these wrongly.
+
+    n_accepted, n_wrong: int (P,), at the frontier's points.   highest: float64 (n,), the highest threshold at which
+    each row is answered early.
+    """
+
+    n: int
+    n_accepted: Ints
+    n_wrong: Ints
+    highest: Floats
+    frontier: Frontier
+
+    def at(self, thresholds: Floats) -> tuple[Ints, Ints]:
+        """Return n_accepted and n_wrong at the given thresholds."""
+        points = self.frontier.index(thresholds)
+        return self.n_accepted[points], self.n_wrong[points]
+
+    def plug_in(self, risk: float) -> tuple[float, int] | None:
+        """Return the threshold of most coverage whose risk on these rows is within the limit, and its coverage in rows.
+
+        None if there is none. It guarantees nothing: it is selected on the same rows, and on new ones its risk exceeds
+        the limit about half of the time.
+        """
+        kept = np.flatnonzero((self.n_accepted > 0) & (self.n_wrong <= risk * self.n_accepted))
+        if not len(kept):
+            return None
+        return float(self.frontier.settings[kept[0]]), int(self.n_accepted[kept[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class CertifiedThreshold:
+    """A threshold whose risk is certified, with its counts on validation.
+
+    n_accepted: of n rows.   upper_bound: exact bound of the risk at the limit's confidence.
+    """
+
+    threshold: float
+    n: int
+    n_accepted: int
+    n_wrong: int
+    upper_bound: float
+
+
+def early_answers(confidences: Floats, correct: Bools) -> EarlyAnswers:
+    """Count early answers at every threshold.
+
+    confidences: float64 (n, S - 1), of the stages but the last.   correct: bool (n, S - 1), whether a row is right if
+    it stops there. Raises DataError if there are no rows or no such stages.
+    """
+    if confidences.ndim != 2 or correct.shape != confidences.shape or not confidences.size:
+        raise DataError(
+            f"a certificate needs confidences and correctness of the same rows at one stage or more before the last, "
+            f"got {confidences.shape} and {correct.shape}"
+        )
+    n, m = confidences.shape
+    # The last stage counts as always right, so errors are those of early answers; only it costs, so cost is deferral.
+    answers = np.concatenate([correct, np.ones((n, 1), dtype=bool)], axis=1).astype(np.int32)
+    costs = Costs("rows", np.append(np.zeros(m), 1.0))
+    frontier = sweep(confidences, answers, np.ones(n, dtype=np.int32), costs)
+    n_deferred, n_right = (np.rint(n * part).astype(np.int64) for part in (frontier.cost, frontier.quality))
+    return EarlyAnswers(n, n - n_deferred, n - n_right, confidences.max(axis=1), frontier)
+
+
+def certify(calibration: EarlyAnswers, validation: EarlyAnswers, limit: RiskLimit) -> CertifiedThreshold:
+    """Return the threshold of most coverage whose risk is certified on validation.
+
+    With probability limit.confidence over the validation rows, its risk on inputs of their distribution is at most
+    limit.risk, for each calibration split. Raises RiskError if none is certified.
+    """
+    sequence = order_of_tests(calibration, limit)
+    accepted, wrong = validation.at(sequence)
+    last = -1
+    for step, (n_accepted, n_wrong) in enumerate(zip(accepted.tolist(), wrong.tolist(), strict=True)):
+        if binomial_tail(n_wrong, n_accepted, limit.risk) > 1 - limit.confidence:
+            break
+        last = step
+    if last < 0:
+        raise RiskError(_why_none(float(sequence[0]), int(accepted[0]), int(wrong[0]), limit))
+    n_accepted, n_wrong = int(accepted[last]), int(wrong[last])
+    bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
+    return CertifiedThreshold(float(sequence[last]), validation.n, n_accepted, n_wrong, bound)
+
+
+def order_of_tests(calibration: EarlyAnswers, limit: RiskLimit) -> Floats:
+    """Return the thresholds to test in order, falling, float64 (at most N_STEPS,).
+
+    The first has the smallest p-value on the calibration rows (the highest among equals); all lower ones follow.
+    """
+    ranked = np.sort(calibration.highest)[::-1]
+    ranks = np.unique((np.arange(1, N_STEPS + 1) * len(ranked) + N_STEPS - 1) // N_STEPS)
+    above, below = ranked[ranks - 1], np.append(ranked, 0.0)[ranks]
+    grid = np.unique(below + (above - below) / 2)[::-1]
+    accepted, wrong = calibration.at(grid)
+    tails = [
+        binomial_tail(n_wrong, n_accepted, limit.risk)
+        for n_accepted, n_wrong in zip(accepted.tolist(), wrong.tolist(), strict=True)
+    ]
+    sequence: Floats = grid[int(np.argmin(tails)) :]
+    return sequence
+
+
+def _why_none(threshold: float, n_accepted: int, n_wrong: int, limit: RiskLimit) -> str:
+    bound = risk_upper_bound(n_wrong, n_accepted, limit.confidence)
+    return (
+        f"no threshold is certified: at {threshold:.4g}, where calibration has the strongest evidence, {n_wrong:,} of "
+        f"the {n_accepted:,} validation examples answered early are wrong, so the risk may be as high as "
+        f"{100 * bound:.3g} % at {100 * limit.confidence:g} % confidence, above the limit of {100 * limit.risk:g} %; "
+        "allow more risk or less confidence, or label more validation examples (at least "
+        f"{least_accepted(limit.risk, limit.confidence):,} must be answered early, even if none is wrong)"
     )

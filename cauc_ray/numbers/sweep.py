@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import BudgetError, DataError
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 Objective: TypeAlias = Literal["accuracy", "macro-f1"]

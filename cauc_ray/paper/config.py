@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field, model_validator
 
 from cauc_ray.api.options import Location, Seed
-from cauc_ray.comparison.quoted import columns_of
+from cauc_ray.comparison.measuring import columns_of
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.models.section import Section
+from cauc_ray.models.kind import Section
 from cauc_ray.numbers.sweep import Objective
 
 # Tables in which all methods are compared on chains.

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from cauc_ray.api.plots import BLUE, COLORS, GREY, MARKERS, ORANGE, VERMILION, halo, saved_figure
 from cauc_ray.comparison.comparing import Comparison
-from cauc_ray.comparison.kept import Written
-from cauc_ray.comparison.quoted import paper_name
+from cauc_ray.comparison.measuring import paper_name
+from cauc_ray.comparison.tasks import Written
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.paper.config import COMPARED, ComparedChain, ReliabilityFigure

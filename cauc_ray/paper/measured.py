@@ -11,15 +11,15 @@ import numpy as np
 
 from cauc_ray.api.offline import evaluate, fit
 from cauc_ray.comparison.comparing import Comparison, compare
-from cauc_ray.comparison.kept import Written
+from cauc_ray.comparison.tasks import Written
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import GuardWarning
 from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.metrics import reliability_bins
-from cauc_ray.numbers.softmax import top_option
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.paper.config import Chain, ComparedChain, Entry, GrowingChain, PaperConfig, ReliabilityFigure
-from cauc_ray.policies.cauc_base import BasePolicy
+from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.policy import Policy
 

@@ -13,36 +13,21 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.api.offline import require_apart
-from cauc_ray.api.plots import require_matplotlib
-from cauc_ray.comparison.kept import run_kept
-from cauc_ray.comparison.measuring import SINGLE, published, require_methods
-from cauc_ray.comparison.quoted import columns_of, paper_name
+from cauc_ray.comparison.measuring import SINGLE, columns_of, paper_name, published, require_methods
+from cauc_ray.comparison.tasks import run_kept
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.tasks import Outcome, Task
-from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import write_json, write_text
-from cauc_ray.files.listing import content_digest
+from cauc_ray.files.documents import make_folder, write_json, write_text
 from cauc_ray.files.parquet import write_parquet
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.paths import AnyPath, content_digest, path_of
 from cauc_ray.paper.config import COMPARED, Chain, ComparedChain, Entry, PaperConfig
 from cauc_ray.paper.figures import Drawn, Found, draw_figures
 from cauc_ray.paper.measured import comparison_of, measure
 from cauc_ray.paper.tables import CONTENTS, PaperTable, table_of
 
 
-@dataclass(frozen=True, slots=True)
-class NotRun:
-    """A table's column, a method or an entry of the config that is not measured, and why."""
-
-    what: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.why}"
-
-
-def plan_of(config: PaperConfig) -> tuple[list[Task], list[NotRun]]:
+def plan_of(config: PaperConfig) -> tuple[list[Task], dict[str, str]]:
     """Return what to run, in the order of the config, and what not: entries whose logits are missing, other columns.
 
     Raises ConfigError where the folder of sets is missing.
@@ -51,12 +36,12 @@ def plan_of(config: PaperConfig) -> tuple[list[Task], list[NotRun]]:
         raise ConfigError(f"there is no folder {config.logits} with sets of logits; name it with logits:")
     digest = cache(content_digest)  # many entries are of the same set
     tasks: list[Task] = []
-    not_run: list[NotRun] = []
+    not_run: dict[str, str] = {}
     for part, entries in config.parts.items():
         for entry in entries:
             why = _missing(config.logits, entry)
             if why is not None:
-                not_run.append(NotRun(f"{part} / {entry.name}", why))
+                not_run[f"{part} / {entry.name}"] = why
                 continue
             # All that its value depends on: the entry, and what the files hold.
             identity: list[Any] = [[digest(path) for path in entry.reads(config.logits)], entry.model_dump(mode="json")]
@@ -64,8 +49,8 @@ def plan_of(config: PaperConfig) -> tuple[list[Task], list[NotRun]]:
                 identity += [list(config.methods), config.seed]
             tasks.append(Task(part, entry.name, partial(measure, config, part, entry), json.dumps(identity)))
         shown = {entry.published for entry in entries if isinstance(entry, Chain)}
-        columns = [column for column in columns_of(part) if column not in shown]
-        not_run += [NotRun(f"{part} / {column}", "no logit table of it is configured") for column in columns]
+        columns = [f"{part} / {column}" for column in columns_of(part) if column not in shown]
+        not_run |= dict.fromkeys(columns, "no logit table of it is configured")
     return tasks, not_run
 
 
@@ -83,13 +68,14 @@ def _missing(root: AnyPath, entry: Entry) -> str | None:
 class Paper:
     """What a run made.
 
-    failed: tasks that have no value, and why, in one line each.   warned: what tasks warned of.   seconds: of it all.
+    not_run: entries, columns of tables and methods that are not measured, and why.   failed: tasks that have no value,
+    and why, in one line each.   warned: what tasks warned of.   seconds: of it all.
     """
 
     config: PaperConfig
     tables: tuple[PaperTable, ...]
     figures: tuple[Drawn, ...]
-    not_run: tuple[NotRun, ...]
+    not_run: dict[str, str]
     failed: tuple[str, ...]
     warned: tuple[str, ...]
     seconds: float
@@ -102,7 +88,7 @@ class Paper:
             "seconds": self.seconds,
             "tables": {table.name: list(table.rows) for table in self.tables},
             "figures": [{"name": each.name, "caption": each.caption} for each in self.figures],
-            "not_run": [{"what": each.what, "why": each.why} for each in self.not_run],
+            "not_run": [{"what": what, "why": why} for what, why in self.not_run.items()],
             "failed": list(self.failed),
             "warned": list(self.warned),
         }
@@ -113,7 +99,10 @@ class Paper:
         parts += [table.markdown() for table in self.tables]
         for each in self.figures:
             parts += [f"## {each.title}", f"![{each.title}](figures/{each.name}.png)", each.caption]
-        parts += [*_section("Not run here", self.not_run), *_section("Warnings", self.warned)]
+        parts += [
+            *_section("Not run here", [f"{what}: {why}" for what, why in self.not_run.items()]),
+            *_section("Warnings", self.warned),
+        ]
         return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
     def save(self, folder: AnyPath) -> None:
@@ -150,7 +139,7 @@ def run_paper(
             where Ray cannot be reached.
     """
     started = time.perf_counter()
-    require_matplotlib()
+    require_packages("a plot", "reports", "matplotlib")
     require_methods(config.methods)
     tasks, not_run = plan_of(config)
     require_apart(output, *config.reads())
@@ -167,7 +156,7 @@ def run_paper(
         config=config,
         tables=tuple(table_of(name, found[name]) for name in config.tables.by_name if found[name]),
         figures=tuple(draw_figures(found, folder / "figures")),
-        not_run=(*not_run, *_methods_not_run(found)),
+        not_run=not_run | _methods_not_run(found),
         failed=tuple(f"{each.task}: {each.error}" for each in in_order if each.error is not None),
         warned=tuple(f"{each.task}: {warning}" for each in in_order for warning in each.warnings),
         seconds=time.perf_counter() - started,
@@ -176,19 +165,19 @@ def run_paper(
     return paper
 
 
-def _methods_not_run(found: Found) -> Sequence[NotRun]:
-    """Return the methods that a comparison left out, and the others of the paper's tables."""
-    not_run: dict[str, NotRun] = {}
+def _methods_not_run(found: Found) -> dict[str, str]:
+    """Return by name the methods that a comparison left out, and the others of the paper's tables, and why."""
+    not_run: dict[str, str] = {}
     for part in COMPARED:
         comparisons = [comparison_of(value) for _, value in found[part]]
         absent = {each["method"]: each["why"] for comparison in comparisons for each in comparison.not_run}
-        not_run |= {method: NotRun(f"method {paper_name(method)}", why) for method, why in absent.items()}
+        not_run |= {f"method {paper_name(method)}": why for method, why in absent.items()}
         seen = {row["method"] for comparison in comparisons for row in comparison.rows} | set(absent)
         for method in dict.fromkeys(method for rows in columns_of(part).values() for method in rows if comparisons):
             if not method.startswith(SINGLE) and not any(m == method or m.startswith(f"{method}-") for m in seen):
-                not_run[f"{part}/{method}"] = NotRun(f"{part} / {paper_name(method)}", "the method was not run")
-    return list(not_run.values())
+                not_run[f"{part} / {paper_name(method)}"] = "the method was not run"
+    return not_run
 
 
-def _section(title: str, lines: Sequence[object]) -> list[str]:
+def _section(title: str, lines: Sequence[str]) -> list[str]:
     return [f"## {title}", "\n".join(f"- {line}" for line in lines)] if lines else []

@@ -10,10 +10,9 @@ from itertools import chain as joined
 from itertools import product, zip_longest
 from typing import Any, TypeAlias
 
-from cauc_ray.api.tables import FORMATS, Grid, Mark, cells, decimals
-from cauc_ray.comparison.kept import Written
-from cauc_ray.comparison.measuring import published
-from cauc_ray.comparison.quoted import columns_of, paper_name, quoted_figures, quoted_table
+from cauc_ray.api.tables import FORMATS, Grid, Mark, decimals
+from cauc_ray.comparison.measuring import columns_of, paper_name, published, quoted_figures, quoted_table
+from cauc_ray.comparison.tasks import Written
 from cauc_ray.paper.config import Chain, ComparedChain
 from cauc_ray.paper.measured import comparison_of
 
@@ -209,7 +208,7 @@ def _quoted(
     """Return a table of the paper.   note: in place of its caption."""
     title = ", ".join([f"In the paper: {table['table']}", *filter(None, [" → ".join(table.get("models", ()))])])
     notes = tuple(filter(None, [note or table.get("caption")]))
-    return Grid(title, tuple(headings), tuple(cells(*each) for each in lines), notes, n_left)
+    return Grid(title, tuple(headings), tuple(map(tuple, lines)), notes, n_left)
 
 
 def _in_order(rows: Iterable[Any]) -> list[Any]:

@@ -1,26 +1,26 @@
-"""A plan's figures as `cauc plan --json` prints them."""
+"""A plan's figures: as `cauc plan --json` prints them, and as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cauc_ray.api.tables import add_row, amount, line, new_table, number, percent, print_table
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.planning.simulation import SEED
-from cauc_ray.planning.sizing import (
-    MOST_LOAD,
-    Sizing,
-    Trials,
-    holds,
-    least_counts,
-    most_rate,
-    run_of,
-    run_rows,
-    sized,
+from cauc_ray.models.resources import amounts_text
+from cauc_ray.planning.simulation import SEED, simulate_backlog
+from cauc_ray.planning.sizing import MOST_LOAD, Sizing, Trials, least_counts, most_rate, run_rows, sized
+from cauc_ray.planning.stages import (
+    EarlierRun,
+    PlannedStage,
+    RouterSeconds,
+    Timing,
+    loads,
+    reaches,
+    with_drift,
+    with_replicas,
 )
-from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, reaches, with_drift
-from cauc_ray.planning.timings import EarlierRun, Timing
 from cauc_ray.policies.policy import Policy
 
 
@@ -28,17 +28,26 @@ from cauc_ray.policies.policy import Policy
 class Chain:
     """What is planned.
 
-    stages: as they are served, one replica each.   router: what one takes, with as many as the pool allows.   rate:
-    requests a second.
+    trials: of the stages as they are served, one replica each.   router: what one takes, with as many as the pool
+    allows.
     """
 
     specs: tuple[StageSpec, ...]
     policy: Policy
     timings: Sequence[Timing]
-    stages: tuple[PlannedStage, ...]
+    trials: Trials
     router: RouterSeconds
-    rate: float
     slo_p99_s: float | None
+
+    @property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        """Return the stages, one replica each."""
+        return self.trials.stages
+
+    @property
+    def rate(self) -> float:
+        """Return the requests a second."""
+        return self.trials.rate
 
 
 def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> dict[str, Any]:
@@ -49,12 +58,12 @@ def plan_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> di
     return {
         "rate": chain.rate,
         "slo_p99_s": chain.slo_p99_s,
-        "holds": holds(sizing, chain.slo_p99_s),
+        "holds": sizing.holds(chain.slo_p99_s),
         "out_of_reach": sizing.out_of_reach,
         "most_load": MOST_LOAD,
         "requests_per_s": simulation.rows_per_s,
         "latency_s": latency_figures(sizing),
-        "router": _router_figures(chain, sizing),
+        "router": _router_figures(chain),
         "stages": stages,
         "total": {
             "replicas": sum(sizing.counts),
@@ -79,7 +88,7 @@ def drifted(chain: Chain, sizing: Sizing, factor: float) -> dict[str, Any]:
     now, anew = trials.of(sizing.counts), sized(trials, chain.slo_p99_s)
     return {
         "factor": factor,
-        "holds": holds(now, chain.slo_p99_s),
+        "holds": now.holds(chain.slo_p99_s),
         "latency_s": latency_figures(now),
         "out_of_reach": anew.out_of_reach,
         "stages": [
@@ -101,12 +110,12 @@ def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any
 
     as_run: the stages as a run has them, with the most replicas.
     """
-    most = [stage.with_replicas(spec.replicas.max) for stage, spec in zip(chain.stages, chain.specs, strict=True)]
-    least = [stage.with_replicas(spec.replicas.min) for stage, spec in zip(chain.stages, chain.specs, strict=True)]
+    most = with_replicas(chain.stages, [spec.replicas.max for spec in chain.specs])
+    least = with_replicas(chain.stages, [spec.replicas.min for spec in chain.specs])
     routers_rate = 1 / max(chain.router.load(most, 1.0), 1e-12)
     stages_rate, bottleneck = most_rate(most, 1.0)
     rate = MOST_LOAD * min(routers_rate, stages_rate)
-    run = run_of(as_run)
+    run = simulate_backlog(as_run, run_rows(as_run))
     return {
         "max_rate": rate,
         "max_rate_at_min": min(MOST_LOAD * routers_rate, most_rate(least)[0]),
@@ -114,24 +123,23 @@ def range_figures(chain: Chain, as_run: Sequence[PlannedStage]) -> dict[str, Any
         "bottleneck": most[bottleneck].name if stages_rate <= routers_rate else "router",
         "carries_rate": chain.rate <= rate,
         "run_rows_per_s": run.rows_per_s,
-        "run_rows": run_rows(as_run),
-        "run_busy": {stage.name: stage.busy for stage in run.stages},
+        "run_rows": run.n_arrived,
+        "run_busy": {own.stage.name: own.busy for own in run.stages},
     }
 
 
 def latency_figures(sizing: Sizing) -> dict[str, float] | None:
     """Return the latency's mean, p50 and p99 in seconds, None where queues grow without end."""
-    latency = sizing.simulation.latency
-    return None if latency is None or sizing.simulation.grows else asdict(latency)
+    return None if sizing.latency is None else asdict(sizing.latency)
 
 
 def resources(specs: Sequence[StageSpec], counts: Sequence[int]) -> dict[str, float]:
     """Return what replicas of stages occupy in all, by Ray's names."""
     total: dict[str, float] = {}
     for spec, n in zip(specs, counts, strict=True):
-        for name, amount in spec.resources.amounts.items():
-            if amount:
-                total[name] = total.get(name, 0.0) + n * amount
+        for name, n_each in spec.resources.amounts.items():
+            if n_each:
+                total[name] = total.get(name, 0.0) + n * n_each
     return total
 
 
@@ -179,14 +187,14 @@ def _stage_figures(chain: Chain, sizing: Sizing, earlier: EarlierRun | None) -> 
     ]
 
 
-def _router_figures(chain: Chain, sizing: Sizing) -> dict[str, Any]:
-    needed = Trials(sizing.stages, chain.rate, chain.router).router
+def _router_figures(chain: Chain) -> dict[str, Any]:
+    needed = chain.trials.router
     return {
         "per_request_s": needed.per_request,
         "per_call_s": needed.per_call,
         "replicas": needed.replicas,
         "pool_replicas": chain.router.replicas,
-        "load": needed.load(sizing.stages, chain.rate),
+        "load": needed.load(chain.stages, chain.rate),
     }
 
 
@@ -203,3 +211,121 @@ def _dearest_alone(chain: Chain, cost: float) -> dict[str, Any]:
         "cost": own[place],
         "relative_cost": cost / own[place] if own[place] > 0 else None,
     }
+
+
+def show_plan(found: Mapping[str, Any]) -> None:
+    """Show a plan: its stages, what they occupy and cost, drift, and what the pool's own range can carry."""
+    _stages(found)
+    _goal(found)
+    _resources(found)
+    _drift(found)
+    _range(found)
+    _sources(found)
+
+
+def _stages(found: Mapping[str, Any]) -> None:
+    unit = found["total"]["cost_unit"]
+    headings = ["stage", "reach", "requests/s", "replicas", "load", "busy", "batch (s)", "fill", "wait (s)"]
+    title = f"{found['pool']} at {amount(found['rate'])} requests a second, policy {found['policy_id']}"
+    table = new_table(title, [*headings, f"cost ({unit})", "share"])
+    for stage in found["stages"]:
+        add_row(
+            table,
+            stage["name"],
+            percent(stage["reach"]),
+            amount(stage["requests_per_s"]),
+            f"{stage['replicas']:,}",
+            percent(stage["load"]),
+            percent(stage["busy"]),
+            number(stage["batch_s"]),
+            percent(stage["fill"]),
+            "–" if stage["wait_s"] is None else f"{stage['wait_s']:.3g}",
+            number(stage["cost"]),
+            percent(stage["cost_share"]),
+        )
+    print_table(table)
+    line(
+        "load: of what full batches would let the replicas do; busy: of their time, in which batches that are not full "
+        "take longer for each row"
+    )
+
+
+def _goal(found: Mapping[str, Any]) -> None:
+    goal = f"p99 within {found['slo_p99_s']:g} s" if found["slo_p99_s"] else "the rate"
+    line(f"{goal} {'holds' if found['holds'] else 'does not hold'}: {_latency(found['latency_s'])}")
+    if found["out_of_reach"]:
+        line(found["out_of_reach"])
+
+
+def _latency(latency: Mapping[str, float] | None) -> str:
+    if latency is None:
+        return "more and more requests wait"
+    return f"latency p50 {latency['p50']:.3g} s, p99 {latency['p99']:.3g} s, mean {latency['mean']:.3g} s"
+
+
+def _resources(found: Mapping[str, Any]) -> None:
+    router = found["router"]
+    line(
+        f"router: {router['replicas']:,} at a load of {percent(router['load'])}; here it takes "
+        f"{1e3 * router['per_request_s']:.2f} ms a request and {1e3 * router['per_call_s']:.2f} ms a call"
+    )
+    for stage in found["stages"]:
+        line(f"{stage['name']}: {amounts_text(stage['resources'])} in all; each replica {stage['each']}")
+    total, alone = found["total"], found["dearest_alone"]
+    relative = "" if alone["relative_cost"] is None else f", {alone['relative_cost']:.2f} of the most expensive alone"
+    line(
+        f"in all {total['replicas']:,} replicas, {amounts_text(total['resources'])}; a request costs "
+        f"{number(total['cost'])} {total['cost_unit']}{relative}"
+    )
+    line(
+        f"every request at {alone['name']} alone: {alone['replicas']:,} replicas, {amounts_text(alone['resources'])}, "
+        f"{number(alone['cost'])} {total['cost_unit']} a request"
+    )
+
+
+def _drift(found: Mapping[str, Any]) -> None:
+    names = [stage["name"] for stage in found["stages"]]
+    table = new_table(
+        "if every deferral rate is", ["times", "the plan", "p99 (s)", *(f"load {n}" for n in names), "needed"]
+    )
+    for of in found["drift"]:
+        latency = of["latency_s"]
+        add_row(
+            table,
+            f"{of['factor']:g} ×",
+            "holds" if of["holds"] else "does not hold",
+            "–" if latency is None else f"{latency['p99']:.3g}",
+            *(percent(stage["load"]) for stage in of["stages"]),
+            "out of reach" if of["out_of_reach"] else " + ".join(f"{stage['needed']:,}" for stage in of["stages"]),
+        )
+    print_table(table)
+
+
+def _range(found: Mapping[str, Any]) -> None:
+    own = found["range"]
+    line(
+        f"the pool's replicas (max) carry {amount(own['max_rate'])} requests a second at a load of "
+        f"{percent(found['most_load'])}, {amount(own['saturated_rate'])} at most; the bottleneck is "
+        f"{own['bottleneck']!r}; as a run over {own['run_rows']:,} rows, {amount(own['run_rows_per_s'])} rows a second"
+    )
+
+
+def _sources(found: Mapping[str, Any]) -> None:
+    for stage in found["stages"]:
+        seconds = stage["seconds"]
+        own = seconds["seconds"]
+        told = {"ledger": "an earlier run's ledger", "measured": "measured now", "saved": "as the saved stage is told"}
+        fit = f", {seconds['n_calls']:,} calls, off by {percent(seconds['error'])}" if seconds["n_calls"] else ""
+        seen = stage["ledger_deferral"]
+        defers = f"; defers {percent(stage['deferral'])}" + (
+            f", in the ledger {percent(seen)}" if seen is not None else ""
+        )
+        line(
+            f"{stage['name']}: a batch takes {own['per_call']:.4g} s and {own['per_row']:.4g} s a row "
+            f"({told[seconds['source']]}{fit}){defers}"
+        )
+    simulated = found["simulated"]
+    line(
+        f"simulated with seed {simulated['seed']}: {simulated['requests']:,} requests, "
+        f"{simulated['window_s']:.3g} s of them measured; planned in {found['elapsed_s']:.1f} s"
+    )

@@ -6,6 +6,8 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from cauc_ray.api.offline import policy_of
@@ -16,10 +18,8 @@ from cauc_ray.errors import CaucWarning, ConfigError
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.planning.figures import Chain, drifted, plan_figures, range_figures
-from cauc_ray.planning.routing import time_router
 from cauc_ray.planning.sizing import Trials, sized
-from cauc_ray.planning.stages import PlannedStage
-from cauc_ray.planning.timings import EarlierRun, Timing, fit_seconds, read_earlier_run, saved_timing
+from cauc_ray.planning.stages import EarlierRun, PlannedStage, Timing, read_earlier_run, saved_timing
 from cauc_ray.policies.policy import Policy
 
 # A plan is looked at again with deferral rates so many times the policy's.
@@ -64,6 +64,8 @@ def plan(
     Raises:
         CaucError: for the pool, the policy, or what says how long batches take.
     """
+    from cauc_ray.planning.measuring import time_router  # Ray takes seconds to import
+
     started = time.perf_counter()
     PlanOptions.of(locals())
     _require_positive("rate", rate)
@@ -77,10 +79,11 @@ def plan(
     timings = _timings(specs, earlier, input, address, on_step)
     _warn_of_far_batches(specs, timings)
     on_step("timing the router")
-    router = time_router().with_replicas(pool.serving.router.replicas.max)
-    chain = Chain(specs, policy, timings, served_stages(specs, timings, deferral), router, rate, slo_p99_s)
+    router = replace(time_router(), replicas=pool.serving.router.replicas.max)
+    trials = Trials(served_stages(specs, timings, deferral), rate, router)
+    chain = Chain(specs, policy, timings, trials, router, slo_p99_s)
     on_step("sizing")
-    sizing = sized(Trials(chain.stages, rate, router), slo_p99_s)
+    sizing = sized(trials, slo_p99_s)
     _warn_of_range(specs, sizing.counts)
     figures = plan_figures(chain, sizing, earlier)
     if (n := figures["router"]["replicas"]) > router.replicas:
@@ -116,13 +119,7 @@ def served_stages(
 ) -> tuple[PlannedStage, ...]:
     """Return a chain as it is served, one replica each."""
     return tuple(
-        PlannedStage(
-            name=spec.name,
-            batch_size=spec.serving.batch_size or spec.batch_size,
-            batch_wait_s=spec.serving.batch_wait_s,
-            seconds=timing.seconds,
-            deferral=share,
-        )
+        PlannedStage(spec.name, _served_batch(spec), spec.serving.batch_wait_s, timing.seconds, share)
         for spec, timing, share in zip(specs, timings, deferral, strict=True)
     )
 
@@ -131,26 +128,17 @@ def run_stages(
     specs: Sequence[StageSpec], timings: Sequence[Timing], deferral: Sequence[float]
 ) -> tuple[PlannedStage, ...]:
     """Return a chain as a run has it once all the replicas work that the pool allows."""
-    return tuple(
-        PlannedStage(
-            name=spec.name,
-            batch_size=spec.batch_size,
-            batch_wait_s=spec.batch_wait_s,
-            seconds=timing.seconds,
-            deferral=share,
-            replicas=spec.replicas.max,
-            queue_rows=_queue_rows(specs, place),
-        )
-        for place, (spec, timing, share) in enumerate(zip(specs, timings, deferral, strict=True))
-    )
+    stages = [
+        PlannedStage(spec.name, spec.batch_size, spec.batch_wait_s, timing.seconds, share, spec.replicas.max)
+        for spec, timing, share in zip(specs, timings, deferral, strict=True)
+    ]
+    for place, (before, at) in enumerate(pairwise(stages), 1):  # the first one's rows are all there
+        stages[place] = replace(at, queue_rows=queue_rows(at.batch_size, at.replicas, fed_rows(before.batch_size)))
+    return tuple(stages)
 
 
-def _queue_rows(specs: Sequence[StageSpec], place: int) -> int | None:
-    """Return what may wait before a stage of a run; of the first, whose rows are all there, it does not matter."""
-    if place == 0:
-        return None
-    spec = specs[place]
-    return queue_rows(spec.batch_size, spec.replicas.max, fed_rows(specs[place - 1].batch_size))
+def _served_batch(spec: StageSpec) -> int:
+    return spec.serving.batch_size or spec.batch_size
 
 
 def _require_positive(what: str, value: float) -> None:
@@ -171,18 +159,7 @@ def _timings(
         return [earlier.timings[spec.name] for spec in specs]
     if input is not None:
         return _measured(specs, input, address, on_step)
-    return [_saved(spec) for spec in specs]
-
-
-def _saved(spec: StageSpec) -> Timing:
-    timing = saved_timing(spec)
-    if timing is None or not timing.seconds.of(1):
-        why = "is told to take no time" if timing else "is not a saved one"
-        raise ConfigError(
-            f"nobody knows the seconds of stage {spec.name!r}, which {why}: give the folder of an earlier run "
-            "(--ledger RUN), or rows to measure them on (--input DATA)"
-        )
-    return timing
+    return [saved_timing(spec) for spec in specs]
 
 
 def _measured(
@@ -190,21 +167,18 @@ def _measured(
 ) -> list[Timing]:
     """Time the stages on Ray, with batches up to the larger of their two sizes."""
     from cauc_ray.execution.session import ray_session
-    from cauc_ray.execution.timing import time_stages
+    from cauc_ray.planning.measuring import time_stages
 
     rows = open_input(input)
-    largest = [
-        spec.model_copy(update={"batch_size": max(spec.batch_size, spec.serving.batch_size or 1)}) for spec in specs
-    ]
+    largest = [spec.model_copy(update={"batch_size": max(spec.batch_size, _served_batch(spec))}) for spec in specs]
     on_step("starting Ray")
     with ray_session(address, max(spec.resources.num_cpus for spec in specs)):
-        timed = time_stages(largest, rows, lambda name: on_step(f"timing {name}"))
-    return [fit_seconds(calls.rows, calls.seconds, "measured") for calls in timed]
+        return time_stages(largest, rows, lambda name: on_step(f"timing {name}"))
 
 
 def _warn_of_far_batches(specs: Sequence[StageSpec], timings: Sequence[Timing]) -> None:
     for spec, timing in zip(specs, timings, strict=True):
-        size = spec.serving.batch_size or spec.batch_size
+        size = _served_batch(spec)
         if timing.n_calls and size > FAR * timing.most_rows:
             _warn(
                 f"stage {spec.name!r} is planned with batches of {size}, none of more than {timing.most_rows} was timed"

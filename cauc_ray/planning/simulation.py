@@ -11,23 +11,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import cast
 
 import numpy as np
 
 from cauc_ray.cascade.request_queue import RequestLimits
-from cauc_ray.cascade.requests import RequestScheduler
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call, Owner
+from cauc_ray.cascade.requests import OpenRequests, RequestScheduler
+from cauc_ray.cascade.rows import Call, CallResult, Owner
 from cauc_ray.cascade.scheduler import Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import StageLimits
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.planning.measures import Latency, Simulation, StageFigures, StageMeter, Window
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, reaches
-from cauc_ray.serving.open_requests import OpenRequests
 
 SEED = 0
 NO_TIME = RouterSeconds()
@@ -46,6 +43,103 @@ GROWTH, CHANCE = 0.02, 5.0
 UNBOUNDED = 1 << 60
 # The clock moves on by this at least, so that a time that was rounded down is reached all the same.
 LEAST_WAIT_S = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """When measuring begins and ends, in seconds."""
+
+    first: float
+    last: float
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it is."""
+        return self.last - self.first
+
+
+@dataclass(slots=True)
+class StageFigures:
+    """What a stage did in a window.
+
+    calls, rows: that began to be computed in it.   busy_s: that replicas computed.   waited_s: from when rows reached
+    the stage to when their calls began.   most_queued: rows in its queue at once, at most.
+    """
+
+    stage: PlannedStage
+    window: Window
+    calls: int = 0
+    rows: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    most_queued: int = 0
+
+    def started(self, n: int, starts: float, ends: float, waited_s: float) -> None:
+        """Count a call of n rows that begins to be computed."""
+        first, last = self.window.first, self.window.last
+        self.busy_s += max(0.0, min(ends, last) - max(starts, first))
+        if first <= starts <= last:
+            self.calls, self.rows, self.waited_s = self.calls + 1, self.rows + n, self.waited_s + waited_s
+
+    # Sums of floats may exceed what they sum up to by a rounding.
+
+    @property
+    def busy(self) -> float:
+        """Return the share of its replicas' time that they computed."""
+        return min(1.0, self.busy_s / (self.window.seconds * self.stage.replicas)) if self.window.seconds else 0.0
+
+    @property
+    def fill(self) -> float | None:
+        """Return the rows of its calls over what full ones hold, None without a call."""
+        return self.rows / (self.calls * self.stage.batch_size) if self.calls else None
+
+    @property
+    def wait_s(self) -> float | None:
+        """Return the mean seconds that a row waited, None without a row."""
+        return max(0.0, self.waited_s / self.rows) if self.rows else None
+
+    @property
+    def waiting_rows(self) -> float:
+        """Return how many rows waited on average."""
+        return max(0.0, self.waited_s / self.window.seconds) if self.window.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds from a request's arrival to its answer, over n of them."""
+
+    mean: float
+    p50: float
+    p99: float
+    n: int
+
+    @classmethod
+    def of(cls, seconds: Floats) -> Latency | None:
+        """Summarise latencies, float (n,); None where there are none."""
+        if not len(seconds):
+            return None
+        p50, p99 = np.percentile(seconds, [50, 99])
+        return cls(float(seconds.mean()), float(p50), float(p99), len(seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a simulated cascade did.
+
+    rows_per_s: answered within the window.   latency: of those, None for a backlog or where none was answered.
+    n_arrived, n_answered, n_left: rows over the whole time.   grows: whether more and more rows wait: a stage's load
+    is 1 or more, or its queue grew.
+    window_s: seconds of the window; of a backlog, from the first call to the end of the last.
+    """
+
+    rows_per_s: float
+    latency: Latency | None
+    n_arrived: int
+    n_answered: int
+    n_left: int
+    grows: bool
+    window_s: float
+    stages: tuple[StageFigures, ...]
 
 
 def simulate_arrivals(
@@ -101,14 +195,14 @@ def simulate_trace(
     n_before = int(np.searchsorted(times, window.first, "right"))
     n_within, left_before = cascade.n_arrived - n_before, n_before - (n_answered - len(latencies))
     return Simulation(
-        rows_per_s=len(latencies) / (window.last - window.first),
+        rows_per_s=len(latencies) / window.seconds,
         latency=Latency.of(latencies),
         n_arrived=cascade.n_arrived,
         n_answered=n_answered,
         n_left=n_left,
         grows=n_left - left_before > max(GROWTH * n_within, CHANCE * math.sqrt(max(1, n_within))),
-        window_s=window.last - window.first,
-        stages=cascade.figures(window.last - window.first),
+        window_s=window.seconds,
+        stages=cascade.figures,
     )
 
 
@@ -121,6 +215,8 @@ def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int =
     scheduler.end_input()
     rows = _Arrivals(np.zeros(n_rows), _stops(stages, n_rows, np.random.default_rng(seed)))
     cascade.run(scheduler, iter([rows]), lambda rows: scheduler.submit(rows, [Chunk(None, rows.n, 0.0)], cascade.now))
+    for own in cascade.figures:
+        own.window = Window(0.0, cascade.now)
     return Simulation(
         rows_per_s=n_rows / cascade.now if cascade.now else math.inf,
         latency=None,
@@ -129,7 +225,7 @@ def simulate_backlog(stages: Sequence[PlannedStage], n_rows: int, *, seed: int =
         n_left=rows.n_left,
         grows=False,
         window_s=cascade.now,
-        stages=cascade.figures(cascade.now),
+        stages=cascade.figures,
     )
 
 
@@ -176,7 +272,7 @@ class _Cascade:
         self.n_arrived = 0
         self.latencies: list[Floats] = []
         self._stages, self._window, self._router = stages, window, router
-        self._meters = [StageMeter(stage, window.first, window.last) for stage in stages]
+        self.figures = tuple(StageFigures(stage, window) for stage in stages)
         self._ends: list[tuple[float, int, Call]] = []
         self._number = count()
 
@@ -206,19 +302,15 @@ class _Cascade:
             while self._ends and self._ends[0][0] <= now:
                 self._end(scheduler, heapq.heappop(self._ends)[-1])
 
-    def figures(self, window_s: float) -> tuple[StageFigures, ...]:
-        """Return what each stage did.   window_s: seconds of the window."""
-        return tuple(meter.figures(window_s) for meter in self._meters)
-
     def _send(self, scheduler: Scheduler) -> None:
         """Send what can go now: a replica computes its calls one after the other."""
-        for meter, at in zip(self._meters, scheduler.stages, strict=True):
-            meter.queued(at.queued_rows)
+        for own, at in zip(self.figures, scheduler.stages, strict=True):
+            own.most_queued = max(own.most_queued, at.queued_rows)
         while (call := scheduler.next_call(self.now)) is not None:
             n, starts = len(call), max(self.now, self._free_at[call.replica])
             ends = self._free_at[call.replica] = starts + self._stages[call.stage].seconds.of(n)
             waited_s = sum(len(rows) * (starts - rows.ready_at) for rows in call.rows)
-            self._meters[call.stage].started(n, starts, ends, waited_s)
+            self.figures[call.stage].started(n, starts, ends, waited_s)
             heapq.heappush(self._ends, (ends, next(self._number), call))
 
     def _end(self, scheduler: Scheduler, call: Call) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.types import Floats
-from cauc_ray.planning.measures import Simulation
-from cauc_ray.planning.simulation import NO_TIME, simulate_arrivals, simulate_backlog
+from cauc_ray.planning.simulation import NO_TIME, Latency, Simulation, simulate_arrivals
 from cauc_ray.planning.stages import PlannedStage, RouterSeconds, loads, reaches, with_replicas
 
 # A plan leaves a fifth of every stage's capacity for what no average tells.
@@ -44,14 +43,28 @@ class Sizing:
         """Return the replicas of each stage."""
         return tuple(stage.replicas for stage in self.stages)
 
+    @property
+    def latency(self) -> Latency | None:
+        """Return the latency, None where queues grow without end."""
+        return None if self.simulation.grows else self.simulation.latency
+
+    @property
+    def p99_s(self) -> float:
+        """Return the 99th percentile of the latency, in seconds; without end where queues are."""
+        return math.inf if self.latency is None else self.latency.p99
+
+    def holds(self, slo_p99_s: float | None) -> bool:
+        """Say whether these replicas sustain the rate, within the goal if there is one."""
+        return not self.simulation.grows and (slo_p99_s is None or self.p99_s <= slo_p99_s)
+
 
 class Trials:
     """Simulations of a chain at a rate (1/s), by its replicas, with as many routers as it needs; each is done once."""
 
     def __init__(self, stages: Sequence[PlannedStage], rate: float, router: RouterSeconds = NO_TIME) -> None:
         self.stages, self.rate = tuple(stages), rate
-        one = router.with_replicas(1)
-        self.router = one.with_replicas(max(1, math.ceil(one.load(stages, rate) / MOST_LOAD * ROUNDED)))
+        one = replace(router, replicas=1)
+        self.router = replace(one, replicas=max(1, math.ceil(one.load(stages, rate) / MOST_LOAD * ROUNDED)))
         self._done: dict[tuple[int, ...], Sizing] = {}
 
     def of(self, counts: Sequence[int]) -> Sizing:
@@ -85,18 +98,13 @@ def sized(trials: Trials, slo_p99_s: float | None) -> Sizing:
     """
     stages, rate = trials.stages, trials.rate
     least = trials.of(least_counts(stages, rate))
-    if slo_p99_s is None or _p99(least) <= slo_p99_s:
+    if slo_p99_s is None or least.p99_s <= slo_p99_s:
         return least
     spare = [int(n) for n in np.clip(_needed(stages, rate, SPARE_LOAD), least.counts, MOST_REPLICAS)]
     best = trials.of(spare)
-    if _p99(best) > slo_p99_s:
+    if best.p99_s > slo_p99_s:
         return Sizing(least.stages, least.simulation, _out_of_reach(stages, best, slo_p99_s))
     return _trimmed(trials, _raised(trials, least, best, slo_p99_s), least.counts, slo_p99_s)
-
-
-def holds(sizing: Sizing, slo_p99_s: float | None) -> bool:
-    """Say whether stages sustain the rate with the replicas they have, within the goal if there is one."""
-    return not sizing.simulation.grows and (slo_p99_s is None or _p99(sizing) <= slo_p99_s)
 
 
 def most_rate(stages: Sequence[PlannedStage], most_load: float = MOST_LOAD) -> tuple[float, int]:
@@ -113,11 +121,6 @@ def run_rows(stages: Sequence[PlannedStage]) -> int:
     return int(min(MOST_RUN_ROWS, RUN_BATCHES * (batches / reached).max()))
 
 
-def run_of(stages: Sequence[PlannedStage]) -> Simulation:
-    """Simulate a run over many rows with the replicas that stages have."""
-    return simulate_backlog(stages, run_rows(stages))
-
-
 def _needed(stages: Sequence[PlannedStage], rate: float, load: float) -> Floats:
     """Return the whole replicas with which no stage has more than a load, float (M,)."""
     one_each = loads(with_replicas(stages, [1] * len(stages)), rate)
@@ -125,16 +128,10 @@ def _needed(stages: Sequence[PlannedStage], rate: float, load: float) -> Floats:
     return needed
 
 
-def _p99(sizing: Sizing) -> float:
-    """Return the 99th percentile of the latency, in seconds; without end where queues are."""
-    latency = sizing.simulation.latency
-    return float("inf") if latency is None or sizing.simulation.grows else latency.p99
-
-
 def _raised(trials: Trials, least: Sizing, most: Sizing, slo_p99_s: float) -> Sizing:
     """Raise the stage by which p99 falls most, again and again, until it is within the goal."""
     at = least
-    while _p99(at) > slo_p99_s:
+    while at.p99_s > slo_p99_s:
         raised = []
         for place, (n, limit) in enumerate(zip(at.counts, most.counts, strict=True)):
             if n < limit:
@@ -142,7 +139,7 @@ def _raised(trials: Trials, least: Sizing, most: Sizing, slo_p99_s: float) -> Si
                 raised.append(trials.of([*at.counts[:place], more, *at.counts[place + 1 :]]))
         if not raised:
             return most
-        at = min(raised, key=_p99)
+        at = min(raised, key=lambda trial: trial.p99_s)
     return at
 
 
@@ -153,7 +150,7 @@ def _trimmed(trials: Trials, at: Sizing, least: Sequence[int], slo_p99_s: float)
         while low < high:
             middle = (low + high) // 2
             trial = trials.of([*at.counts[:place], middle, *at.counts[place + 1 :]])
-            if _p99(trial) <= slo_p99_s:
+            if trial.p99_s <= slo_p99_s:
                 at, high = trial, middle
             else:
                 low = middle + 1
@@ -168,6 +165,6 @@ def _out_of_reach(stages: Sequence[PlannedStage], best: Sizing, slo_p99_s: float
     slowest = int(np.argmax(own))
     takes = ", ".join(f"{stage.name} {seconds:.3g} s" for stage, seconds in zip(stages, own, strict=True))
     return (
-        f"no number of replicas keeps p99 within {slo_p99_s:g} s: with replicas to spare it is {_p99(best):.3g} s, "
+        f"no number of replicas keeps p99 within {slo_p99_s:g} s: with replicas to spare it is {best.p99_s:.3g} s, "
         f"since a batch alone takes {takes}; lower the batch_size of {stages[slowest].name!r}, or raise the goal"
     )

@@ -1,13 +1,22 @@
-"""What a plan knows of a stage: how it gathers batches, what they take, what it defers, how many replicas it has."""
+"""What a plan knows of a stage: its batches, what they take by an earlier run's ledger, what it defers, replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from cauc_ray.numbers.types import Floats
+from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, read_record
+from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.models.saved import SavedSpec
+from cauc_ray.numbers.types import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +52,6 @@ class RouterSeconds:
         calls = reaches(stages) / [stage.batch_size for stage in stages]
         return self.of(rate, rate * float(calls.sum()))
 
-    def with_replicas(self, n: int) -> RouterSeconds:
-        """Return so many routers in place of one."""
-        return replace(self, replicas=n)
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
@@ -75,10 +80,6 @@ class PlannedStage:
         """Return the seconds of a row in a full batch."""
         return self.batch_s / self.batch_size
 
-    def with_replicas(self, n: int) -> PlannedStage:
-        """Return the stage with so many replicas."""
-        return replace(self, replicas=n)
-
 
 def reaches(stages: Sequence[PlannedStage]) -> Floats:
     """Return the share of all rows that reach each stage, float (M,)."""
@@ -102,4 +103,105 @@ def with_drift(stages: Sequence[PlannedStage], factor: float) -> tuple[PlannedSt
 
 def with_replicas(stages: Sequence[PlannedStage], counts: Sequence[int]) -> tuple[PlannedStage, ...]:
     """Return the stages with so many replicas each."""
-    return tuple(stage.with_replicas(n) for stage, n in zip(stages, counts, strict=True))
+    return tuple(replace(stage, replicas=n) for stage, n in zip(stages, counts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What is known of a stage's seconds.
+
+    error: root mean square of what calls took beside what the fit says, over the mean seconds of a call; None where
+    nothing was measured.   n_calls: that were fitted.   least_rows, most_rows: of their batches.
+    """
+
+    seconds: BatchSeconds
+    source: Literal["ledger", "measured", "saved"]
+    error: float | None = None
+    n_calls: int = 0
+    least_rows: int = 0
+    most_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """What a run's ledger says: each stage's seconds, the share that it deferred, and of which policy it was."""
+
+    policy_id: str
+    timings: dict[str, Timing]
+    deferral: dict[str, float]
+
+
+def fit_seconds(rows: Ints, seconds: Floats, source: Literal["ledger", "measured"]) -> Timing:
+    """Fit the seconds of a call by least squares: per_call + per_row n, neither below 0.
+
+    rows: int (C,), of each call.   seconds: float (C,). Calls of one size alone do not tell the two apart: all their
+    seconds are taken to be the rows'.
+    """
+    n, mean_rows, mean_s = len(rows), float(rows.mean()), float(seconds.mean())
+    spread = float(((rows - mean_rows) ** 2).sum())
+    per_row = float(((rows - mean_rows) * (seconds - mean_s)).sum()) / spread if spread else mean_s / mean_rows
+    per_row = max(0.0, per_row)
+    per_call = mean_s - per_row * mean_rows
+    if per_call < 0 or not spread:  # the best without a share of the call's own
+        per_call, per_row = 0.0, float((rows * seconds).sum() / (rows.astype(np.float64) ** 2).sum())
+    residuals = seconds - per_call - per_row * rows
+    error = float(np.sqrt((residuals**2).mean())) / mean_s if mean_s > 0 else 0.0
+    return Timing(BatchSeconds(per_call, per_row), source, error, n, int(rows.min()), int(rows.max()))
+
+
+def saved_timing(stage: StageSpec) -> Timing:
+    """Return the seconds that a saved stage is told to take. Raises ConfigError for others, and where it takes none."""
+    model = stage.model
+    if isinstance(model, SavedSpec) and model.seconds_per_call + model.seconds_per_row:
+        return Timing(BatchSeconds(model.seconds_per_call, model.seconds_per_row), "saved")
+    why = "is told to take no time" if isinstance(model, SavedSpec) else "is not a saved one"
+    raise ConfigError(
+        f"nobody knows the seconds of stage {stage.name!r}, which {why}: give the folder of an earlier run "
+        "(--ledger RUN), or rows to measure them on (--input DATA)"
+    )
+
+
+def read_earlier_run(path: str | AnyPath, stages: Sequence[str]) -> EarlierRun:
+    """Read what the folder of a `cauc run`, a path or a URI, says of some stages.
+
+    Each replica's first call is left out where others are there: models allocate and tune in it. Raises ConfigError
+    or DataError in one line where there is no run, or none of its calls is of one of the stages.
+    """
+    folder = path_of(path)
+    if not (folder / "run.json").is_file() or not (folder / "ledger").is_dir():
+        raise ConfigError(f"{folder} is not the folder of an earlier `cauc run`: it has no run.json or no ledger")
+    record = read_record(folder)
+    ledger = _read_ledger(folder / "ledger")
+    timings, deferral = {}, {}
+    for stage in stages:
+        calls = ledger.filter(pc.equal(ledger.column("stage"), stage))
+        if not len(calls):
+            had = sorted(set(ledger.column("stage").to_pylist()))
+            raise ConfigError(f"{folder}: its ledger has no answered call of stage {stage!r}; it has {', '.join(had)}")
+        timings[stage] = _timing(calls)
+        if not timings[stage].seconds.of(1):
+            raise DataError(f"{folder}: its ledger says that stage {stage!r} takes no time")
+        accepted, deferred = (pc.sum(calls.column(name)).as_py() for name in ("accepted", "deferred"))
+        deferral[stage] = deferred / max(1, accepted + deferred)
+    return EarlierRun(record.policy_id, timings, deferral)
+
+
+def _read_ledger(folder: AnyPath) -> pa.Table:
+    """Return the calls that came back, by when they started."""
+    tables = [read_parquet(file) for file in parquet_files(folder)]
+    for table in tables:
+        lacks = [name for name in LEDGER_SCHEMA.names if name not in table.column_names]
+        if lacks:
+            raise DataError(f"{folder} is no ledger: it has no column {lacks[0]!r}")
+    ledger = pa.concat_tables(tables)
+    answered = pc.greater(pc.add(ledger.column("accepted"), ledger.column("deferred")), 0)
+    came_back = pc.and_(pc.is_valid(ledger.column("compute_s")), answered)
+    return ledger.filter(came_back).sort_by("started_at")
+
+
+def _timing(calls: pa.Table) -> Timing:
+    rows, seconds, replica = (calls.column(name).to_numpy() for name in ("batch", "compute_s", "replica"))
+    first = np.unique(replica, return_index=True)[1]
+    later = np.setdiff1d(np.arange(len(rows)), first)
+    kept = later if seconds[later].any() else np.arange(len(rows))
+    return fit_seconds(rows[kept].astype(np.int64), seconds[kept], "ledger")

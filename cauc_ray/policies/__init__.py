@@ -1,7 +1,6 @@
 """CAUC Base, CAUC-RF and the methods compared with them: fitted from logits, stepped through by replay and run."""
 
 # Policy.load knows the policy files of these, whichever module is asked for first.
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import RFPolicy
+from cauc_ray.policies.cauc import BasePolicy, RFPolicy
 
 __all__ = ["BasePolicy", "RFPolicy"]

@@ -14,11 +14,9 @@ from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.intervals import CONFIDENCE, Mean, Signs, mean_difference, ranking, signs, signs_of
 from cauc_ray.numbers.sweep import most_within
 from cauc_ray.numbers.types import Bools, Floats
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import RFStage
+from cauc_ray.policies.cauc import BasePolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
-from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.policy_file import Stage
+from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.trace import Trace, answers_alone, replay
 
 # With fewer, accuracies are not known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.

@@ -40,6 +40,19 @@ class TemperatureDiagnostics(FrozenModel):
     logits_fingerprint: str
 
 
+class Noise(FrozenModel):
+    """How far other rows of a call move a row's logits, and what that does to answers.
+
+    logits: the measured noise of each model, in units of its logits.   may_flip: of a split's n rows, those that get
+    another answer, or theirs from another stage, where the noise is against it in every model.
+    """
+
+    logits: dict[str, float]
+    may_flip: int = Field(ge=0)
+    n: int = Field(ge=1)
+    split: str
+
+
 class RiskCertificate(FrozenModel):
     """The certificate of early answers (given before the last stage): their risk is at most `risk`.
 
@@ -127,7 +140,7 @@ class Measures(FrozenModel):
 
 
 class SafeChoice(FrozenModel):
-    """What --safe changed in a policy (policies.safe).
+    """What --safe changed in a policy (policies.fitting).
 
     models: the given chain.   unfused: its stages whose fusion was rejected.   limit: the largest allowed mean cost per
     example on validation.   says: a description in one line.

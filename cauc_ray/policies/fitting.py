@@ -1,4 +1,4 @@
-"""Fits of CAUC Base and CAUC-RF (paper, algorithms 1 and 2).
+"""Fits of CAUC Base and CAUC-RF (paper, algorithms 1 and 2), and safe fits, which fall back on single models.
 
 A fit takes calibration logits, and validation logits where a threshold is chosen on them. Both may be split
 into parts, which a fit asks for sums and, on validation, for each row's answers. A fit is deterministic: the same data
@@ -8,28 +8,29 @@ give the same numbers to the bit, whatever the other models of the chain are.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
-from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, unknown_name
+from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
-from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
-from cauc_ray.numbers.sweep import STOP_NONE
-from cauc_ray.policies.answers_sums import AnswerSums, sum_answers
-from cauc_ray.policies.calibrated import calibrator_of, pair_of, require_calibrator
-from cauc_ray.policies.cauc_base import BasePolicy, BaseStage
-from cauc_ray.policies.cauc_rf import PairDiagnostics, RFPolicy, RFStage
-from cauc_ray.policies.evidence import FittedOn, TemperatureDiagnostics, ThresholdChoice
-from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.policy_file import POLICY_CLASSES
-from cauc_ray.policies.safe import Fit, fit_safe
+from cauc_ray.numbers.metrics import accuracy, macro_f1
+from cauc_ray.numbers.sweep import STOP_NONE, most_within
+from cauc_ray.policies.calibrated import AnswerSums, calibrator_of, pair_of, require_calibrator, sum_answers
+from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
+from cauc_ray.policies.evidence import FittedOn, Guard, SafeChoice, TemperatureDiagnostics, ThresholdChoice
+from cauc_ray.policies.policy import POLICY_CLASSES, Policy
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import answers_alone, trace_policy
+from cauc_ray.policies.trace import answers_alone, replay, trace_policy
+
+# Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
+Fit: TypeAlias = Callable[..., Policy]
 
 
 def fit_policy(
@@ -248,3 +249,116 @@ def _of_splits(
 
 def _fitted_on(chain: Chain, split: str) -> FittedOn:
     return FittedOn(split=split, n=len(chain), examples_fingerprint=chain.examples_fingerprint())
+
+
+def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: ThresholdRule) -> Policy:
+    """Fit a policy that tests its fusions and falls back to a single model, and record the changes.
+
+    A fusion is kept if its gain over the stage's own answers is significant on validation (numbers.intervals); for
+    Base, which fuses all models at once, each model's gain on calibration must be significant too. Stages whose fusion
+    is rejected answer by themselves.
+    Without a budget or a threshold, the policy may cost no more on validation than always calling the largest model.
+    If a single model within that limit, or within the budget, is better, the best threshold within it is chosen
+    instead; if the single model is still better, the result is the chain of that model alone. A given threshold stays;
+    the policy is then compared with the models that cost no more than it does.
+    Errors are those of the fit; a validation split with all labels is required.
+    """
+    require_safe_rule(rule)
+    if validation is None:
+        raise ConfigError("a safe policy is compared with single models on a validation split; give one")
+    validation.require_labels("comparing with single models")
+    labels, costs = validation.labels, validation.costs.means
+    quality = accuracy if rule.objective == "accuracy" else macro_f1
+
+    def found(policy: Policy) -> _Found:
+        answers = replay(policy, validation)
+        return _Found("the chain", quality(answers.predictions, labels), float(answers.costs.mean()))
+
+    policy = fit(calibration, validation, rule, safe=True)
+    assert policy.validation is not None
+    own, split, unit = found(policy), policy.validation.split, policy.cost_unit
+    unfused, changes = _unfused(policy), []
+    if unfused:
+        changes.append(f"{', '.join(unfused)} not fused: no significant gain")
+    # A given threshold has no cost limit.
+    limit = rule.budget
+    if limit is None:
+        limit = float(costs[-1]) if rule.threshold is None else own.cost
+    alone = zip(validation.models, answers_alone(policy, validation).T, costs.tolist(), strict=True)
+    singles = [_Found(name, quality(of, labels), cost) for name, of, cost in alone if cost <= most_within(limit)]
+    # Among equals, the cheapest.
+    single = min(singles, key=lambda one: (-one.quality, one.cost), default=None)
+    if rule.threshold is None and own.behind(single, limit):
+        anew = _best_within(policy, calibration, validation, limit, rule)
+        if anew is not None and anew.threshold != policy.threshold:
+            changes.append(f"another threshold chosen, the best on {split} within {limit:.4g} {unit}")
+            policy, own = anew, found(anew)
+    if single is not None and own.behind(single, limit):
+        changes = [
+            f"{single.name} alone, which has {100 * single.quality:.2f} % on {split} at {single.cost:.4g} "
+            f"{unit}; the chain has {100 * own.quality:.2f} % at {own.cost:.4g}"
+        ]
+        own_index = [calibration.models.index(single.name)]
+        policy = fit(calibration.of_models(own_index), validation.of_models(own_index), rule, safe=True)
+    choice = SafeChoice(
+        models=calibration.models, unfused=unfused, limit=limit, says="; ".join(changes) or "no change was needed"
+    )
+    guards = tuple(_without_refusals(policy, guard) for guard in policy.guards)
+    return policy.model_copy(update={"safe": choice, "guards": guards})
+
+
+def require_safe_rule(rule: ThresholdRule) -> None:
+    """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
+    if rule.certify is not None:
+        raise ConfigError("--safe and --certify cannot be combined: both need validation; leave one of them out")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Results on validation.   quality: of the objective.   cost: mean per example."""
+
+    name: str
+    quality: float
+    cost: float
+
+    def behind(self, single: _Found | None, limit: float) -> bool:
+        """Return whether it exceeds the limit, or a single model is better, or as good and cheaper."""
+        if self.cost > most_within(limit):
+            return True
+        if single is None or self.quality > single.quality:
+            return False
+        return self.quality < single.quality or most_within(single.cost) < self.cost
+
+
+def _best_within(
+    policy: Policy, calibration: Chain, validation: Chain, limit: float, rule: ThresholdRule
+) -> Policy | None:
+    """Choose the best threshold within the limit, None if there is none."""
+    within = ThresholdRule(budget=limit, objective=rule.objective)
+    try:
+        anew = choose_threshold(policy, calibration, validation, within)
+    except BudgetError:
+        return None
+    if rule.budget is not None:
+        return anew
+    # The limit is not a requested budget; the policy's file has it under safe.
+    choice = ThresholdChoice(rule="best", objective=rule.objective, split=anew.threshold_choice.split)
+    return anew.model_copy(update={"threshold_choice": choice})
+
+
+def _unfused(policy: Policy) -> tuple[str, ...]:
+    """Return the stages that an ordinary fit would have fused."""
+    if isinstance(policy, BasePolicy):
+        return tuple(stage.name for stage in policy.stages if not stage.fused and (stage.complementarity_rate or 0) > 0)
+    assert isinstance(policy, RFPolicy)
+    return tuple(stage.name for stage in policy.stages if not stage.fused)
+
+
+def _without_refusals(policy: Policy, guard: Guard) -> Guard:
+    """Return a guard, without its warning if its fusion was rejected."""
+    refused = isinstance(policy, BasePolicy) and any(
+        stage.name == guard.stage and not stage.fused for stage in policy.stages
+    )
+    if guard.name == "fusion-within-noise" and refused:
+        return guard.model_copy(update={"fired": False})
+    return guard

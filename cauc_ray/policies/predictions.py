@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.arrays import array_chain
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy

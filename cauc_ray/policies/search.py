@@ -17,13 +17,11 @@ from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, unknown_name
 from cauc_ray.numbers.calibration import fit_pair
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.costs import Costs
-from cauc_ray.numbers.softmax import top_option
+from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.sweep import Frontier, OperatingPoint, most_within, sweep
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import calibrator_of, require_calibrator
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import fold
+from cauc_ray.policies.cauc import BasePolicy, fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.fitting import fit_base, require_base_rule
 from cauc_ray.policies.policy import Step
@@ -190,10 +188,9 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
     predictions, confidences = (np.stack(of) for of in zip(*one.steps, strict=True))
 
     def swept(rows: Ints) -> Frontier:
-        costs = of_chain if of_chain.per_call.ndim == 1 else Costs(of_chain.unit, of_chain.per_call[rows])
         # Contiguous by stage, the order in which a sweep reads them.
         inner, answers = confidences[:-1].take(rows, axis=1).T, predictions.take(rows, axis=1).T
-        return sweep(inner, answers, validation.labels[rows], costs, rule.objective)
+        return sweep(inner, answers, validation.labels[rows], of_chain.of_rows(rows), rule.objective)
 
     def chosen(on: Frontier) -> OperatingPoint:
         try:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.certificates import EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.guarantees import EarlyAnswers, RiskLimit, certify, early_answers
 from cauc_ray.numbers.sweep import Objective
 from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice

@@ -11,16 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import DataError
-from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, in_order
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, Costs, in_order
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
-from cauc_ray.numbers.intervals import Share, share
+from cauc_ray.numbers.intervals import share
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import Measures, StageShare
-from cauc_ray.policies.policy import Policy, Step, by_stage, joined_states
-from cauc_ray.policies.policy_file import Stage
+from cauc_ray.policies.policy import Policy, Stage, Step, joined_states
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -230,6 +228,23 @@ def replay(policy: Policy, chain: Chain) -> Answered:
     return Answered(predictions, confidences, stages, costs)
 
 
+def may_flip(policy: Policy, chain: ChainLogits, noise: Sequence[float]) -> int:
+    """Return how many rows get another answer, or theirs from another stage, where noise is against it.
+
+    noise: of each model's logits. It is added to all but the likeliest option, which loses as much; and the other way.
+    """
+    as_collected = replay(policy, chain)
+    changed = np.zeros(len(chain), dtype=bool)
+    for sign in (1.0, -1.0):
+        moved = []
+        for logits, size in zip(chain.logits, noise, strict=True):
+            best = logits.argmax(axis=1, keepdims=True) == np.arange(logits.shape[1])
+            moved.append(logits + sign * size * np.where(best, -1.0, 1.0))
+        answered = replay(policy, replace(chain, logits=tuple(moved)))
+        changed |= (answered.predictions != as_collected.predictions) | (answered.stages != as_collected.stages)
+    return int(changed.sum())
+
+
 def _replay_block(policy: Policy, part: ChainPart, rows: slice) -> tuple[Array, ...]:
     n = rows.stop - rows.start
     predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
@@ -264,6 +279,11 @@ def steps_of(policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats
         on = np.where(step.accepted, -1, stage + 1 if step.next is None else step.next)
         for to, own in by_stage(on):
             waiting.setdefault(to, []).append((rows[own], step.state[own]))
+
+
+def by_stage(stages: Ints) -> list[tuple[int, Ints]]:
+    """Return for each stage the rows that go there, int (m,).   stages: int (n,), below 0 for nowhere."""
+    return [(stage, np.flatnonzero(stages == stage)) for stage in np.unique(stages).tolist() if stage >= 0]
 
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:
@@ -359,9 +379,3 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
         fallback = correct[rows, onward[rows]], extra[rows]
         found.append(stage_guarantees(confidences, right, *fallback, policy.threshold))
     return (*found, None)
-
-
-def single_model_accuracy(chain: ChainLogits, stage: int) -> Share:
-    """Return the accuracy of one model alone on the labelled examples."""
-    hits = (own_answers(chain, [stage])[:, 0] == chain.labels) & chain.labelled
-    return share(int(hits.sum()), int(chain.labelled.sum()))

@@ -1,24 +1,150 @@
-"""Accuracy over cost of every method: those that are fitted here in a second, and those of a comparison."""
+"""Accuracy over cost: every budget's operating point of the policy, and the curves of other methods."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
 
-from cauc_ray.api.fingerprints import difference, fingerprints_of
-from cauc_ray.comparison.quoted import paper_name
+from cauc_ray.api.sources import difference, fingerprints_of
+from cauc_ray.api.tables import number, percent
+from cauc_ray.comparison.measuring import paper_name
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.intervals import Share, share
-from cauc_ray.numbers.sweep import OperatingPoints, most_within
+from cauc_ray.numbers.sweep import COST_TOLERANCE, OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
-from cauc_ray.policies.trace import Examples
+from cauc_ray.policies.trace import Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured
+
+# A number as the library has it, None where there is none, and the text in which it is shown.
+Figure: TypeAlias = tuple[float | None, str]
+# Steps of the slider from the cheapest point to the most expensive.
+N_STEPS = 200
+# Macro-F1 along a sweep is rounded so finely.
+_ROUNDING = 1e-11
+# A cost below this share of another is less.
+_NOTICED = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPoint:
+    """A threshold with its figures.   cost, quality: on validation; quality is of the objective.
+
+    figures: by what they are, in the order of the table.   test: its measures on test.
+    """
+
+    cost: float
+    quality: float
+    figures: dict[str, Figure]
+    test: Measures
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """All operating points that any budget can choose, by rising cost.
+
+    start: the policy's own budget, or what it costs on validation.   own: the policy as it is.   better: the cheapest
+    point that is as good on validation as that, None unless it is noticeably cheaper.
+    """
+
+    objective: str
+    unit: str
+    points: tuple[BudgetPoint, ...]
+    start: float
+    own: BudgetPoint
+    better: BudgetPoint | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the slider's script reads."""
+        low, high = _shown(self.points[0].cost), _shown(self.points[-1].cost)
+        step = (high - low) / N_STEPS
+        return {
+            "unit": self.unit,
+            "tolerance": COST_TOLERANCE,
+            "low": low,
+            "high": high,
+            "start": self.start,
+            "steps": N_STEPS,
+            "digits": max(0, -math.floor(math.log10(step))) if step > 0 else 0,
+            "points": [
+                {"cost": point.cost, "figures": list(point.figures.values()), "answered": point.test.answered}
+                for point in self.points
+            ],
+        }
+
+
+def find_budgets(measured: Measured) -> Budgets | None:
+    """Find every budget's operating point, None where there is no labelled validation split to choose on.
+
+    The points are all that validation tells apart, not the thinned curve in the policy's file.
+    """
+    policy, validation, test = measured.policy, measured.validation, measured.test
+    if validation is None:
+        return None
+    objective = policy.threshold_choice.objective or "accuracy"
+    on_validation, on_test = trace_policy(policy, validation), trace_policy(policy, test)
+
+    def point(threshold: float, cost: float, quality: float) -> BudgetPoint:
+        expected = measure(on_validation.at(threshold, validation), validation, "", with_f1=False)
+        found = measure(on_test.at(threshold, test), test, "")
+        return BudgetPoint(cost, quality, _figures(threshold, expected, found, measured), found)
+
+    frontier = on_validation.frontier(validation, objective)
+    best = frontier.pareto(max(2, len(frontier.settings)))
+    points = tuple(map(point, best.settings.tolist(), best.cost.tolist(), best.quality.tolist()))
+    at_own = frontier.at(policy.threshold)
+    own = point(policy.threshold, at_own.cost, at_own.quality)
+    as_good = next((point for point in points if point.quality >= own.quality - _ROUNDING), None)
+    return Budgets(
+        objective=objective,
+        unit=policy.cost_unit,
+        points=points,
+        start=_shown(own.cost if policy.budget is None else policy.budget),
+        own=own,
+        better=as_good if as_good is not None and as_good.cost < _NOTICED * own.cost else None,
+    )
+
+
+def _shown(cost: float) -> float:
+    """Return a cost in ten digits; as a budget that buys the same, since a budget may be missed by more than that."""
+    return float(f"{cost:.10g}")
+
+
+def _figures(threshold: float, expected: Measures, test: Measures, measured: Measured) -> dict[str, Figure]:
+    policy, split = measured.policy, measured.split
+    assert expected.accuracy is not None
+    assert test.accuracy is not None
+    assert policy.validation is not None
+    chosen_on, of_unit = policy.validation.split, f"({policy.cost_unit})"
+    relative = test.relative_cost
+    figures: dict[str, Figure] = {
+        "threshold": (threshold, f"{threshold:.6g}"),
+        f"{chosen_on} accuracy, expected": (expected.accuracy.value, percent(expected.accuracy.value)),
+        f"{chosen_on} cost, expected {of_unit}": (expected.cost, number(expected.cost)),
+        f"{split} accuracy (95 % interval)": (test.accuracy.value, share_text(test.accuracy)),
+        f"{split} macro-F1": (test.macro_f1, percent(test.macro_f1)),
+        f"{split} cost {of_unit}": (test.cost, number(test.cost)),
+        f"cost relative to {policy.models[-1]} alone": (relative, "–" if relative is None else f"{relative:.2f}"),
+    }
+    for stage, (name, n) in enumerate(zip(policy.models, test.answered, strict=True), start=1):
+        figures[f"answered by stage {stage}, {name}"] = (n, f"{percent(n / test.n)} ({n:,})")
+    return figures
+
+
+def share_text(share: Share | None) -> str:
+    """Return a share with its interval, in percent; a dash where there are no rows to measure it on."""
+    if share is None or not share.n:
+        return "–"
+    return f"{percent(share.value)} ({100 * share.low:.1f} – {100 * share.high:.1f})"
+
 
 # Fitted from logits alone, in the order of legends.
 FITTED_HERE = ("base", "rf", "duo", "margin", "max-probability", "random")

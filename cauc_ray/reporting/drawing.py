@@ -16,8 +16,7 @@ from cauc_ray.numbers.intervals import Share
 from cauc_ray.reporting.measured import Measured, ModelCalibration
 
 if TYPE_CHECKING:
-    from cauc_ray.reporting.budgets import Budgets
-    from cauc_ray.reporting.curves import MethodCurve
+    from cauc_ray.reporting.curves import Budgets, MethodCurve
 
 # Colours in which figures are drawn, and the variables of the style sheet that take their place.
 SOFT, RULE, ACCENT, BEFORE, BAD = "#5a6068", "#dddcd5", "#1f5da6", "#a3460f", "#b02a1c"

@@ -1,10 +1,11 @@
 """JSON schemas of what people write and other programs read: policies, pools, configs, and requests to a service.
 
-`python -m cauc_ray.schemas` writes them anew: next to this file, and the service's next to its code.
+`python -m cauc_ray.schemas` writes them anew: next to this file, and a service's requests into its OpenAPI description.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +14,11 @@ from pydantic import Field, TypeAdapter
 
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
-from cauc_ray.policies.cauc_base import BasePolicy
-from cauc_ray.policies.cauc_rf import RFPolicy
-from cauc_ray.schemas.openapi import openapi
-from cauc_ray.serving.documents import OPENAPI
+from cauc_ray.policies.cauc import BasePolicy, RFPolicy
+from cauc_ray.serving.decisions import DecisionRequest
+from cauc_ray.serving.documents import OPENAPI, InferenceRequest
+from cauc_ray.serving.policies_live import PolicyChange
+from cauc_ray.serving.watching import FeedbackMessage
 
 # The verbs that people give a config file (`--config`).
 CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "plan", "paper")
@@ -27,10 +29,22 @@ def _policy() -> dict[str, Any]:
     return either.json_schema()
 
 
+def _openapi() -> dict[str, Any]:
+    """Return the hand-written description of a service's addresses, with the requests as the code has them."""
+    described: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
+    adapters: list[Any] = [
+        (one, "validation", TypeAdapter(one))
+        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest)
+    ]
+    _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
+    described["components"]["schemas"] |= schemas["$defs"]
+    return described
+
+
 SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "policy": _policy,
     "pool": Pool.model_json_schema,
-    "openapi": openapi,
+    "openapi": _openapi,
     **{verb: VERBS[verb].options.model_json_schema for verb in CONFIGS},
 }
 

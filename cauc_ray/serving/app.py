@@ -1,30 +1,47 @@
-"""The application that Ray Serve runs: a router, and a deployment for each stage.
+"""The application that Ray Serve runs, a router and a deployment for each stage; and to run it for a while.
 
 The annotation of build_app must be the class itself, not a text: Serve reads it.
 """
 
+import logging
+import os
+import re
+import time
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingPolicy, HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 
-from cauc_ray.cascade.agreement import require_agreement
+from cauc_ray.cascade.worker import require_agreement
+from cauc_ray.errors import ExecutionError, printable
 from cauc_ray.execution.actors import placement
+from cauc_ray.execution.cluster import require_fit
+from cauc_ray.execution.session import ray_session
 from cauc_ray.execution.user_code import import_paths
-from cauc_ray.models.pool import Pool, StageSpec, load_pool, pool_of
-from cauc_ray.models.service import Replicas
+from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.router import ROUTER, Router, stage_deployment
+from cauc_ray.serving.on_serve import ROUTER, NamedReplica, Router, StageServer, stage_deployment
 from cauc_ray.serving.scaling import replicas_for
-from cauc_ray.serving.service import require_name
-from cauc_ray.serving.stages import NamedReplica, StageServer
+from cauc_ray.serving.service import environment, require_name
 
+PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
+START_DEADLINE_S = 900.0
+# Routers that do not report within this are not ready.
+ASK_S = 5.0
+# How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
+GRACE_S = 4.0
+SENT_S = 0.1
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000
+
+logger = logging.getLogger(__name__)
 
 
 class ServingArgs(BaseModel):
@@ -57,8 +74,8 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
     require_agreement(stages, policy)
     paths = import_paths(stages, [] if pool.serving.tracing is None else [pool.serving.tracing])
     deployments = [_stage(spec).bind(spec, stage, paths) for stage, spec in enumerate(stages)]
-    key = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
-    return _router(pool).bind(model, pool, policy, deployments, key, paths)
+    life = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
+    return _router(pool).bind(model, pool, policy, deployments, life, paths)
 
 
 def _stage(spec: StageSpec) -> Any:
@@ -102,3 +119,103 @@ def _scale(replicas: Replicas, **autoscaling: Any) -> dict[str, Any]:
     window_s = min(10.0, max(2.0, autoscaling["upscale_delay_s"]))
     bounds = {"min_replicas": replicas.min, "max_replicas": replicas.max, "look_back_period_s": window_s}
     return {"autoscaling_config": {**bounds, **autoscaling}}
+
+
+@contextmanager
+def serve_service(
+    pool: Pool, policy: Policy, model: str, host: str, port: int, address: str | None, on_wait: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Serve a policy's chain at a port for the length of the block, once all stages are ready; end Serve afterwards.
+
+    address: of a Ray cluster; without it the session of this process, or one of its own for this. Returns what does
+    nothing: whatever of the service ends, Serve starts again. Raises ExecutionError where it does not start, and where
+    Serve is there already: it keeps listening at its first address.
+    """
+    stages, router = pool.chain(policy.models), pool.serving.router
+    needed = router.resources.num_cpus * router.replicas.max
+    needed += sum(stage.resources.num_cpus * stage.replicas.max for stage in stages)
+    serve_logger = logging.getLogger("ray.serve")
+    # Read by the session that is started here, if one is: else Serve misses a proxy that died for half a minute.
+    with environment(PROXY_PERIOD, os.environ.get(PROXY_PERIOD, "1")), ray_session(address, needed + 1):
+        require_fit(stages)
+        on_wait("starting Serve")
+        app = application(pool, policy, model)
+        if serve.status().proxies:
+            raise ExecutionError(
+                "Ray Serve already runs on this cluster; deploy the application there with serve deploy "
+                "(deployments/serve.yaml)"
+            )
+        level = serve_logger.level
+        try:
+            serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
+            serve.start(http_options=HTTPOptions(host=host, port=port))
+            target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)
+            serve.run_many([target], wait_for_applications_running=False)
+            _wait_until_ready(model, on_wait)
+            try:
+                yield lambda: None
+            finally:
+                _let_requests_end(model)
+        except RayServeException as error:
+            raise ExecutionError(printable(f"Serve: {' '.join(str(error).split())}")) from error
+        finally:
+            serve.shutdown()
+            serve_logger.setLevel(level)
+
+
+def _let_requests_end(app: str) -> None:
+    """Have the routers take no more requests, and wait for those that are open, not for long."""
+    deadline = time.monotonic() + GRACE_S
+    try:
+        handle = serve.get_deployment_handle(ROUTER, app)
+        while time.monotonic() < deadline and sum(handle.broadcast("leave").results(timeout_s=GRACE_S)):
+            time.sleep(0.05)
+        time.sleep(SENT_S)
+    except Exception as error:  # a router that has died in any way has no open request
+        logger.warning(f"not waiting for open requests: {type(error).__name__}: {error}")
+
+
+def _wait_until_ready(app: str, on_wait: Callable[[str], None]) -> None:
+    """Wait until all deployments run. Raises ExecutionError with the reason where they do not."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline:
+        status = serve.status().applications.get(app)
+        if status is not None and status.status == "RUNNING":
+            if _routers_are_ready(app):
+                return
+        elif status is not None:
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY") and not _recovers(status):
+                raise ExecutionError(f"the service does not start: {_reason(status)}")
+            waiting = [name for name, deployment in status.deployments.items() if deployment.status != "HEALTHY"]
+            on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
+        time.sleep(0.1)
+    raise ExecutionError(f"the service has not started within {START_DEADLINE_S:.0f} s")
+
+
+def _routers_are_ready(app: str) -> bool:
+    """Return whether all routers know of the stages' replicas, which they hear of later than Serve itself."""
+    try:
+        return all(serve.get_deployment_handle(ROUTER, app).broadcast("ready").results(timeout_s=ASK_S))
+    except Exception as error:  # a router that is just replaced fails in any way
+        logger.warning(f"cannot check whether a router is ready: {type(error).__name__}: {error}")
+        return False
+
+
+def _recovers(status: Any) -> bool:
+    """Return whether all that has failed are replicas which ran before: Serve starts others in their place."""
+    failed = [one for one in status.deployments.values() if one.status in ("DEPLOY_FAILED", "UNHEALTHY")]
+    return bool(failed) and all(one.status_trigger == "HEALTH_CHECK_FAILED" for one in failed)
+
+
+def _reason(status: Any) -> str:
+    """Return the last line of Serve's message on the first failed deployment, which is the error."""
+    failed = {name: d.message for name, d in status.deployments.items() if d.message and d.status != "HEALTHY"}
+    name, message = next(iter(failed.items()), ("", status.message))
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
+    # Our own errors need no type.
+    reason = (errors or lines or ["no reason is known"])[-1]
+    reason = re.sub(r"^cauc_ray\.errors\.\w+: ", "", reason)
+    if reason.startswith("ActorDiedError"):
+        reason = "its process ended while it started"
+    return printable(f"{name.replace(':', ' ', 1)}: {reason}" if name else reason)

@@ -11,26 +11,21 @@ from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
-from typing import Protocol
-
-import numpy as np
+from typing import Protocol, cast
 
 from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
-from cauc_ray.cascade.requests import RequestScheduler
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Call
+from cauc_ray.cascade.requests import OpenRequests, RequestScheduler
+from cauc_ray.cascade.rows import Call, CallResult
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.faults import RequestError, StageError
 from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.open_requests import OpenRequests
-from cauc_ray.serving.packing import StageCall, packed
-from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.shadows import Report, Shadows
+from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
+from cauc_ray.serving.request_state import Answer, RequestState, StageCall, StageError, requests_of, stage_call
+from cauc_ray.serving.shadows import Shadows
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
@@ -44,9 +39,7 @@ class StageClient(Protocol):
     async def replicas(self) -> dict[str, ModelFacts] | None:
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
 
-    async def answer(
-        self, call: StageCall, on_begin: Callable[[], None] | None = None
-    ) -> tuple[CallResult, Floats | None]:
+    async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer and decide; return its result, and the states of the rows that go on.
 
         on_begin: called once the model begins; only where that must be known. Raises StageError.
@@ -98,7 +91,7 @@ class Cascade:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._pumps = False
-        self._shadows = Shadows(pool.serving.shadow, self)
+        self.shadows = Shadows(pool.serving.shadow, self, metrics)
 
     # Requests
 
@@ -123,9 +116,12 @@ class Cascade:
             degrades=self._degrades,
             wants_scores=wants_scores,
         )
-        with self._open_requests.one_more():
-            first = policy.first(n)
+        first = policy.first(n)
+        self._open_requests.came(1)
+        try:
             await self.follow(request, 0 if first is None else first, None)
+        finally:
+            self._open_requests.left(1)
         return request
 
     async def follow(self, request: RequestState, stages: int | Ints, state: Floats | None) -> None:
@@ -144,27 +140,6 @@ class Cascade:
         finally:
             self.scheduler.cancel(request)
             self.pump_soon()
-
-    def shadow_of(self, policy: Policy, columns: Batch, n: int) -> RequestState:
-        """Return a shadow request, which has no client, for the last stage."""
-        last = len(self.names) - 1
-        return RequestState(policy, self._key(policy), columns, n, last, self._metrics, shadow=True)
-
-    def compare(self, request: RequestState, report: Report) -> None:
-        """Have what was chosen of an answered request's early answers compared with the whole cascade's, some time.
-
-        report: called with the stages and whether they agree; not called for rows that are dropped.
-        """
-
-        def compared(stages: Ints, agreed: Bools) -> None:
-            self._metrics.shadow_rows("compared", len(stages))
-            report(stages, agreed)
-
-        self._shadows.offer(request, compared)
-
-    def dropped(self, n: int) -> None:
-        """Count early answers that were to be compared, and are not."""
-        self._metrics.shadow_rows("dropped", n)
 
     def _key(self, policy: Policy) -> str:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
@@ -195,10 +170,6 @@ class Cascade:
     def missing(self, stage: int) -> bool:
         """Return whether a stage has had no replica for longer than rows wait for one."""
         return self.scheduler.stages[stage].health.missing(self._loop.time())
-
-    def queued(self) -> list[int]:
-        """Return how many rows wait for each stage."""
-        return [at.n_waiting for at in self.scheduler.stages]
 
     def _lost(self, stage: int, number: int, why: str, *, own_fault: bool) -> None:
         """Forget a replica. What it was asked is asked elsewhere."""
@@ -249,26 +220,20 @@ class Cascade:
 
     def _take_done(self) -> None:
         for owner in self.scheduler.done:
-            assert isinstance(owner, RequestState)
-            owner.finish()
+            cast("RequestState", owner).finish()
         self.scheduler.done.clear()
 
     async def _call(self, call: Call, replica: str) -> None:
-        client = self._clients[call.stage]
-        fault: StageError | None = None
+        client, began, fault = self._clients[call.stage], None, None
+        if call.isolated:
+            began = partial(self._begin, call)
+        else:
+            call.began_at = call.sent_at
         try:
-            asked = packed(
-                call,
-                replica,
-                self._shadows.keeps,
-                router=self._id,
-                needed_replicas=self.scheduler.needed_replicas(call.stage, self._loop.time()),
-            )
-            if call.isolated:
-                answer = await client.answer(asked, partial(self._begin, call))
-            else:
-                call.began_at = call.sent_at
-                answer = await client.answer(asked)
+            needed = self.scheduler.needed_replicas(call.stage, self._loop.time())
+            keeps = self.shadows.keeps(call)
+            asked = stage_call(call, replica, keeps, router=self._id, needed_replicas=needed)
+            answer = await client.answer(asked, began)
         except StageError as error:
             fault = error
         except Exception as error:  # of any type: no request may wait indefinitely
@@ -283,9 +248,8 @@ class Cascade:
                 self._ended(call, *answer)
         except Exception:  # of any type: no request may wait indefinitely
             logger.exception("answers could not be taken")
-            for rows in call.rows:
-                assert isinstance(rows.owner, RequestState)
-                rows.owner.fail(RequestError("an internal error; the service's log has it", 500))
+            for request in requests_of(call):
+                request.fail(RequestError(INTERNAL_ERROR, 500))
         finally:
             self._tasks.pop(call, None)
             self._take_done()
@@ -299,8 +263,6 @@ class Cascade:
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
         if result.error is None and not call.given_up:
             self._metrics.called(call.stage, len(call), now - call.sent_at)
-            if not call.probe:
-                self._observe(call, result, now)
         self.scheduler.ended(call, result, states, now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]
@@ -308,28 +270,6 @@ class Cascade:
             self._leaving.add(name)
             self._lost(call.stage, number, why, own_fault=False)
             self._clients[call.stage].replace(name)
-
-    def _observe(self, call: Call, result: CallResult, now: float) -> None:
-        """Count a call's answers: those of requests, and those of shadows."""
-        answered, shadows = np.zeros((2, len(call)), dtype=bool)
-        waits_s = []
-        for rows, positions in call.pieces():
-            request = rows.owner
-            assert isinstance(request, RequestState)
-            if not request.wants(call.stage):
-                continue
-            if request.shadow:
-                shadows[positions] = True
-            else:
-                answered[positions] = True
-                waits_s.append(now - rows.ready_at)
-                request.ready(call.stage, waits_s[-1])
-        failed = list(result.failures)
-        answered[failed] = shadows[failed] = False
-        if waits_s:
-            self._metrics.answered(call.stage, result.confidences[answered], result.costs[answered], waits_s)
-        if np.count_nonzero(shadows):
-            self._metrics.shadowed(call.stage, result.costs[shadows])
 
     def _recover(self, call: Call, fault: StageError) -> None:
         """Take the end of a call that came to nothing."""

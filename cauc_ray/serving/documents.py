@@ -1,77 +1,33 @@
-"""What the HTTP application takes and gives, as types: the code is checked by them, openapi.json is made of them."""
+"""Requests for inference and their responses, as the Open Inference Protocol v2 has them over HTTP.
+
+openapi.json describes all addresses, these messages among them.
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from cauc_ray.models.service import Datatype
+from cauc_ray.errors import explain, printable
+from cauc_ray.models.pool import Datatype
+from cauc_ray.serving.protocol import RequestError, Tensor, shown
 
-# The description of all addresses, written by python -m cauc_ray.schemas.
 OPENAPI = Path(__file__).with_name("openapi.json")
+# Of a model in URLs: the only one.
+VERSION = "1"
 
 Output: TypeAlias = Literal[
     "prediction", "prediction_label", "confidence", "probabilities", "stage", "cost", "degraded"
 ]
 # numpy has no arrays of more dimensions.
 _Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]
-_Parameters: TypeAlias = dict[str, bool | float | str | None]
-
-
-class Error(TypedDict):
-    """What went wrong."""
-
-    error: Annotated[str, Field(description="one sentence")]
-
-
-class ServerMetadata(TypedDict):
-    """What this server is."""
-
-    name: str
-    version: str
-    extensions: list[str]
-    models: list[str]
-
-
-class Live(TypedDict):
-    """Whether the server runs."""
-
-    live: bool
-
-
-class Ready(TypedDict):
-    """Whether requests can be answered."""
-
-    ready: bool
-
-
-class ModelReady(TypedDict):
-    """Whether a model can answer."""
-
-    name: str
-    ready: bool
-
-
-class TensorMetadata(TypedDict):
-    """A tensor that a model reads or answers; -1 in its shape is any size."""
-
-    name: str
-    datatype: Datatype
-    shape: list[Annotated[int, Field(ge=-1)]]
-
-
-class ModelMetadata(TypedDict):
-    """What a model reads and answers."""
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-    parameters: _Parameters
 
 
 class InputParameters(TypedDict, total=False):
@@ -132,77 +88,137 @@ class InferenceRequest(TypedDict):
     outputs: NotRequired[Annotated[list[NamedOutput], Field(fail_fast=True)] | None]
 
 
-class OutputTensor(TypedDict):
-    """One of the outputs, rows first."""
+_REQUEST = TypeAdapter(InferenceRequest)
+# What a response holds unless the request names outputs.
+DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "prediction_label", "confidence")
 
-    name: Output
-    shape: _Shape
-    datatype: Datatype
-    parameters: NotRequired[_Parameters]
-    data: NotRequired[list[Any]]
+# zlib's `wbits` of the content encodings.
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
-class AnswerParameters(TypedDict):
-    """How a request was answered."""
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """A request for inference.   inputs: by name.   outputs: by name, whether they are to be written as raw bytes."""
 
-    policy_id: str
-    answer_id: Annotated[str, Field(description="identifies this answer in feedback")]
-    stage: Annotated[int, Field(description="the deepest stage that answered a row, from 0")]
-    stages_called: Annotated[str, Field(description="names, separated by commas")]
-    cost: Annotated[float, Field(description="of all calls for the request's rows")]
-    cost_unit: str
-    degraded: bool
-    reason: NotRequired[Annotated[str, Field(description="why it is degraded")]]
+    id: str | None
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, bool]
+    parameters: RequestParameters
 
 
-class InferenceResponse(TypedDict):
-    """The answers to a request's rows."""
+def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
+    """Read a request's body: JSON, and after it the raw bytes of those inputs that declare them, in order.
 
-    model_name: str
-    model_version: str
-    id: NotRequired[str]
-    parameters: AnswerParameters
-    outputs: list[OutputTensor]
+    json_length: the header Inference-Header-Content-Length, None where the body is all JSON.
+    Raises RequestError for anything else that is not the protocol; for shared memory and classification, too.
 
-
-class PolicyInForce(TypedDict):
-    """The active policy."""
-
-    policy_id: str
-    version: Annotated[int, Field(description="the number of changes before it")]
-    policy: Annotated[dict[str, Any], Field(description="a policy file's content")]
-
-
-class PolicyChanged(TypedDict):
-    """A change of the policy, which is active on all replicas."""
-
-    policy_id: str
-    previous: str
-    version: int
-    replicas: Annotated[int | None, Field(description="replicas that have confirmed it; null if one does not answer")]
-    says: str | None
+    >>> body = b'{"inputs": [{"name": "x", "datatype": "INT8", "shape": [2], "data": [3, 4]}]}'
+    >>> read_infer_request(body, None).inputs["x"].values.tolist()
+    [3, 4]
+    """
+    end = len(body) if json_length is None else json_length
+    if not 0 <= end <= len(body):
+        raise RequestError(f"Inference-Header-Content-Length is {shown(end)}, but the body has {len(body)} bytes")
+    try:
+        message = _REQUEST.validate_json(bytes(body[:end]), strict=True)
+    except ValidationError as error:
+        raise RequestError(printable(f"the request is invalid: {explain(error)}")) from error
+    parameters = message.get("parameters") or {}
+    return InferRequest(
+        id=message.get("id"),
+        inputs=_read_inputs(message["inputs"], memoryview(body)[end:]),
+        outputs=_read_outputs(message.get("outputs") or (), parameters.get("binary_data_output") or False),
+        parameters=parameters,
+    )
 
 
-class FeedbackTaken(TypedDict):
-    """The result of feedback."""
+def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
+    """Undo a body's Content-Encoding: gzip (of one member), deflate, identity or None.
 
-    policy_id: str
-    rows: int
-    counted: int
-    says: Annotated[str | None, Field(description="why not all rows are counted")]
+    limit: in bytes, of what comes out; no more is ever inflated.
+    Raises RequestError: 415 for other encodings, 413 beyond the limit, 400 for what is not so encoded.
+    """
+    name = (encoding or "").strip().lower() or "identity"
+    if name in _WINDOWS:
+        body = _inflated(body, name, limit)
+    elif name != "identity":
+        raise RequestError(f"Content-Encoding is {shown(name)}; supported are gzip, deflate and identity", status=415)
+    if len(body) > limit:
+        raise RequestError(f"the body has more than {limit} bytes", status=413)
+    return body
 
 
-class WatchReport(TypedDict):
-    """Whether the active policy is still valid."""
+def write_infer_response(
+    request: InferRequest, model: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
+) -> tuple[bytes, int | None]:
+    """Write the response to a request: its body, and the length of the JSON part, None where no output is binary.
 
-    policy_id: str
-    holds: Annotated[bool | None, Field(description="null if the policy has no reference to compare with")]
-    says: Annotated[str, Field(description="the same in words, with the first feature that drifted")]
-    routers: Annotated[int, Field(description="replicas that have reported")]
-    n: NotRequired[Annotated[int, Field(description="answers")]]
-    n_labelled: NotRequired[Annotated[int, Field(description="rows of feedback")]]
-    n_compared: NotRequired[Annotated[int, Field(description="rows of the shadow sample")]]
-    false_alarm_rate: NotRequired[float]
-    needed: NotRequired[Annotated[float, Field(description="evidence at which the policy counts as drifted, log10")]]
-    features: NotRequired[list[dict[str, Any]]]
-    stages: NotRequired[list[dict[str, Any]]]
+    parameters: a float that is not finite becomes null. Raises RequestError naming an output that JSON cannot hold.
+    """
+    response: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    if request.id is not None:
+        response["id"] = request.id
+    response["parameters"] = parameters
+    response["outputs"] = described = []
+    raw: list[bytes] = []
+    for tensor in outputs:
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape}
+        if request.outputs[tensor.name]:
+            raw.append(tensor.to_raw())
+            output["parameters"] = {"binary_data_size": len(raw[-1])}
+        else:
+            output["data"] = tensor.to_json()
+        described.append(output)
+    text = to_json(response, inf_nan_mode="null")
+    return (b"".join([text, *raw]), len(text)) if raw else (text, None)
+
+
+def _read_inputs(items: Sequence[InputTensor], raw: memoryview) -> dict[str, Tensor]:
+    """Return the inputs by name; raw: what follows the JSON part. Raises RequestError where they do not fit."""
+    inputs: dict[str, Tensor] = {}
+    at = 0
+    for item in items:
+        name, data = item["name"], item.get("data")
+        size = (item.get("parameters") or {}).get("binary_data_size")
+        if name in inputs:
+            raise RequestError(f"the request has two inputs named {shown(name)}")
+        if size is None:
+            inputs[name] = Tensor.from_json(name, item["datatype"], item["shape"], data)
+            continue
+        if data is not None:
+            raise RequestError(f"input {shown(name)} has both 'data' and a binary_data_size")
+        if size > len(raw) - at:
+            raise RequestError(
+                f"input {shown(name)} has the binary_data_size {shown(size)}, but only {len(raw) - at} bytes are left "
+                "in the body after its JSON part, whose length is the header Inference-Header-Content-Length"
+            )
+        inputs[name] = Tensor.from_raw(name, item["datatype"], item["shape"], raw[at : at + size])
+        at += size
+    if at != len(raw):
+        raise RequestError(f"the body has {len(raw) - at} bytes more than its JSON part and its inputs take")
+    return inputs
+
+
+def _read_outputs(items: Sequence[NamedOutput], by_default: bool) -> dict[str, bool]:
+    """Return by name whether outputs are to be written as raw bytes. Raises RequestError where one is named twice."""
+    outputs: dict[str, bool] = {}
+    for item in items:
+        if item["name"] in outputs:
+            raise RequestError(f"the request names the output {shown(item['name'])} twice")
+        binary = (item.get("parameters") or {}).get("binary_data")
+        outputs[item["name"]] = by_default if binary is None else binary
+    return outputs or dict.fromkeys(DEFAULT_OUTPUTS, by_default)
+
+
+def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
+    """Inflate a body, up to one byte beyond the limit. Raises RequestError where it is not so encoded."""
+    inflater = zlib.decompressobj(wbits=_WINDOWS[encoding])
+    try:
+        inflated = inflater.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise RequestError(f"the body is not valid {encoding}: {error}") from error
+    if len(inflated) <= limit and not inflater.eof:
+        raise RequestError(f"the body ends within its {encoding} data")
+    if inflater.eof and inflater.unused_data:
+        raise RequestError(f"the body continues after the end of its {encoding} data")
+    return inflated

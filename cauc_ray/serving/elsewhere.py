@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
 
 # What takes longer than this to be done is given up, with the process.
 DEADLINE_S = 60.0
@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class Elsewhere:
-    """Calls functions in another Python process, one after another; it starts with the first call."""
+    """Calls functions in another Python process, one after another; it starts with the first call.
+
+    Not a ProcessPoolExecutor: that would import the program's main module again, whatever it does.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="elsewhere")
@@ -44,7 +47,7 @@ class Elsewhere:
         self._end()
 
     def _called(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
-        process = self._running()
+        process = self._process = self._process or _started()
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(DEADLINE_S, process.kill)
@@ -62,21 +65,18 @@ class Elsewhere:
             raise result
         return result
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
-            # It finds what this process finds, whatever has put it on the path.
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            command = [sys.executable, "-m", __name__]
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1
-            )
-        return self._process
-
     def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             with suppress(OSError), self._process:  # what is left in its pipes goes nowhere
                 self._process = None
+
+
+def _started() -> subprocess.Popen[bytes]:
+    # It finds what this process finds, whatever has put it on the path.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-m", __name__], env=environment, stdin=pipe, stdout=pipe, bufsize=-1)
 
 
 def main() -> None:
@@ -85,23 +85,18 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     calls, results = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints goes elsewhere
-    while True:
-        try:
+    with suppress(EOFError, BrokenPipeError):
+        while True:
             function, args = pickle.load(calls)
-        except EOFError:
-            return
-        try:
-            result = function(*args)
-        except RequestError as error:
-            result = error
-        except Exception as error:
-            print(f"{function!r} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            result = RequestError("an internal error; the service's log has it", 500)
-        try:
+            try:
+                result = function(*args)
+            except RequestError as error:
+                result = error
+            except Exception as error:
+                print(f"{function!r} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                result = RequestError(INTERNAL_ERROR, 500)
             pickle.dump(result, results, protocol=5)
             results.flush()
-        except BrokenPipeError:
-            return
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""The HTTP application: the Open Inference Protocol v2, and errors as JSON of one sentence."""
+"""The HTTP application: the Open Inference Protocol v2, who may ask, and errors as JSON of one sentence."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import json
 import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -18,18 +21,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.serving import documents
-from cauc_ray.serving.access import authorize, log_request, token_of
-from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.documents import OPENAPI, VERSION, decoded_body
 from cauc_ray.serving.inference import Inference
-from cauc_ray.serving.messages import decoded_body
 from cauc_ray.serving.policies_live import PolicyChange
+from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
 
-VERSION = "1"
 PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.
@@ -40,41 +40,48 @@ READING_BYTES = 1 << 30
 BODY_S = 300.0
 # How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
 CLIENT_GONE = 499
+# How Serve's handlers know a line of an access log; where that is off, so is ours.
+_ACCESS = {"serve_access_log": True, "log_to_stderr": False}
+
+# A response and its fields for the log.
+Answered: TypeAlias = tuple[Response, Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
 
 def http_app(service: Service, *more: Route) -> ASGIApp:
     """Return the application that answers a service's HTTP requests.   more: addresses of the shell's own."""
-    inference, bodies = Inference(service), Bodies()
-    handlers, infer = _Handlers(service, inference, bodies), _Infer(service, inference, bodies)
-    model = "/v2/models/{name}"
-    app = Starlette(
-        routes=[
-            Route(f"{model}/infer", infer, methods=["POST"]),
-            Route(f"{model}/versions/{{version}}/infer", infer, methods=["POST"]),
-            Route("/v2", handlers.server),
-            Route("/v2/health/live", handlers.live),
-            Route("/v2/health/ready", handlers.ready),
+    handlers = _Handlers(service)
+    routes = [
+        Route("/v2", handlers.server),
+        Route("/v2/health/live", handlers.live),
+        Route("/v2/health/ready", handlers.ready),
+        Route("/v2/models/{name}/policy", handlers.policy, methods=["GET", "PUT"]),
+        Route("/v2/models/{name}/watch", handlers.watch),
+        Route("/v2/models/{name}/feedback", handlers.feedback, methods=["POST"]),
+        Route("/v1/decisions", handlers.decide, methods=["POST"]),
+        Route("/openapi.json", handlers.openapi),
+        *more,
+    ]
+    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+        routes += [
             Route(model, handlers.metadata),
-            Route(f"{model}/versions/{{version}}", handlers.metadata),
             Route(f"{model}/ready", handlers.model_ready),
-            Route(f"{model}/versions/{{version}}/ready", handlers.model_ready),
-            Route(f"{model}/policy", handlers.policy, methods=["GET", "PUT"]),
-            Route(f"{model}/watch", handlers.watch),
-            Route(f"{model}/feedback", handlers.feedback, methods=["POST"]),
-            Route("/openapi.json", handlers.openapi),
-            *more,
-        ],
-        exception_handlers={RequestError: _refused, HTTPException: _not_there, Exception: _broken},
-    )
+            Route(f"{model}/infer", handlers.infer, methods=["POST"]),
+        ]
+    kinds = (RequestError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _refused))
     app.router.redirect_slashes = False  # a redirection would follow the client's Host header
     most_asked = f"/v2/models/{service.model}/infer"
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         # Past Starlette's routing and its layers, which take longer than much of a request.
         to_infer = scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) == most_asked
-        await (infer if to_infer and scope["method"] == "POST" else app)(scope, receive, send)
+        if to_infer and scope["method"] == "POST":
+            response = await handlers.infer(Request(scope, receive))
+            await response(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
     return answer
 
@@ -82,38 +89,33 @@ def http_app(service: Service, *more: Route) -> ASGIApp:
 class _Handlers:
     """What each address does."""
 
-    def __init__(self, service: Service, inference: Inference, bodies: Bodies) -> None:
-        self._service, self._inference, self._bodies = service, inference, bodies
+    def __init__(self, service: Service) -> None:
+        self._service, self._inference, self._bodies = service, Inference(service), Bodies()
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
-        self._max_body = max_body(service)
+        self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
-        document = documents.ServerMetadata(
-            name="cauc-ray",
-            version=PACKAGE_VERSION,
-            extensions=["binary_tensor_data"],
-            models=[self._service.model],
-        )
-        return JSONResponse(document)
+        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": ["binary_tensor_data"]}
+        return JSONResponse({**own, "models": [self._service.model]})
 
     async def live(self, request: Request) -> Response:
-        return JSONResponse(documents.Live(live=True))
+        return JSONResponse({"live": True})
 
     async def ready(self, request: Request) -> Response:
         ready = await self._service.ready()
-        return JSONResponse(documents.Ready(ready=ready), 200 if ready else 503)
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
         self._require_model(request)
-        return JSONResponse(self._inference.metadata(VERSION))
+        return JSONResponse(self._inference.metadata())
 
     async def model_ready(self, request: Request) -> Response:
         self._require_model(request)
         ready = await self._service.ready()
-        return JSONResponse(documents.ModelReady(name=self._service.model, ready=ready), 200 if ready else 503)
+        return JSONResponse({"name": self._service.model, "ready": ready}, 200 if ready else 503)
 
     async def openapi(self, request: Request) -> Response:
-        return FileResponse(documents.OPENAPI, media_type="application/json")
+        return FileResponse(OPENAPI, media_type="application/json")
 
     async def policy(self, request: Request) -> Response:
         self._require_model(request)
@@ -122,8 +124,8 @@ class _Handlers:
         authorize(request.headers, self._token, self._policy_token)
         in_force = await self._service.current_policy()
         policy = in_force.policy.model_dump(mode="json")
-        document = documents.PolicyInForce(policy_id=in_force.id, version=in_force.version, policy=policy)
-        return JSONResponse(document, headers={"ETag": self._service.etag(in_force)})
+        content = {"policy_id": in_force.id, "version": in_force.version, "policy": policy}
+        return JSONResponse(content, headers={"ETag": self._service.etag(in_force)})
 
     async def _set_policy(self, request: Request) -> Response:
         if self._token is not None and self._policy_token is None:
@@ -149,70 +151,82 @@ class _Handlers:
         authorize(request.headers, self._token)
         return JSONResponse(await self._service.feedback(await self._bodies.read(request.receive, self._max_body)))
 
-    def _require_model(self, request: Request) -> None:
-        require_model(request.path_params, self._service.model)
+    async def infer(self, request: Request) -> Response:
+        """Answer a request for inference, also one for a model that is not there."""
+        return await self._counted("infer", request, self._infer)
 
+    async def decide(self, request: Request) -> Response:
+        """Answer a request for decisions."""
+        return await self._counted("decide", request, self._decide)
 
-class _Infer:
-    """Answers requests for inference: an ASGI application, also for addresses of models that are not there."""
-
-    def __init__(self, service: Service, inference: Inference, bodies: Bodies) -> None:
-        self._service, self._inference, self._bodies = service, inference, bodies
-        self._token, self._max_body = token_of(TOKEN), max_body(service)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.perf_counter()
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        fields: dict[str, Any] = {"request_id": headers.get("x-request-id"), "model": self._service.model}
-        status = 500
+    async def _counted(
+        self, event: str, request: Request, answer: Callable[[Request], Awaitable[Answered]]
+    ) -> Response:
+        """Answer, count and log a request."""
+        started, status = time.perf_counter(), 500
+        fields: Mapping[str, Any] = {}
         try:
             with self._service.one_more_request():
-                require_model(scope.get("path_params", {}), self._service.model)
-                response, more = await self._infer(headers, receive)
+                self._require_model(request)
+                response, fields = await answer(request)
             status = 200
-            fields |= more
-        except RequestError as error:
-            status = error.status
-            fields["error"] = error.message
-            response = refusal(error)
         except asyncio.CancelledError:
             status = CLIENT_GONE
             raise
-        except Exception:
-            response = internal_error(scope)
+        except Exception as error:  # whatever it is, this request is over and the others go on
+            response = _refusal(request, error)
+            if isinstance(error, RequestError):
+                status, fields = error.status, {"error": error.message}
         finally:
             seconds = time.perf_counter() - started
             self._service.metrics.request(status, seconds)
-            log_request(logger, {**fields, "status": status, "seconds": round(seconds, 6)})
-        await response(scope, receive, send)
+            if logger.isEnabledFor(logging.INFO):
+                own = {
+                    "event": event,
+                    "request_id": request.headers.get("x-request-id"),
+                    "model": self._service.model,
+                }
+                line = {**own, **fields, "status": status, "seconds": round(seconds, 6)}
+                line = {name: value for name, value in line.items() if value is not None}
+                logger.info("%s", json.dumps(line), extra=_ACCESS)
+        return response
 
-    async def _infer(self, headers: Mapping[str, str], receive: Receive) -> tuple[Response, Mapping[str, Any]]:
-        """Return the response and its fields for the log."""
-        authorize(headers, self._token)
-        body = await self._bodies.read(receive, self._max_body)
-        encoding = headers.get("content-encoding")
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request of somebody who may ask, decoded."""
+        authorize(request.headers, self._token)
+        body = await self._bodies.read(request.receive, self._max_body)
+        encoding = request.headers.get("content-encoding")
         if encoding is not None:  # in a thread: little may become much, and others would wait for it
             body = await asyncio.to_thread(decoded_body, body, encoding, self._max_body)
-        json_length = headers.get("inference-header-content-length")
-        reply = await self._inference.answer(body, _json_length(json_length), VERSION, headers)
-        if reply.json_length is None:
-            return Response(reply.body, media_type="application/json"), reply.log_fields
-        own = {"Inference-Header-Content-Length": str(reply.json_length)}
-        return Response(reply.body, headers=own, media_type="application/octet-stream"), reply.log_fields
+        return body
 
+    async def _decide(self, request: Request) -> Answered:
+        """Return the response and its fields for the log."""
+        content, fields = await self._inference.decide(await self._body(request), request.headers)
+        return JSONResponse(content), fields
 
-def max_body(service: Service) -> int:
-    """Return how long a request's body may be, in bytes."""
-    return int(service.pool.serving.max_body_mb * 1e6)
+    async def _infer(self, request: Request) -> Answered:
+        """Return the response and its fields for the log."""
+        headers, body = request.headers, await self._body(request)
+        length = headers.get("inference-header-content-length")
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
+            raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
+        content, json_length, fields = await self._inference.answer(
+            body, None if length is None else int(length), headers
+        )
+        if json_length is None:
+            return Response(content, media_type="application/json"), fields
+        own = {"Inference-Header-Content-Length": str(json_length)}
+        return Response(content, headers=own, media_type="application/octet-stream"), fields
 
-
-def require_model(given: Mapping[str, str], model: str) -> None:
-    """Raise RequestError (404) where the parts of an address are not of a model."""
-    name, version = given.get("name", model), given.get("version", VERSION)
-    if name != model:
-        raise RequestError(f"there is no model {name!r:.80}; this service has model {model!r}", 404)
-    if version != VERSION:
-        raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
+    def _require_model(self, request: Request) -> None:
+        """Raise RequestError (404) where the parts of an address are not of the model."""
+        model, given = self._service.model, request.path_params
+        name, version = given.get("name", model), given.get("version", VERSION)
+        if name != model:
+            raise RequestError(f"there is no model {name!r:.80}; this service has model {model!r}", 404)
+        if version != VERSION:
+            raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 
 
 class Bodies:
@@ -254,43 +268,50 @@ class Bodies:
         return b"".join(chunks)
 
 
-def _json_length(text: str | None) -> int | None:
-    """Return what the header Inference-Header-Content-Length holds."""
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {text!r:.40}")
-    return int(text)
+def token_of(variable: str) -> bytes | None:
+    """Return the token in a variable of the environment, None where there is none.
+
+    Surrounding white space, such as the line break of a file, is removed, since no header can carry it. A token of
+    white space alone matches no request.
+    """
+    value = os.environ.get(variable)
+    return os.fsencode(value).strip() if value else None
 
 
-def refusal(error: RequestError) -> Response:
-    """Return the response for a request that cannot be answered."""
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(max(1, round(error.retry_after_s)))}
-    return _error(error.message, error.status, headers)
-
-
-def internal_error(scope: Scope) -> Response:
-    """Return the response for an unexpected exception."""
-    logger.exception(f"internal error at {scope['method']} {scope['path']}")
-    return _error("an internal error; the service's log has it", 500, {})
-
-
-def _error(message: str, status: int, headers: dict[str, str]) -> Response:
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(documents.Error(error=printable(" ".join(message.split()))), status, headers=headers)
+def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
+    """Raise RequestError (401) unless a request bears one of the tokens; None asks for none."""
+    wanted = [token for token in tokens if token is not None]
+    if not wanted:
+        return
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    # The header's bytes as they came; stripped as bytes, since a letter of UTF-8 may end in what Latin-1 calls a space.
+    given = text.encode("latin-1").strip()
+    # All are compared, each in constant time, so that the duration reveals nothing.
+    same = [hmac.compare_digest(given, token) for token in wanted]
+    if scheme.lower() != "bearer" or not given or not any(same):
+        raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return refusal(error)
+    return _refusal(request, error)
 
 
-async def _not_there(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path!r:.200}: {error.detail}"
-    return _error(message, error.status_code, dict(error.headers or {}))
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return internal_error(request.scope)
+def _refusal(request: Request, error: Exception) -> Response:
+    """Return the response to a request that raised; what is not its own fault is logged."""
+    headers: dict[str, str] = {}
+    if isinstance(error, RequestError):
+        message, status = error.message, error.status
+        if error.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    elif isinstance(error, HTTPException):
+        message, status = f"{request.method} {request.url.path!r:.200}: {error.detail}", error.status_code
+        headers |= error.headers or {}
+    else:
+        logger.error(f"internal error at {request.method} {request.url.path}", exc_info=error)
+        message, status = INTERNAL_ERROR, 500
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    said: Any = printable(" ".join(message.split()))
+    if request.url.path.endswith("/v1/decisions"):  # as OpenAI's client reads it
+        said = {"message": said, "type": "invalid_request_error" if status < 500 else "server_error"}
+    return JSONResponse({"error": said}, status, headers=headers)

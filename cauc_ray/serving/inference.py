@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.models.answers import Batch
-from cauc_ray.models.service import Datatype
-from cauc_ray.numbers.softmax import softmax
+from cauc_ray.models.pool import Datatype
+from cauc_ray.models.python import imported
+from cauc_ray.numbers.logits import softmax
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.documents import AnswerParameters, ModelMetadata, RequestParameters, TensorMetadata
-from cauc_ray.serving.faults import RequestError
+from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
+from cauc_ray.serving.documents import (
+    VERSION,
+    InferRequest,
+    RequestParameters,
+    read_infer_request,
+    write_infer_response,
+)
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.messages import InferRequest, read_infer_request, write_infer_response
+from cauc_ray.serving.protocol import RequestError, Tensor
 from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.tensors import Tensor
-from cauc_ray.serving.tracing import Spans
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -44,25 +49,10 @@ OUTPUTS: Mapping[str, Datatype] = {
 LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """body and json_length: of the response (None: it is JSON alone).   log_fields: for the access log."""
-
-    body: bytes
-    json_length: int | None
-    log_fields: Mapping[str, Any]
-
-
 def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
-    """Read a request: it, its inputs as n rows of columns, each (n, ...), and n. Raises RequestError."""
+    """Read a request: all but its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
     request = read_infer_request(body, json_length)
-    return request, *inputs.columns(request.inputs)
-
-
-def read_elsewhere(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
-    """Read a request as read_request does, for another process: it comes without its inputs, which are the columns."""
-    request, columns, n = read_request(body, json_length, inputs)
-    return replace(request, inputs={}), columns, n
+    return replace(request, inputs={}), *inputs.columns(request.inputs)
 
 
 class Inference:
@@ -70,88 +60,92 @@ class Inference:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.inputs = Inputs(service.pool, service.specs)
+        self._inputs = Inputs(service.pool, service.specs)
         self._spans = Spans.configured(service.pool.serving.tracing)
 
-    async def answer(self, body: bytes, json_length: int | None, version: str, headers: Mapping[str, str]) -> Reply:
-        """Answer one request. Raises RequestError."""
-        started_ns = time.time_ns()
-        in_force = await self._service.policy_for_request()  # once: a request has one policy to the end
+    async def answer(
+        self, body: bytes, json_length: int | None, headers: Mapping[str, str]
+    ) -> tuple[bytes, int | None, Mapping[str, Any]]:
+        """Answer one request: the response's body, the length of its JSON part (None: all of it), and fields to log.
+
+        Raises RequestError.
+        """
+        started_ns, service = time.time_ns(), self._service
         request, columns, n = await self._read(body, json_length)
-        answered = await self._service.cascade.answer(
+        answered, parameters = await self._answered(columns, n, request.parameters, "probabilities" in request.outputs)
+        outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
+        write = partial(write_infer_response, request, service.model, outputs, parameters)
+        n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
+        written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
+        fields = {"rows": n, **parameters}
+        self._spans.report(headers, started_ns, answered, fields)
+        return written, length, fields
+
+    async def decide(self, body: bytes, headers: Mapping[str, str]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Answer a request for decisions: the response's content, and fields to log. Raises RequestError."""
+        started_ns = time.time_ns()
+        request = DecisionRequest.read(body)
+        if request.model != self._service.model:
+            raise RequestError(
+                f"there is no model {request.model!r:.80}; this service has {self._service.model!r}", 404
+            )
+        labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
+        columns, orders = columns_of(request, labels, self._inputs.texts)
+        answered, parameters = await self._answered(columns, len(request.questions), {}, True)
+        fields = {"rows": len(request.questions), **parameters}
+        self._spans.report(headers, started_ns, answered, fields)
+        return response(request, answered, orders, parameters), fields
+
+    async def _answered(
+        self, columns: Batch, n: int, limits: RequestParameters, wants_scores: bool
+    ) -> tuple[RequestState, dict[str, Any]]:
+        """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
+        service = self._service
+        in_force = await service.policy_for_request()  # once: a request has one policy to the end
+        answered = await service.cascade.answer(
             in_force.policy,
             columns,
             n,
-            last_stage=last_stage(request.parameters, in_force.policy),
-            wants_scores="probabilities" in request.outputs,
+            last_stage=last_stage(limits, in_force.policy),
+            wants_scores=wants_scores,
         )
-        self._service.watching.answered(answered, in_force.id)
+        service.watching.answered(answered, in_force.id)
         if answered.early:
-            self._service.cascade.compare(answered, partial(self._service.watching.agreements, in_force.id))
-        parameters = self._parameters(answered, in_force.id)
-        outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
-        binary = frozenset(name for name, is_binary in request.outputs.items() if is_binary)
-        write = partial(
-            write_infer_response,
-            model=self._service.model,
-            version=version,
-            id=request.id,
-            outputs=outputs,
-            binary=binary,
-            parameters=parameters,
-        )
-        n_values = sum(tensor.values.size for tensor in outputs if tensor.name not in binary)
-        written, length = await self._service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
-        log_fields = {"rows": n, **parameters}
-        self._spans.report(headers, started_ns, answered, log_fields)
-        return Reply(written, length, log_fields)
+            service.cascade.shadows.offer(answered, partial(service.watching.agreements, in_force.id))
+        return answered, {"policy_id": in_force.id, "answer_id": secrets.token_hex(16), **_parameters(answered)}
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
         n_json = len(body) if json_length is None else json_length
         if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
-            return await self._service.elsewhere.call(read_elsewhere, body, json_length, self.inputs)
+            return await self._service.elsewhere.call(read_request, body, json_length, self._inputs)
         if len(body) > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
-            return await asyncio.to_thread(read_request, body, json_length, self.inputs)
-        return read_request(body, json_length, self.inputs)
+            return await asyncio.to_thread(read_request, body, json_length, self._inputs)
+        return read_request(body, json_length, self._inputs)
 
-    def metadata(self, version: str) -> ModelMetadata:
+    def metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol has it."""
         in_force = self._service.in_force
-        return ModelMetadata(
-            name=self._service.model,
-            versions=[version],
-            platform="cauc-ray",
-            inputs=[
-                TensorMetadata(name=name, datatype=spec.datatype, shape=[-1, *spec.shape])
-                for name, spec in self.inputs.declared.items()
+        policy = in_force.policy
+        return {
+            "name": self._service.model,
+            "versions": [VERSION],
+            "platform": "cauc-ray",
+            "inputs": [
+                {"name": name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
+                for name, spec in self._inputs.declared.items()
             ],
-            outputs=[
-                TensorMetadata(name=name, datatype=datatype, shape=[-1, -1] if name == "probabilities" else [-1])
+            "outputs": [
+                {"name": name, "datatype": datatype, "shape": [-1, -1] if name == "probabilities" else [-1]}
                 for name, datatype in OUTPUTS.items()
             ],
-            parameters={
+            "parameters": {
                 "policy_id": in_force.id,
-                "method": in_force.policy.method,
-                "stages": ",".join(in_force.policy.models),
-                "cost_unit": in_force.policy.cost_unit,
+                "method": policy.method,
+                "stages": ",".join(policy.models),
+                "cost_unit": policy.cost_unit,
             },
-        )
-
-    def _parameters(self, answered: RequestState, policy_id: str) -> AnswerParameters:
-        called = [name for stage, name in enumerate(answered.policy.models) if stage in answered.called]
-        answer = AnswerParameters(
-            policy_id=policy_id,
-            answer_id=secrets.token_hex(16),
-            stage=max(answered.stages.tolist()),
-            stages_called=",".join(called),
-            cost=math.fsum(answered.costs.tolist()),
-            cost_unit=answered.policy.cost_unit,
-            degraded=answered.reason is not None,
-        )
-        if answered.reason is not None:
-            answer["reason"] = answered.reason
-        return answer
+        }
 
     def _values(self, name: str, answered: RequestState) -> npt.NDArray[Any]:
         if name == "prediction":
@@ -179,6 +173,20 @@ class Inference:
         return texts
 
 
+def _parameters(answered: RequestState) -> dict[str, Any]:
+    """Return how a request was answered, for its response and the log."""
+    called = [name for stage, name in enumerate(answered.policy.models) if stage in answered.called]
+    reason = {} if answered.reason is None else {"reason": answered.reason}
+    return {
+        "stage": max(answered.stages.tolist()),
+        "stages_called": ",".join(called),
+        "cost": math.fsum(answered.costs.tolist()),
+        "cost_unit": answered.policy.cost_unit,
+        "degraded": answered.reason is not None,
+        **reason,
+    }
+
+
 def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
     """Return the deepest stage that a request allows, None for the last.
 
@@ -202,3 +210,45 @@ def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
             )
         allowed = min(allowed, int(affordable.sum()) - 1)
     return allowed
+
+
+class Spans:
+    """Reports each request to a tracer: a span for it, and one for each stage that its rows waited for.
+
+    tracer: of OpenTelemetry, None without tracing.
+    """
+
+    def __init__(self, tracer: Any = None) -> None:
+        self._tracer = tracer
+
+    @classmethod
+    def configured(cls, setup: str | None) -> Spans:
+        """Call "package.module:function", which sets up OpenTelemetry's tracer provider; none without it."""
+        if setup is None:
+            return cls()
+        from opentelemetry import trace
+
+        imported(setup)()
+        return cls(trace.get_tracer("cauc_ray"))
+
+    def report(
+        self, headers: Mapping[str, str], started_ns: int, request: RequestState, own: Mapping[str, Any]
+    ) -> None:
+        """Make the spans of an answered request, as a child of the caller's (header traceparent).
+
+        started_ns: of the request, since the epoch.   own: attributes of its span.
+        """
+        if self._tracer is None:
+            return
+        from opentelemetry import trace
+        from opentelemetry.propagate import extract
+
+        attributes = {f"cauc.{name}": value for name, value in own.items()}
+        context = extract(dict(headers))
+        span = self._tracer.start_span("cauc.infer", context, start_time=started_ns, attributes=attributes)
+        inside = trace.set_span_in_context(span, context)
+        for stage, (ready_ns, answered_ns) in sorted(request.spans_ns.items()):
+            name = request.policy.models[stage]
+            own = {"cauc.stage": name, "cauc.rows": int((request.stages >= stage).sum())}
+            self._tracer.start_span(f"cauc.stage {name}", inside, start_time=ready_ns, attributes=own).end(answered_ns)
+        span.end()

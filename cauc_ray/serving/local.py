@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import uvicorn
@@ -23,20 +23,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.results import CallResult
 from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.user_code import import_paths
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.faults import StageError
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
-from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.policies_live import Store
 from cauc_ray.serving.replica import Replica
+from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.service import Service, environment
-from cauc_ray.serving.store import Store
 
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -80,9 +77,7 @@ class LocalClient:
         loaded = [one for one in self._replicas if one.facts.done() and one.facts.exception() is None]
         return {one.name: one.facts.result() for one in loaded}
 
-    async def answer(
-        self, call: StageCall, on_begin: Callable[[], None] | None = None
-    ) -> tuple[CallResult, Floats | None]:
+    async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer; if the caller is cancelled, what has not begun is. Raises StageError."""
         replica = next((one for one in self._replicas if one.name == call.replica), None)
         if replica is None:
@@ -113,41 +108,41 @@ class LocalClient:
 
 
 class MemoryStore(Store):
-    """Values in this process.   values: of all prefixes, each each in its own list, so that equal ones differ."""
+    """Values in this process."""
 
-    def __init__(self, prefix: str, values: dict[str, list[bytes]]) -> None:
-        super().__init__(prefix)
-        self._values = values
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
-    def _get(self, key: str) -> bytes | None:
-        (value,) = self._values.get(key, [None])
-        return value
+    def get(self, key: str) -> bytes | None:
+        """Return a value."""
+        return self._values.get(key)
 
-    def _put(self, key: str, value: bytes, *, overwrite: bool) -> bool:
-        entry = [value]
-        if overwrite:
-            self._values[key] = entry
-        return self._values.setdefault(key, entry) is entry
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        """Set a value."""
+        with self._lock:
+            sets = overwrite or key not in self._values
+            if sets:
+                self._values[key] = value
+            return sets
 
-    def _delete(self, key: str, *, by_prefix: bool) -> None:
-        for own in [own for own in list(self._values) if own == key or (by_prefix and own.startswith(key))]:
-            self._values.pop(own, None)
+    def delete(self, key: str, *, by_prefix: bool = False) -> None:
+        """Delete a value, or all whose keys begin so."""
+        with self._lock:
+            for own in [own for own in self._values if own == key or (by_prefix and own.startswith(key))]:
+                del self._values[own]
 
 
 class LocalService(Service):
     """The only replica of a service."""
 
     def __init__(self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient]) -> None:
-        self._values: dict[str, list[bytes]] = {}
         self._registry = CollectorRegistry()
         self._stages = stages
-        super().__init__(model, pool, policy, stages, key=uuid.uuid4().hex, name="local")
+        life, store = uuid.uuid4().hex, MemoryStore()
+        super().__init__(model, pool, policy, stages, store=store, new_metric=self._new_metric, life=life, name="local")
 
-    def store(self, prefix: str) -> MemoryStore:
-        """Return this process's memory."""
-        return MemoryStore(prefix, self._values)
-
-    def new_metric(
+    def _new_metric(
         self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
     ) -> Callable[[Mapping[str, str]], Note]:
         """Return a metric of this service's own registry."""
@@ -196,12 +191,12 @@ def _like_serve(app: ASGIApp) -> ASGIApp:
         async def hung_up() -> None:
             await asked.wait()
             await receive()  # once all is received, this returns when the client is gone
-
-        answering, listening = asyncio.ensure_future(app(scope, received, sent)), asyncio.create_task(hung_up())
-        try:
-            await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
             if not answered.is_set():
                 answering.cancel()
+
+        answering = asyncio.ensure_future(app(scope, received, sent))
+        listening = asyncio.create_task(hung_up())
+        try:
             await asyncio.wait({answering})
         finally:
             answering.cancel()
@@ -223,11 +218,17 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
     sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
         environment("CUDA_VISIBLE_DEVICES", gpus),
-        _listener(host, port) as listener,
-        _loaded(stages) as clients,
+        socket.create_server((host, port), family=family, backlog=2048) as listener,
+        ExitStack() as started,
     ):
+        clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
+        for client in clients:
+            started.callback(client.close)
+        for client in clients:
+            client.load(LOAD_DEADLINE_S)
         service = LocalService(model, pool, policy, clients)
         config = uvicorn.Config(
             service.app(),
@@ -273,22 +274,3 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
             server.should_exit = True
             wait([ended], GRACE_S)
             service.close()
-
-
-@contextmanager
-def _listener(host: str, port: int) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family, backlog=2048) as listener:
-        yield listener
-
-
-@contextmanager
-def _loaded(stages: Sequence[StageSpec]) -> Iterator[list[LocalClient]]:
-    clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
-    try:
-        for client in clients:
-            client.load(LOAD_DEADLINE_S)
-        yield clients
-    finally:
-        for client in clients:
-            client.close()

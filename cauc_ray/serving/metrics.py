@@ -93,15 +93,13 @@ class ServingMetrics:
         """Count rows that left a stage: accepted, deferred, capped, degraded or failed."""
         self._counts["cauc_serve_rows", self._stages[stage], outcome] += n
 
-    def answered(self, stage: int, confidences: Floats, costs: Floats, waits_s: Sequence[float]) -> None:
-        """Note a step's confidences and costs by row, and how long each group of rows took, in seconds."""
+    def answered(self, stage: int, confidences: Floats, costs: Floats, waited_s: float) -> None:
+        """Note the confidences and costs of rows after a stage, and how long they took there, in seconds."""
         name = self._stages[stage]
         note = self._note("cauc_serve_confidence", name)
         for confidence in confidences.tolist():
             note(confidence)
-        note = self._note("cauc_serve_stage_seconds", name)
-        for seconds in waits_s:
-            note(seconds)
+        self._note("cauc_serve_stage_seconds", name)(waited_s)
         self._counts["cauc_serve_cost", name, self._unit] += float(costs.sum())
 
     def called(self, stage: int, n_rows: int, call_s: float) -> None:
@@ -142,11 +140,10 @@ class ServingMetrics:
             if sums.n_compared:
                 self._note("cauc_serve_watch_agreement", stage)(sums.agreement.value)
 
-    def feedback(
-        self, outcome: Literal["counted", "cut_short", "repeated", "other_policy", "not_watched"], n: int
-    ) -> None:
-        """Count rows of feedback."""
-        self._counts["cauc_serve_feedback_rows", outcome] += n
+    def feedback(self, **n_rows: int) -> None:
+        """Count rows of feedback by outcome: counted, cut_short, repeated, other_policy or not_watched."""
+        for outcome, n in n_rows.items():
+            self._counts["cauc_serve_feedback_rows", outcome] += n
 
     def shadowed(self, stage: int, costs: Floats) -> None:
         """Note the costs of a stage's shadow answers, by row."""

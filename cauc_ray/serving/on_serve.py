@@ -1,151 +1,317 @@
-"""Run a service on the current Ray session, on Ray Serve, for the length of a block."""
+"""The shell of a service on Ray Serve: its ingress deployment, and a deployment for each stage."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import re
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from ray import serve
-from ray.serve.config import HTTPOptions
-from ray.serve.exceptions import RayServeException
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+    ReplicaUnavailableError,
+)
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.util.metrics import Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cauc_ray.errors import ExecutionError, printable
-from cauc_ray.execution.session import ray_session, require_fit
-from cauc_ray.models.pool import Pool
+from cauc_ray.cascade.worker import prepare_process
+from cauc_ray.errors import printable
+from cauc_ray.models.answers import ModelFacts
+from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.app import application
-from cauc_ray.serving.router import ROUTER
-from cauc_ray.serving.service import environment
+from cauc_ray.serving.http_app import http_app
+from cauc_ray.serving.metrics import ACTS, Kind, Note
+from cauc_ray.serving.policies_live import Store, StoreError
+from cauc_ray.serving.replica import Replica
+from cauc_ray.serving.request_state import Answer, StageCall, StageError
+from cauc_ray.serving.scaling import NEEDED, Needs
+from cauc_ray.serving.service import LEASE_S, Service
 
-PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
-START_DEADLINE_S = 900.0
-# Routers that do not report within this are not ready.
-ASK_S = 5.0
-# How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
-GRACE_S = 4.0
-SENT_S = 0.1
+ROUTER = "Router"
+# Of this package's values in Ray's own key-value store.
+NAMESPACE = b"cauc_ray"
+# If Serve does not report within this that the stages have loaded, they count as not loaded.
+READY_S = 5.0
+_METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+# Replicas that compute answer within this, too.
+ASK_S = 2.0
+# That a call has begun reaches its router within this, also where the call then ends the process.
+SENT_S = 0.02
+# A replica that is replaced answers so long that it is, so that calls on their way go elsewhere, and then ends.
+LEAVES_S = 0.2
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")
 
-
-@contextmanager
-def serve_service(
-    pool: Pool, policy: Policy, model: str, host: str, port: int, address: str | None, on_wait: Callable[[str], None]
-) -> Iterator[Callable[[], None]]:
-    """Serve a policy's chain at a port for the length of the block, once all stages are ready.
-
-    Returns what does nothing: whatever of it ends, Serve starts again.
-
-    address: of a Ray cluster; without it the session of this process, or one of its own for this.
-    """
-    stages, router = pool.chain(policy.models), pool.serving.router
-    needed = router.resources.num_cpus * router.replicas.max
-    needed += sum(stage.resources.num_cpus * stage.replicas.max for stage in stages)
-    # Read by the session that is started here, if one is: else Serve misses a proxy that died for half a minute.
-    with environment(PROXY_PERIOD, os.environ.get(PROXY_PERIOD, "1")), ray_session(address, needed + 1):
-        require_fit(stages)
-        on_wait("starting Serve")
-        with _application(pool, policy, model, host, port, on_wait):
-            yield lambda: None
+T = TypeVar("T")
 
 
-@contextmanager
-def _application(
-    pool: Pool, policy: Policy, model: str, host: str, port: int, on_wait: Callable[[str], None]
-) -> Iterator[None]:
-    """Run the application on the current Ray session, and end Serve afterwards.
+class GoneError(Exception):
+    """The replica that a call was for is there no more, and the call went to another."""
 
-    Raises ExecutionError where Serve is there already: it keeps listening at its first address.
-    """
-    app = application(pool, policy, model)
-    if serve.status().proxies:
-        raise ExecutionError(
-            "Ray Serve already runs on this cluster; deploy the application there with serve deploy "
-            "(deployments/serve.yaml)"
-        )
-    serve_logger = logging.getLogger("ray.serve")
-    level = serve_logger.level
-    try:
-        serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
-        serve.start(http_options=HTTPOptions(host=host, port=port))
-        serve.run_many(
-            [serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)],
-            wait_for_applications_running=False,
-        )
-        deadline = time.monotonic() + START_DEADLINE_S
-        _wait_until_running(model, on_wait, deadline)
-        _wait_until_ready(model, deadline)
+
+class StageServer:
+    """A replica of a stage as Serve has it."""
+
+    def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str]) -> None:
+        prepare_process(spec, import_paths)
+        self._spec = spec
+        self._needs = Needs()
+        self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
+        self._facts = self._replica.facts.result()
+
+    async def facts(self) -> tuple[str, ModelFacts]:
+        """Return the replica's name and its model's facts."""
+        return self._replica.name, self._facts
+
+    async def answer(self, call: StageCall) -> Answer:
+        """Answer a call's rows. A fault of the model is a result.
+
+        Returns the result, and the states of the rows that go on.
+        """
+        self._require_meant(call)
+        return await self._answer(call)
+
+    async def answer_watched(self, call: StageCall) -> AsyncIterator[Answer | None]:
+        """Yield None once the model begins, whatever it then does to the process, and what answer returns."""
+        self._require_meant(call)
+        loop, begins, sent = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def begin() -> None:
+            loop.call_soon_threadsafe(begins.set)
+            sent.wait(ASK_S)
+
+        answering = asyncio.ensure_future(self._answer(call, begin))
         try:
-            yield
+            await begins.wait()
+            yield None
+            await asyncio.sleep(SENT_S)
+            sent.set()
+            yield await answering
         finally:
-            _let_requests_end(model)
-    except RayServeException as error:
-        raise ExecutionError(printable(f"Serve: {' '.join(str(error).split())}")) from error
-    finally:
-        serve.shutdown()
-        serve_logger.setLevel(level)
+            sent.set()
+            answering.cancel()
 
+    async def leave(self, replica: str) -> None:
+        """End this replica if it is the one meant: it is broken, and Serve starts another."""
+        if replica == self._replica.name and not self._replica.leaves:
+            self._replica.leaves = True
+            logger.error("this replica fails on what others answer; it ends, and another is started")
+            asyncio.get_running_loop().call_later(LEAVES_S, os._exit, 1)
 
-def _let_requests_end(app: str) -> None:
-    """Have the routers take no more requests, and wait for those that are open, not for long."""
-    deadline = time.monotonic() + GRACE_S
-    try:
-        handle = serve.get_deployment_handle(ROUTER, app)
-        while time.monotonic() < deadline and sum(handle.broadcast("leave").results(timeout_s=GRACE_S)):
-            time.sleep(0.05)
-        time.sleep(SENT_S)
-    except Exception as error:  # a router that has died in any way has no open request
-        logger.warning(f"not waiting for open requests: {type(error).__name__}: {error}")
+    def _require_meant(self, call: StageCall) -> None:
+        if call.replica not in ("", self._replica.name):
+            raise GoneError(f"replica {call.replica} no longer exists")
+        self._needs.note(call.router, call.needed_replicas)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report to Serve how many replicas the routers need at the pool's target share of busy time."""
+        return {NEEDED: self._needs.total() / self._spec.serving.target_busy}
 
-def _wait_until_running(app: str, on_wait: Callable[[str], None], deadline: float) -> None:
-    """Wait until all deployments run. Raises ExecutionError with the reason where they do not."""
-    while time.monotonic() < deadline:
-        status = serve.status().applications.get(app)
-        if status is not None:
-            if status.status == "RUNNING":
-                return
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY") and not _recovers(status):
-                raise ExecutionError(f"the service does not start: {_reason(status)}")
-            waiting = [name for name, deployment in status.deployments.items() if deployment.status != "HEALTHY"]
-            on_wait(f"waiting for {', '.join(waiting) or 'the stages'}")
-        time.sleep(0.1)
-    raise ExecutionError(f"the service has not started within {START_DEADLINE_S:.0f} s")
+    def check_health(self) -> None:
+        """End the process where a call hangs, so that Serve replaces the replica."""
+        if (longest_s := self._replica.hangs()) is not None:
+            logger.error(f"a call has not ended for {longest_s:g} s; this replica ends, and another is started")
+            os._exit(1)  # to ask it to stop would be to wait for the call
 
-
-def _wait_until_ready(app: str, deadline: float) -> None:
-    """Wait until all routers know of the stages' replicas, which they hear of later than Serve itself."""
-    handle = serve.get_deployment_handle(ROUTER, app)
-    while time.monotonic() < deadline:
+    async def _answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
         try:
-            if all(handle.broadcast("ready").results(timeout_s=ASK_S)):
-                return
-        except Exception as error:  # a router that is just replaced fails in any way
-            logger.warning(f"cannot check whether a router is ready: {type(error).__name__}: {error}")
-        time.sleep(0.1)
-    raise ExecutionError(f"the service was not ready within {START_DEADLINE_S:.0f} s")
+            return await self._replica.answer(call, begin)
+        except StageError as error:
+            logger.error(f"this replica ends, and another is started: {error.message}")
+            os._exit(1)
 
 
-def _recovers(status: Any) -> bool:
-    """Return whether all that has failed are replicas which ran before: Serve starts others in their place."""
-    failed = [one for one in status.deployments.values() if one.status in ("DEPLOY_FAILED", "UNHEALTHY")]
-    return bool(failed) and all(one.status_trigger == "HEALTH_CHECK_FAILED" for one in failed)
+class ServeClient:
+    """Calls a stage through its handle."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def replicas(self) -> dict[str, ModelFacts] | None:
+        """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
+        try:
+            answers = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
+        except DeploymentUnavailableError:
+            return {}
+        except TimeoutError:
+            return None
+        return dict(one for one in answers if isinstance(one, tuple))
+
+    async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
+        """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""
+        # Policies travel only where they are asked for: a replica has those of the calls before.
+        answer = await self._asked(replace(call, policies={}), on_begin)
+        return answer if answer[0].fault != "policy" else await self._asked(call, on_begin)
+
+    async def _asked(self, call: StageCall, on_begin: Callable[[], None] | None) -> Answer:
+        handle: Any = self._handle
+        method = handle.answer if on_begin is None else handle.options(stream=True).answer_watched
+        response, answer = method.remote(call), None
+        try:
+            if on_begin is None:
+                answer = await response
+            else:
+                async for answer in response:
+                    if answer is None:
+                        on_begin()
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except (RayError, RayServeException) as error:
+            raise _fault(error) from error
+        if answer is None:
+            raise StageError("failed", "the replica gave no answer")
+        own: Answer = answer
+        return own
+
+    def replace(self, replica: str) -> None:
+        """Have a replica ended, so that Serve starts another."""
+        task = asyncio.ensure_future(self._leave(replica))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _leave(self, replica: str) -> None:
+        try:
+            await self._handle.broadcast("leave", replica).results_async(timeout_s=ASK_S, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError):
+            logger.warning(f"replica {replica} could not be asked to end")
 
 
-def _reason(status: Any) -> str:
-    """Return the last line of Serve's message on the first failed deployment, which is the error."""
-    failed = {name: d.message for name, d in status.deployments.items() if d.message and d.status != "HEALTHY"}
-    name, message = next(iter(failed.items()), ("", status.message))
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
-    # Our own errors need no type.
-    reason = (errors or lines or ["no reason is known"])[-1]
-    reason = re.sub(r"^cauc_ray\.errors\.\w+: ", "", reason)
-    if reason.startswith("ActorDiedError"):
-        reason = "its process ended while it started"
-    return printable(f"{name.replace(':', ' ', 1)}: {reason}" if name else reason)
+def _fault(error: Exception) -> StageError:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, GoneError):
+        return StageError("gone", str(cause))
+    if isinstance(cause, BackPressureError):
+        return StageError("overloaded", "it is overloaded")
+    if isinstance(cause, DeploymentUnavailableError):
+        return StageError("down", "it could not be deployed")
+    if isinstance(error, RayActorError) or isinstance(cause, RayActorError | ReplicaUnavailableError):
+        return StageError("died", "its replica ended")
+    return StageError("failed", printable(f"{type(cause).__name__}: {' '.join(str(cause).split())}"))
+
+
+class NamedReplica(RequestRouter):  # type: ignore[misc]  # Ray's classes have no types
+    """Routes a call to the replica that it names. If that is gone, another one reports it."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas that may take a call."""
+        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if not isinstance(call, StageCall):
+            return [candidate_replicas]
+        assert pending_request is not None
+        pending_request.routing_context.should_backoff = True  # else what cannot be routed is tried without a pause
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == call.replica]
+        return [named or candidate_replicas]
+
+
+def stage_deployment(name: str) -> str:
+    """Return the name of a stage's deployment."""
+    return f"stage:{name}"
+
+
+def ray_metric(
+    name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
+) -> Callable[[Mapping[str, str]], Note]:
+    """Return a metric that Ray exports."""
+    own = {"boundaries": boundaries} if kind == "histogram" else {}
+    metric = _METRICS[kind](name, says, tag_keys=tags, **own)
+    return lambda tags: partial(getattr(metric, ACTS[kind]), tags=tags)
+
+
+class RayStore(Store):
+    """Values in Ray's head, which outlive every replica. Each call blocks for one to the head, one after another."""
+
+    def get(self, key: str) -> bytes | None:
+        """Return a value."""
+        value: bytes | None = _done(_internal_kv_get, key)
+        return value
+
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        """Set a value."""
+        return not _done(_internal_kv_put, key, value, overwrite=overwrite)
+
+    def delete(self, key: str, *, by_prefix: bool = False) -> None:
+        """Delete a value, or all whose keys begin so."""
+        _done(_internal_kv_del, key, del_by_prefix=by_prefix)
+
+
+def _done(call: Callable[..., T], key: str, *args: Any, **options: Any) -> T:
+    try:
+        return call(key.encode(), *args, **options, namespace=NAMESPACE)
+    except (RayError, RuntimeError, ConnectionError) as error:
+        raise StoreError(f"{type(error).__name__}: {error}") from error
+
+
+class Router(Service):
+    """A replica of the ingress.   life: of this deployment."""
+
+    def __init__(
+        self,
+        model: str,
+        pool: Pool,
+        policy: Policy,
+        stages: Sequence[Any],
+        life: str,
+        import_paths: Sequence[str],
+    ) -> None:
+        sys.path[:0] = [path for path in import_paths if path not in sys.path]
+        # Serve's handlers write what we log to its files.
+        logging.getLogger("cauc_ray").parent = logging.getLogger("ray.serve")
+        self._app = serve.get_replica_context().app_name
+        clients = [ServeClient(handle) for handle in stages]
+        super().__init__(
+            model, pool, policy, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
+        )
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the HTTP application."""
+        app = http_app(self)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            async def received() -> Message:
+                try:
+                    return await receive()
+                except RayError:  # Serve's proxy has heard first that the client is gone
+                    return {"type": "http.disconnect"}
+
+            await app(scope, received, send)
+
+        return answer
+
+    async def ask_all(self, what: str) -> list[Any]:
+        """Call a method of every replica of this deployment, this one included."""
+        handle = serve.get_deployment_handle(ROUTER, self._app)
+        try:
+            answers: list[Any] = await handle.broadcast(what).results_async(timeout_s=LEASE_S, return_exceptions=True)
+        except Exception as error:  # a replica that is just ending fails in many ways
+            return [error]
+        return answers
+
+    async def n_loaded(self) -> list[int] | None:
+        """Ask Serve, which gives all replicas of this deployment the same answer."""
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(self._running_replicas), READY_S)
+        except (TimeoutError, RayError, RayServeException) as error:
+            logger.warning(f"Serve does not report whether the stages have loaded: {type(error).__name__}: {error}")
+            return None
+
+    def _running_replicas(self) -> list[int]:
+        application = serve.status().applications.get(self._app)
+        deployments = application.deployments if application is not None else {}
+        own = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
+        return [0 if one is None else one.replica_states.get("RUNNING", 0) for one in own]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,26 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cauc_ray.errors import PolicyError, explain
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.store import Store, StoreError
+
+
+class StoreError(Exception):
+    """What keeps the values does not answer."""
+
+
+class Store(ABC):
+    """Small values that all replicas of a service see. Every method may block for a moment, and raises StoreError."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """Return a value, None where there is none."""
+
+    @abstractmethod
+    def put(self, key: str, value: bytes, *, overwrite: bool = True) -> bool:
+        """Set a value; without overwrite only where there is none: of several at once one does, and returns True."""
+
+    @abstractmethod
+    def delete(self, key: str, *, by_prefix: bool = False) -> None:
+        """Delete a value if it is there, or all whose keys begin so."""
 
 
 class PolicyChange(BaseModel):
@@ -80,24 +100,23 @@ class InForce:
 class PolicyLog:
     """The policies of one service's life, version by version: an append-only log that all of its replicas read.
 
-    A version is written once and by one writer, so that a writer who did not know of the newest one finds its place
+    A version is written once and by one writer, so that a writer who did not know of the newest one finds its position
     taken: no change is lost, whoever dies when. Of versions that have a successor an empty entry stays.
-    store: of this life only, so that a later one starts empty.
+    life: of the service; a later one starts empty.
     """
 
-    # How many versions have been written, at least: where a replica that starts begins to read.
-    _HINT = "newest"
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, life: str) -> None:
+        self._store, self._prefix = store, f"policy:{life}:"
+        # How many versions have been written, at least: where a replica that starts begins to read.
+        self._hint = f"{self._prefix}newest"
         self._last: InForce | None = None
 
     def read(self) -> InForce | None:
         """Return the newest version, None where nothing was set yet. Blocks for a call to the store."""
-        version = self._last.version if self._last is not None else int(self._store.get(self._HINT) or 0)
+        version = self._last.version if self._last is not None else int(self._store.get(self._hint) or 0)
         if self._last is None and version:  # the hint is of an entry that may itself be the newest
             version -= 1
-        while (raw := self._store.get(str(version + 1))) is not None:
+        while (raw := self._store.get(f"{self._prefix}{version + 1}")) is not None:
             version += 1
             if raw:
                 self._last = InForce.of(Policy.of(json.loads(raw)), version)
@@ -105,10 +124,11 @@ class PolicyLog:
 
     def append(self, change: InForce) -> bool:
         """Keep a policy as its version; return False where that has been written before. Blocks like read()."""
-        if not self._store.add(str(change.version), change.policy.to_json().encode()):
+        content = change.policy.to_json().encode()
+        if not self._store.put(f"{self._prefix}{change.version}", content, overwrite=False):
             return False
         with suppress(StoreError):  # it is active now, even if the clean-up fails
-            self._store.put(self._HINT, str(change.version).encode())
+            self._store.put(self._hint, str(change.version).encode())
             if change.version > 1:
-                self._store.put(str(change.version - 1), b"")
+                self._store.put(f"{self._prefix}{change.version - 1}", b"")
         return True

@@ -14,14 +14,12 @@ from typing import Any, TypeVar
 
 from cauc_ray.cascade.bundles import Bundle
 from cauc_ray.cascade.isolation import reason_of
-from cauc_ray.cascade.results import CallResult
+from cauc_ray.cascade.rows import CallResult
 from cauc_ray.cascade.worker import Prepared, Worker
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
-from cauc_ray.numbers.types import Floats
-from cauc_ray.serving.faults import StageError
-from cauc_ray.serving.packing import StageCall
+from cauc_ray.serving.request_state import Answer, StageCall, StageError
 
 T = TypeVar("T")
 
@@ -41,9 +39,7 @@ class Replica:
         self._model, self._host = _Thread(f"{name}: model"), _Thread(f"{name}: host")
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 
-    async def answer(
-        self, call: StageCall, begin: Callable[[], None] = lambda: None
-    ) -> tuple[CallResult, Floats | None]:
+    async def answer(self, call: StageCall, begin: Callable[[], None] = lambda: None) -> Answer:
         """Answer a call's rows; what has not begun when the caller is cancelled is not done.
 
         begin: is called in each thread before it works. A fault of the model is a result. Returns it, and the states
@@ -89,7 +85,7 @@ class Replica:
         begin: Callable[[], None],
         ahead: Prepared | None,
         stopped: Callable[[], bool],
-    ) -> tuple[CallResult, Floats | None]:
+    ) -> Answer:
         begin()
         started_at = time.time()
         if self.leaves:

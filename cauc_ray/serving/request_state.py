@@ -1,28 +1,46 @@
-"""A request on its way through the cascade: its rows, and what is known of their answers so far."""
+"""Requests on their way through the cascade, and the calls that take rows of several."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import numpy as np
 
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Owner, Positions, Trouble
+from cauc_ray.cascade.bundles import Part
+from cauc_ray.cascade.isolation import row_of
+from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
+from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.faults import RequestError
+from cauc_ray.policies.policy import Policy, joined_states
+from cauc_ray.serving.protocol import RequestError
 
 if TYPE_CHECKING:
     from cauc_ray.serving.metrics import ServingMetrics
 
+
 RETRY_AFTER_S = 1.0
 # Repeated, as in Owner: faster than numpy.full for a few rows.
 _NO_OPTION = np.array([-1], np.int16)
+
+
+class StageError(Exception):
+    """A call of a stage that came to nothing.
+
+    kind: "died" (its replica ended, so another may do it), "gone" (its replica was there no more), "down" (no replica
+    takes calls), "overloaded", or "failed" (the model or the code around it raised).
+    """
+
+    def __init__(self, kind: Literal["died", "gone", "down", "overloaded", "failed"], message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +101,29 @@ class RequestState(Owner):
         """Return whether some of the policy's stages are not to be called."""
         return self.last_stage < len(self.policy.stages) - 1
 
-    def note(
-        self, stage: int, indices: Ints, result: CallResult, positions: Positions, carried: Any, held_at: Ints
-    ) -> Bools:
+    def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:
         """Take a call's answers for some rows as the best so far. Returns which of them go on, bool (m,)."""
-        on = super().note(stage, indices, result, positions, carried, held_at)
+        on = super().note(ended, rows, positions)
+        stage, result, indices = ended.stage, ended.result, rows.indices
         self.called.add(stage)
-        now = time.time_ns()
-        self.spans_ns[stage] = self.spans_ns.get(stage, (now, 0))[0], now
+        now_ns, waited_s = time.time_ns(), ended.now - rows.ready_at
+        since_ns, _ = self.spans_ns.get(stage, (now_ns - int(waited_s * 1e9), 0))
+        self.spans_ns[stage] = since_ns, now_ns
         if result.likeliest is not None and self.policy.reference is not None:
             self.likeliest[indices] = result.likeliest[positions]
         if self.wants_scores and result.scores is not None:
             self._keep_scores(indices, result.scores[positions])
         if self.shadow:  # the last stage's word is wanted
+            self._metrics.shadowed(stage, result.costs[positions])
             on[:] = stage < self.last_stage
             return on
         capped = self.capped and stage == self.last_stage
         n_on = int(np.count_nonzero(on))
+        self._metrics.answered(stage, result.confidences[positions], result.costs[positions], waited_s)
         self._metrics.rows(stage, "accepted", len(on) - n_on)
         self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
         if result.carried is not None and np.count_nonzero(early := result.carried[positions] & ~on):
-            self.early.append(Early(stage, indices[early], carried[held_at[positions][early]]))
+            self.early.append(Early(stage, indices[early], ended.goes_on[ended.held_at[positions][early]]))
         if capped:
             on[:] = False
         return on
@@ -113,26 +133,21 @@ class RequestState(Owner):
         self.at[indices] = -1
         if self.shadow:
             self.fail(RequestError(reason, 503))
-        elif self.degrades and (self.stages[indices] >= 0).all():
+            return 0
+        degrades = self.degrades and bool((self.stages[indices] >= 0).all())
+        self._metrics.rows(stage, "degraded" if degrades else "failed", len(indices))
+        if degrades:
             self.degraded[indices] = True
             self.reason = self.reason or reason
-            self._metrics.rows(stage, "degraded", len(indices))
             self._metrics.degraded(stage, trouble, len(indices))
             return len(indices)
+        if trouble == "refused":
+            self.fail(RequestError(reason, 422))
+        elif trouble == "overloaded" and stage == 0:
+            self.fail(RequestError(f"{reason}; try again later", 429, RETRY_AFTER_S))
         else:
-            self._metrics.rows(stage, "failed", len(indices))
-            if trouble == "refused":
-                self.fail(RequestError(reason, 422))
-            elif trouble == "overloaded" and stage == 0:
-                self.fail(RequestError(f"{reason}; try again later", 429, RETRY_AFTER_S))
-            else:
-                self.fail(RequestError(reason, 503, RETRY_AFTER_S))
+            self.fail(RequestError(reason, 503, RETRY_AFTER_S))
         return 0
-
-    def ready(self, stage: int, waited_s: float) -> None:
-        """Note that rows were ready for a stage so long ago."""
-        if stage not in self.spans_ns:
-            self.spans_ns[stage] = time.time_ns() - int(waited_s * 1e9), 0
 
     def fingerprint(self) -> bytes:
         """Return a digest of the input: the same for two requests that hold the same."""
@@ -159,7 +174,62 @@ class RequestState(Owner):
         k = scores.shape[1]
         if self.scores is None:
             self.scores = np.full((self.n, k), -np.inf)
-        elif self.scores.shape[1] < k:
-            self.scores = np.pad(self.scores, ((0, 0), (0, k - self.scores.shape[1])), constant_values=-np.inf)
+        elif (more := k - self.scores.shape[1]) > 0:
+            self.scores = np.pad(self.scores, ((0, 0), (0, more)), constant_values=-np.inf)
         self.scores[rows] = -np.inf
         self.scores[rows, :k] = scores
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    """What a stage is asked.
+
+    columns: of the rows, in their order, each (n, ...).   parts: neighbouring rows of which the same is asked.
+    policies: that decide, by the parts' keys.   good_row: one that the stage has answered before, to distinguish a
+    bad input from a broken replica; None where the replica has one.   replica: which one is asked.   router: who asks.
+    needed_replicas: of this stage, by it.
+    """
+
+    columns: Batch
+    parts: Sequence[Part]
+    policies: Mapping[str, Policy]
+    good_row: Batch | None = None
+    replica: str = ""
+    router: str = ""
+    needed_replicas: float = 0.0
+
+
+# A call's result, and the states of the rows that go on.
+Answer: TypeAlias = tuple[CallResult, Floats | None]
+
+
+def requests_of(call: Call) -> list[RequestState]:
+    """Return whose a call's rows are, one for each piece of rows."""
+    return [cast("RequestState", rows.owner) for rows in call.rows]
+
+
+def stage_call(call: Call, replica: str, keeps: Bools | None, *, router: str, needed_replicas: float) -> StageCall:
+    """Return a call as a stage takes it.   keeps: bool (n,), rows whose state is wanted even if they stop, if any."""
+    requests = requests_of(call)
+    parts, start = [], 0
+    asked = zip(requests, call.rows, strict=True)
+    for (key, wants_scores), alike in groupby(asked, lambda one: (one[0].key, one[0].wants_scores)):
+        states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in alike]
+        positions = slice(start, start + sum(n for n, _ in states))
+        kept = None if keeps is None else keeps[positions]
+        parts.append(Part(0, positions, key, joined_states(states), kept, wants_scores))
+        start = positions.stop
+    own = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
+    good = call.good_row
+    return StageCall(
+        columns={
+            name: concat_column([request.columns[name][rows] for request, rows in zip(requests, own, strict=True)])
+            for name in requests[0].columns
+        },
+        parts=parts,
+        policies={request.key: request.policy for request in requests},
+        good_row=None if good is None else row_of(cast("RequestState", good.owner).columns, good.indices[0]),
+        replica=replica,
+        router=router,
+        needed_replicas=needed_replicas,
+    )

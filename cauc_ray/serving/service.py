@@ -1,6 +1,6 @@
 """What a service is, wherever it runs: its policy, its cascade, what it watches. Nothing here knows Ray.
 
-Shells put it somewhere: `router.py` on Ray Serve, `local.py` in one process.
+Shells put it somewhere: `on_serve.py` on Ray Serve, `local.py` in one process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,24 +19,18 @@ from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.background import repeat
 from cauc_ray.serving.cascade import Cascade, StageClient
-from cauc_ray.serving.documents import FeedbackTaken, PolicyChanged, WatchReport
 from cauc_ray.serving.elsewhere import Elsewhere
-from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.feedback import Feedback, Reported
-from cauc_ray.serving.metrics import Kind, Note, ServingMetrics
-from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
-from cauc_ray.serving.store import Store, StoreError
-from cauc_ray.serving.watching import WatchedHere, Watching, report_of
+from cauc_ray.serving.metrics import NewMetric, ServingMetrics
+from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
+from cauc_ray.serving.protocol import RequestError
+from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
-# How often a replica looks for a policy that was set at another, which asks it to; and for the replicas of stages.
-POLICY_PERIOD_S = 1.0
-STAGES_PERIOD_S = 1.0
-# How often a replica computes what it has watched.
-WATCH_PERIOD_S = 1.0
-# How often its metrics are brought up to date.
-COUNT_PERIOD_S = 1.0
+# How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
+# computes what it has watched, and brings its metrics up to date.
+PERIOD_S = 1.0
+# What fails again and again is tried at longer and longer intervals, up to this one.
+LONGEST_PAUSE_S = 10.0
 # A replica that has not looked for a policy for so long looks before it answers. A change is therefore active
 # everywhere this long after it was written, also at a replica that cannot be asked whether it has taken it.
 LEASE_S = 3.0
@@ -46,6 +40,22 @@ LOOK_S = 1.0
 MOST_TRIES = 20
 
 logger = logging.getLogger(__name__)
+
+
+async def repeat(do: Callable[[], Awaitable[object]], period_s: float) -> None:
+    """Do something until cancelled, every so many seconds; what it raises is logged, and it is tried again."""
+    pause_s = period_s
+    while True:
+        try:
+            await do()
+            pause_s = period_s
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise  # this task is to end; otherwise only a call within it was cancelled
+            pause_s = max(period_s, min(2 * pause_s, LONGEST_PAUSE_S))
+            logger.exception(f"{getattr(do, '__name__', do)} failed; trying again in {pause_s:g} s")
+        await asyncio.sleep(pause_s)
 
 
 def require_name(model: str) -> str:
@@ -61,41 +71,47 @@ def require_name(model: str) -> str:
 def environment(name: str, value: str | None) -> Iterator[None]:
     """Set a variable of the environment for the length of the block; None leaves it as it is."""
     before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
+    os.environ.update({} if value is None else {name: value})
     try:
         yield
     finally:
-        if value is not None:
-            del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        os.environ.pop(name, None)
+        os.environ.update({} if before is None else {name: before})
 
 
 class Service(ABC):
     """One replica of what answers requests.
 
-    model: the name in URLs.   policy: what the service begins with.   key: of this life of the service; what another
-    life has kept is not read.   name: of the service in all of its lives.
+    model: the name in URLs.   policy: what the service begins with.   store: that all replicas see.   new_metric: as
+    ServingMetrics takes it.   life: of the service; what another life has kept is not read.   name: of the service in
+    all of its lives.
     """
 
     def __init__(
-        self, model: str, pool: Pool, policy: Policy, clients: Sequence[StageClient], *, key: str, name: str
+        self,
+        model: str,
+        pool: Pool,
+        policy: Policy,
+        clients: Sequence[StageClient],
+        *,
+        store: Store,
+        new_metric: NewMetric,
+        life: str,
+        name: str,
     ) -> None:
         self.model, self.pool = model, pool
         self.specs: tuple[StageSpec, ...] = pool.chain(policy.models)
         self.facts: list[ModelFacts | None] = [None] * len(self.specs)
-        self.metrics = ServingMetrics(self.new_metric, model, policy.models, policy.cost_unit)
+        self.metrics = ServingMetrics(new_metric, model, policy.models, policy.cost_unit)
         self._clients = clients
-        self._key, self._log = key, PolicyLog(self.store(f"policy:{key}"))
+        self._life, self._log = life, PolicyLog(store, life)
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
         self.in_force = self._log.read() or InForce.of(policy)
         # What was found of a policy outlives this life of the service.
-        alarms = self.store(f"alarm:{name}:{model}")
-        n_replicas = pool.serving.router.replicas.max
-        self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, alarms)
-        self._reported = Reported(self.store, key)
+        alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
+        self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
+        self._reported = Reported(store, life)
         self.elsewhere = Elsewhere()
         self._stages_began = False
         self.leaving = False
@@ -103,16 +119,6 @@ class Service(ABC):
         self._cascade: Cascade | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.policy(self.in_force.id)
-
-    @abstractmethod
-    def store(self, prefix: str) -> Store:
-        """Return what keeps values under a prefix, for all replicas."""
-
-    @abstractmethod
-    def new_metric(
-        self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
-    ) -> Callable[[Mapping[str, str]], Note]:
-        """Return a metric, as ServingMetrics takes it."""
 
     @abstractmethod
     async def ask_all(self, what: str) -> list[Any]:
@@ -127,20 +133,15 @@ class Service(ABC):
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
             self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics)
-            follow = (
-                (self._follow_policy, POLICY_PERIOD_S),
-                (self._follow_stages, STAGES_PERIOD_S),
-                (self.watched, WATCH_PERIOD_S),
-                (self._count, COUNT_PERIOD_S),
-            )
-            self._tasks = [asyncio.create_task(repeat(do, period_s)) for do, period_s in follow]
+            follow = (self.current_policy, self._follow_stages, self.watched, self._count)
+            self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
 
     @property
     def labels(self) -> tuple[str, ...] | None:
         """Return the names of the options: of the pool, else as the last model knows them."""
-        if self.pool.labels is not None:
-            return self.pool.labels
+        if self.pool.label_names is not None:
+            return self.pool.label_names
         facts = self.facts[-1]
         return facts.labels if facts is not None else None
 
@@ -202,9 +203,9 @@ class Service(ABC):
 
     def etag(self, in_force: InForce) -> str:
         """Return the tag of a version of the policy; no other life of the service has it."""
-        return f'"{self._key[:8]}-{in_force.version}"'
+        return f'"{self._life[:8]}-{in_force.version}"'
 
-    async def set_policy(self, change: PolicyChange, if_match: str | None = None) -> tuple[PolicyChanged, str]:
+    async def set_policy(self, change: PolicyChange, if_match: str | None = None) -> tuple[dict[str, Any], str]:
         """Change the policy. It is active on all replicas when this returns, until a later change.
 
         if_match: the tag of the version that is to be changed, "*" or None for any. Returns the new one's tag, too.
@@ -237,16 +238,14 @@ class Service(ABC):
             )
         self.metrics.policy_change("taken")
         says = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
-        changed = PolicyChanged(
-            policy_id=after.id, previous=before.id, version=after.version, replicas=n_replicas, says=says
-        )
-        return changed, self.etag(after)
+        changed = {"policy_id": after.id, "previous": before.id, "version": after.version, "replicas": n_replicas}
+        return {**changed, "says": says}, self.etag(after)
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
         return await asyncio.to_thread(self.watching.settle)
 
-    async def watch(self) -> WatchReport:
+    async def watch(self) -> dict[str, Any]:
         """Return all replicas' monitoring of the active policy. Raises RequestError (503)."""
         in_force = self.in_force
         found = await self.ask_all("watched")
@@ -255,32 +254,27 @@ class Service(ABC):
             raise RequestError("not every replica has reported", 503, 1.0)
         return report_of(in_force.policy, in_force.id, found)
 
-    async def feedback(self, body: bytes) -> FeedbackTaken:
+    async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
         n, n_counted, says = len(feedback), 0, None
         if feedback.policy_id != in_force.id:
             says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
-            self.metrics.feedback("other_policy", n)
+            self.metrics.feedback(other_policy=n)
         elif in_force.policy.reference is None:
             says = f"policy {in_force.id} has no reference to compare answers with; feedback is not counted"
-            self.metrics.feedback("not_watched", n)
+            self.metrics.feedback(not_watched=n)
         else:
             own = feedback.given_by(in_force.policy)
             new = await asyncio.to_thread(self._reported.new, own)
             self.watching.outcomes(in_force.id, new.stages, new.confidences, new.correct)
-            n_counted = len(new)
-            reasons = []
-            if len(own) < n:
-                reasons.append(f"{n - len(own)} answers cut short by the request or a failure are not counted")
-            if n_counted < len(own):
-                reasons.append(f"{len(own) - n_counted} answers already had feedback and are not counted again")
+            n_counted, n_cut, n_repeated = len(new), n - len(own), len(own) - len(new)
+            reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
+            reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             says = "; ".join(reasons) or None
-            self.metrics.feedback("counted", n_counted)
-            self.metrics.feedback("cut_short", n - len(own))
-            self.metrics.feedback("repeated", len(own) - n_counted)
-        return FeedbackTaken(policy_id=in_force.id, rows=n, counted=n_counted, says=says)
+            self.metrics.feedback(counted=n_counted, cut_short=n_cut, repeated=n_repeated)
+        return {"policy_id": in_force.id, "rows": n, "counted": n_counted, "says": says}
 
     async def _confirmed(self, version: int) -> int | None:
         """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""
@@ -331,10 +325,6 @@ class Service(ABC):
             logger.info(f"policy {after.id} is active, after {before.id}")
             self._reported.forget(before.id)
 
-    async def _follow_policy(self) -> None:
-        """Take what was set at other replicas."""
-        await asyncio.to_thread(self._adopt_kept)
-
     async def _follow_stages(self) -> None:
         """Update the number of the stages' replicas and their models' facts."""
         answers = await asyncio.gather(*(client.replicas() for client in self._clients), return_exceptions=True)
@@ -350,5 +340,5 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
-        self.metrics.queued(self.cascade.queued())
+        self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         self.metrics.flush()

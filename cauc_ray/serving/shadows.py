@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from cauc_ray.models.answers import Batch
+from cauc_ray.cascade.rows import Call
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.faults import RequestError
-from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.metrics import ServingMetrics
+from cauc_ray.serving.protocol import RequestError
+from cauc_ray.serving.request_state import RequestState, requests_of
 
 if TYPE_CHECKING:
     from cauc_ray.serving.cascade import Cascade
@@ -34,13 +34,12 @@ Report: TypeAlias = Callable[[Ints, Bools], None]
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Rows that a stage has answered.   columns: of these, each (n, ...).   until: on the loop's clock."""
+    """Early answers that wait to be compared.   request: the shadow request for them.   until: on the loop's clock."""
 
-    policy: Policy
+    request: RequestState
     stage: int
-    columns: Batch
-    predictions: Ints
     state: Floats
+    predictions: Ints
     report: Report
     until: float
 
@@ -51,52 +50,58 @@ class Shadows:
     share: of early answers.   cascade: that answers them.
     """
 
-    def __init__(self, share: float, cascade: Cascade) -> None:
-        self.share, self._cascade = share, cascade
+    def __init__(self, share: float, cascade: Cascade, metrics: ServingMetrics) -> None:
+        self._share, self._cascade, self._metrics = share, cascade, metrics
         self._loop = asyncio.get_running_loop()
-        self._lot = np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._looks = False
 
-    def keeps(self, request: RequestState, stage: int, n: int) -> Bools | None:
-        """Return which of n rows at a stage are chosen if they stop early, bool (n,); all of those that were once."""
-        if request.shadow:
-            return np.ones(n, dtype=bool)
-        if self.share == 0 or stage == request.last_stage or request.capped or not request.policy.in_turn:
-            return None
-        chosen: Bools = self._lot.random(n) < self.share
+    def keeps(self, call: Call) -> Bools | None:
+        """Return which of a call's rows are chosen if they stop early, bool (n,); all of those that were once."""
+        chosen = None
+        if not self._share:
+            return chosen
+        for request, (_, positions) in zip(requests_of(call), call.pieces(), strict=True):
+            early = call.stage < request.last_stage and not request.capped and request.policy.in_turn
+            if request.shadow or early:
+                chosen = np.zeros(len(call), dtype=bool) if chosen is None else chosen
+                n = positions.stop - positions.start
+                chosen[positions] = True if request.shadow else self._rng.random(n) < self._share
         return chosen
 
     def offer(self, request: RequestState, report: Report) -> None:
-        """Take the chosen rows of an answered request.   report: called with the result, if there is one."""
-        until = self._loop.time() + PATIENCE_S
+        """Have the chosen rows of an answered request compared with the whole cascade's answers, some time.
+
+        report: called with the result; not called for rows that are dropped.
+        """
+        until, last = self._loop.time() + PATIENCE_S, len(request.policy.stages) - 1
         for early in request.early:
-            if sum(len(waiting.predictions) for waiting in self._waiting) + len(early.rows) > MOST_WAITING:
-                self._cascade.dropped(len(early.rows))
+            n = len(early.rows)
+            if sum(waiting.request.n for waiting in self._waiting) + n > MOST_WAITING:
+                self._metrics.shadow_rows("dropped", n)
                 continue
             columns = {name: column[early.rows] for name, column in request.columns.items()}
+            shadow = RequestState(request.policy, request.key, columns, n, last, self._metrics, shadow=True)
             predictions = request.predictions[early.rows]
-            self._waiting.append(
-                _Waiting(request.policy, early.stage, columns, predictions, early.state, report, until)
-            )
+            self._waiting.append(_Waiting(shadow, early.stage, early.state, predictions, report, until))
         if self._waiting and not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
 
     def _look(self) -> None:
         """Send on what may go, and come back while anything waits."""
-        now = self._loop.time()
-        for waiting in [one for one in self._waiting if one.until <= now]:
-            self._waiting.remove(waiting)
-            self._cascade.dropped(len(waiting.predictions))
         # Looked at once: the first rows that are sent make a stage busy.
-        stages = self._cascade.scheduler.stages
+        stages, now = self._cascade.scheduler.stages, self._loop.time()
         idle = [not any(at.in_work for at in stages[stage:]) for stage in range(len(stages))]
         n_left = min(at.limits.batch_size for at in stages)
         for waiting in list(self._waiting):
-            if n_left > 0 and idle[waiting.stage + 1]:
-                n_left -= len(waiting.predictions)
+            if waiting.until <= now:
+                self._waiting.remove(waiting)
+                self._metrics.shadow_rows("dropped", waiting.request.n)
+            elif n_left > 0 and idle[waiting.stage + 1]:
+                n_left -= waiting.request.n
                 self._waiting.remove(waiting)
                 task = self._loop.create_task(self._ask(waiting))
                 self._tasks.add(task)
@@ -106,11 +111,11 @@ class Shadows:
             self._loop.call_later(PERIOD_S, self._look)
 
     async def _ask(self, waiting: _Waiting) -> None:
-        n = len(waiting.predictions)
-        request = self._cascade.shadow_of(waiting.policy, waiting.columns, n)
+        request = waiting.request
         try:
             await self._cascade.follow(request, waiting.stage + 1, waiting.state)
         except RequestError:
-            self._cascade.dropped(n)
+            self._metrics.shadow_rows("dropped", request.n)
         else:
-            waiting.report(np.full(n, waiting.stage), request.predictions == waiting.predictions)
+            self._metrics.shadow_rows("compared", request.n)
+            waiting.report(np.full(request.n, waiting.stage), request.predictions == waiting.predictions)

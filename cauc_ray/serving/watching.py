@@ -1,4 +1,4 @@
-"""A router's monitoring of its answers: stored at once, evaluated at intervals, reported as metrics and on request."""
+"""What a service learns of its answers: a router's monitoring, evaluated at intervals, and feedback, counted once."""
 
 from __future__ import annotations
 
@@ -7,26 +7,146 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cauc_ray.errors import explain
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
-from cauc_ray.serving.documents import WatchReport
 from cauc_ray.serving.metrics import ServingMetrics
+from cauc_ray.serving.policies_live import Store
+from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.store import Store
+
+# Confidences are the float32 values of the answer.
+_ROUNDING = 1e-6
+
+# Answers whose feedback one router remembers, so that it is counted once.
+MOST_REMEMBERED = 10_000
 
 # Rows that are kept between two computations; those after them are not watched. A row takes about 10 us, and this
 # many are enough.
 MOST_KEPT = 2000
 
 logger = logging.getLogger(__name__)
+
+_Option = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class FeedbackMessage(BaseModel):
+    """The body: values of the answers, and the labels, each a list by row.
+
+    answer_id: from the response's parameters.   rows: which of the answer's rows these are, all of them without it.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    policy_id: str
+    answer_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
+    rows: list[_Option] | None = None
+    prediction: list[_Option] = Field(min_length=1)
+    confidence: list[Annotated[float, Field(ge=0, le=1)]]
+    stage: list[Annotated[int, Field(ge=0)]]
+    label: list[_Option]
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Rows of an answer that one policy gave, and which were right; arrays (n,).
+
+    answer: identifies the answer.   rows: int, of the answer.   stages: int.   confidences: float64.   correct: bool.
+    """
+
+    policy_id: str
+    answer: str
+    rows: Ints
+    stages: Ints
+    confidences: Floats
+    correct: Bools
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def read(cls, body: bytes, policy: Policy, most_rows: int) -> Feedback:
+        """Read a request's body. Raises RequestError: 400 where it makes no sense, 413 for too many rows."""
+        try:
+            message = FeedbackMessage.model_validate_json(body)
+        except ValidationError as error:
+            raise RequestError(f"the feedback is invalid: {explain(error)}") from error
+        columns = {name: getattr(message, name) for name in ("prediction", "confidence", "stage", "label", "rows")}
+        sizes = {name: len(values) for name, values in columns.items() if values is not None}
+        if len(set(sizes.values())) > 1:
+            lengths = ", ".join(f"{n} of {name}" for name, n in sizes.items())
+            raise RequestError(f"the feedback's lists must have the same length, got {lengths}")
+        n = sizes["label"]
+        if n > most_rows:
+            raise RequestError(f"feedback may have up to {most_rows} rows, got {n}", 413)
+        if max(message.stage) >= len(policy.stages):
+            raise RequestError(f"stages are 0 to {len(policy.stages) - 1}, got {max(message.stage)}")
+        if message.rows is not None and message.answer_id is None:
+            raise RequestError("rows need the answer_id of their answer")
+        rows = np.arange(n) if message.rows is None else np.array(message.rows)
+        if len(np.unique(rows)) < n or rows.max() >= most_rows:
+            raise RequestError(f"the feedback's rows must be distinct, from 0 to {most_rows - 1}")
+        return cls(
+            message.policy_id,
+            # Without an answer_id, its content identifies it.
+            message.answer_id or hashlib.sha256(message.model_dump_json().encode()).hexdigest()[:32],
+            rows,
+            np.array(message.stage),
+            np.array(message.confidence, dtype=np.float64),
+            np.array(message.prediction) == np.array(message.label),
+        )
+
+    def given_by(self, policy: Policy) -> Feedback:
+        """Return the answers that the policy gave by itself: not those that a request's cap or a fault cut short."""
+        last = self.stages == len(policy.stages) - 1
+        return self.at(last | (self.confidences >= policy.threshold - _ROUNDING))
+
+    def at(self, kept: Bools) -> Feedback:
+        """Return some of the rows.   kept: bool (n,)."""
+        own = self.rows[kept], self.stages[kept], self.confidences[kept], self.correct[kept]
+        return Feedback(self.policy_id, self.answer, *own)
+
+
+class Reported:
+    """Remembers which rows had their feedback, for all replicas of a service together.
+
+    Each keeps at most MOST_REMEMBERED entries in the store, and drops its oldest first.   life: of the service.
+    """
+
+    def __init__(self, store: Store, life: str) -> None:
+        self._store, self._prefix = store, f"feedback:{life}:"
+        self._own: deque[tuple[str, str]] = deque()  # policies and keys
+        self._lock = threading.Lock()
+
+    def new(self, feedback: Feedback) -> Feedback:
+        """Return the rows that had none before, and remember them. Blocks for a few calls to the store."""
+        left, n_before = sum(1 << row for row in feedback.rows.tolist()), 0
+        prefix = f"{self._prefix}{feedback.policy_id}:{feedback.answer}:"
+        # An entry is written once: of two routers that take the same rows at once, one finds the other's.
+        while left and not self._store.put(f"{prefix}{n_before}", f"{left:x}".encode(), overwrite=False):
+            left &= ~int(self._store.get(f"{prefix}{n_before}") or b"0", 16)
+            n_before += 1
+        if left:
+            with self._lock:
+                self._own.append((feedback.policy_id, f"{prefix}{n_before}"))
+                oldest = self._own.popleft()[1] if len(self._own) > MOST_REMEMBERED else None
+            if oldest is not None:
+                self._store.delete(oldest)
+        return feedback.at(np.array([bool(left >> row & 1) for row in feedback.rows.tolist()], dtype=bool))
+
+    def forget(self, policy_id: str) -> None:
+        """Forget all feedback on a policy that is no longer active."""
+        self._store.delete(f"{self._prefix}{policy_id}:", by_prefix=True)
+        with self._lock:
+            self._own = deque(entry for entry in self._own if entry[0] != policy_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +161,14 @@ class WatchedHere:
 class _Kept:
     """The watch of one policy, and what came since it last computed.   held: whether it did then.
 
-    digest: of the policy with its reference.
+    digest: of the policy with its reference.   more: what is to be called of the watch, and with what.
     """
 
     policy_id: str
     digest: str
     watch: Watch | None
     answers: deque[Answered] = field(default_factory=deque)
-    outcomes: deque[tuple[Ints, Floats, Bools]] = field(default_factory=deque)
-    agreements: deque[tuple[Ints, Bools]] = field(default_factory=deque)
+    more: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
     n_rows: int = 0
     held: bool = True
 
@@ -58,21 +177,22 @@ class Watching:
     """Watches the active policy. Rows arrive on the event loop; begin() and settle() may run in threads."""
 
     def __init__(
-        self, policy: Policy, policy_id: str, metrics: ServingMetrics, n_routers: int, alarms: Store | None = None
+        self, policy: Policy, policy_id: str, metrics: ServingMetrics, n_routers: int, store: Store, alarm: str
     ) -> None:
         """Begin.
 
-        n_routers: the most that there may be, which share the rate of false alarms.   alarms: where it is kept what
-        speaks against the policy, for all routers and those to come.
+        n_routers: the most that there may be, which share the rate of false alarms.   alarm: the key in the store of
+        what has raised an alarm about the policy, for all routers and those to come.
         """
-        self._metrics, self._n_routers, self._alarms = metrics, n_routers, alarms
+        self._metrics, self._n_routers, self._store, self._alarm = metrics, n_routers, store, alarm
         self._settling = threading.Lock()
         self.begin(policy, policy_id)
 
     def begin(self, policy: Policy, policy_id: str) -> None:
         """Watch another policy, from no row on."""
         watch = None if policy.reference is None else Watch(policy, self._n_routers)
-        self._kept = _Kept(policy_id, _digest(policy), watch)
+        content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
+        self._kept = _Kept(policy_id, hashlib.sha256(content.encode()).hexdigest()[:16], watch)
 
     def answered(self, request: RequestState, policy_id: str) -> None:
         """Keep a request's answers, unless they are another policy's, or not those that it would have given."""
@@ -87,15 +207,13 @@ class Watching:
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Keep what became known of answers, as Watch.add_outcomes takes it."""
-        kept = self._of(policy_id)
-        if kept is not None:
-            kept.outcomes.append((stages, confidences, correct))
+        if (kept := self._of(policy_id)) is not None:
+            kept.more.append((Watch.add_outcomes, (stages, confidences, correct)))
 
     def agreements(self, policy_id: str, stages: Ints, agreed: Bools) -> None:
         """Keep whether answers were the whole cascade's, as Watch.add_agreements takes it."""
-        kept = self._of(policy_id)
-        if kept is not None:
-            kept.agreements.append((stages, agreed))
+        if (kept := self._of(policy_id)) is not None:
+            kept.more.append((Watch.add_agreements, (stages, agreed)))
 
     def settle(self) -> WatchedHere:
         """Evaluate all stored rows, report the result and return it."""
@@ -108,10 +226,8 @@ class Watching:
             kept.n_rows = 0
             if answers:
                 kept.watch.add(Answered.joined(answers))
-            for outcomes in _taken(kept.outcomes):
-                kept.watch.add_outcomes(*outcomes)
-            for agreements in _taken(kept.agreements):
-                kept.watch.add_agreements(*agreements)
+            for add, given in _taken(kept.more):
+                add(kept.watch, *given)
             watched = kept.watch.watched()
             watched = Watched(watched.stages, self._latched(kept, watched.evidence))
             self._metrics.watched(watched)
@@ -125,16 +241,19 @@ class Watching:
 
         What is kept of another policy is dropped: it has been replaced.
         """
-        if self._alarms is None:
-            return evidence
-        content = json.loads(self._alarms.get("of") or b"null")
+        content = json.loads(self._store.get(self._alarm) or b"null")
         known = content["evidence"] if content is not None and content["policy"] == kept.digest else {}
         ours = {name: asdict(one) for name, one in evidence.items() if not one.holds and name not in known}
         if ours:
-            self._alarms.put("of", json.dumps({"policy": kept.digest, "evidence": {**known, **ours}}).encode())
+            self._store.put(self._alarm, json.dumps({"policy": kept.digest, "evidence": {**known, **ours}}).encode())
         elif content is not None and not known:
-            self._alarms.delete("of")
-        return {name: _with(one, known[name]) if name in known else one for name, one in evidence.items()}
+            self._store.delete(self._alarm)
+        return {
+            name: replace(one, log10=max(one.log10, of["log10"]), at=of["at"], since=of["since"])
+            if one.holds and (of := known.get(name)) is not None
+            else one
+            for name, one in evidence.items()
+        }
 
     def _of(self, policy_id: str) -> _Kept | None:
         """Return the watch of a policy, None where there is none."""
@@ -142,27 +261,13 @@ class Watching:
         return kept if kept.watch is not None and kept.policy_id == policy_id else None
 
 
-def _with(evidence: Evidence, kept: Mapping[str, Any]) -> Evidence:
-    """Return evidence with a known alarm: its time and strength."""
-    if not evidence.holds:
-        return evidence
-    return replace(evidence, log10=max(evidence.log10, kept["log10"]), at=kept["at"], since=kept["since"])
-
-
-def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> WatchReport:
+def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) -> dict[str, Any]:
     """Return the routers' monitoring of the active policy as JSON; holds is null without a reference."""
     seen = [one.watched for one in routers if one.policy_id == policy_id and one.watched is not None]
     if policy.reference is None or not seen:
         says = "is not watched: at this threshold or budget it has no reference to compare answers with"
-        return WatchReport(policy_id=policy_id, holds=None, says=says, routers=0)
-    report: WatchReport = {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}  # type: ignore[typeddict-item]
-    return report
-
-
-def _digest(policy: Policy) -> str:
-    """Return a digest of a policy, its reference included."""
-    content = json.dumps(policy.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return {"policy_id": policy_id, "holds": None, "says": says, "routers": 0}
+    return {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}
 
 
 def _taken(kept: deque[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import aiohttp
@@ -52,7 +52,6 @@ class Load:
     warm_up_s: float = 1.0
     timeout_s: float = 30.0
     judge: Judge = by_status
-    headers: Mapping[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +119,15 @@ def body_of(columns: Mapping[str, Any], outputs: Sequence[str] = ("prediction",)
 
 def run_load(load: Load) -> LoadResult:
     """Make the load from this thread, and return when all its requests have ended."""
-    return asyncio.run(drive(load))
+    return asyncio.run(_drive(load))
 
 
-async def drive(load: Load) -> LoadResult:
-    """Make the load from this event loop."""
+async def _drive(load: Load) -> LoadResult:
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=load.timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
-        headers=load.headers,
+        headers={"Content-Type": "application/json"},
         skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
     ) as session:
         clients = _Clients(load, session)

@@ -1,67 +1,55 @@
-"""What every part of the benchmark is: a module with `measure`, whose keyword arguments are the part's options."""
+"""The parts of the benchmark: functions whose keyword arguments are the part's options."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any, TypeAlias, TypeVar
 
 from cauc_ray.errors import CaucError
 
-# In the order in which they run; each is the module of that name in this folder.
-PARTS = (
-    "numbers",
-    "shards",
-    "collect",
-    "plan",
-    "ray_data",
-    "saving",
-    "controller",
-    "memory",
-    "sink",
-    "serving",
-    "bodies",
-    "faults",
-)
-
-
-class Part(Protocol):
-    """A module that measures one thing, which its docstring describes."""
-
-    def measure(self, **options: Any) -> dict[str, Any]:
-        """Return the figures, ratios included.
-
-        Each option is a number, a text, a flag, or a tuple of one or more numbers or names, and its default the full
-        size; a tuple of names has all that there are. Raises CaucError; LeftOut where something is missing here.
-        """
+# The module that measures each part, in the order in which they run: its function of the part's name takes the part's
+# options as keyword arguments and returns the figures, ratios included. Each option is a number, a text, a flag, or a
+# tuple of one or more numbers or names, and its default the full size; a tuple of names has all that there are.
+PARTS = {
+    "numbers": "bench.fitting",
+    "shards": "bench.fitting",
+    "collect": "bench.networks",
+    "plan": "bench.plan",
+    "ray_data": "bench.ray_data",
+    "saving": "bench.networks",
+    "controller": "bench.runs",
+    "memory": "bench.runs",
+    "sink": "bench.runs",
+    "serving": "bench.serving",
+    "bodies": "bench.serving",
+    "faults": "faults.trial",
+}
+T = TypeVar("T")
+Measure: TypeAlias = Callable[..., dict[str, Any]]
 
 
 class LeftOut(CaucError):  # noqa: N818  # nothing has failed
     """A part needs something that is not here."""
 
 
-def require(*packages: str) -> None:
-    """Raise LeftOut for the first package that is not installed."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise LeftOut(f"{package} is not installed; pip install -e '.[dev]' installs it")
+def load(name: str) -> Measure:
+    """Return what measures a part. Its module is imported now, since each imports libraries that others do without."""
+    measure: Measure = getattr(importlib.import_module(f"jobs.{PARTS[name]}"), name)
+    return measure
 
 
-def load(name: str) -> Part:
-    """Import a part's module: only now, since each imports libraries that others do without."""
-    return cast(Part, importlib.import_module(f"jobs.bench.{name}"))
-
-
-def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
+def parser_of(name: str, measure: Measure) -> argparse.ArgumentParser:
     """Return the parser of a part's options."""
-    about = f"{inspect.getdoc(part)}\n\n{inspect.getdoc(part.measure)}"
     parser = argparse.ArgumentParser(
-        prog=f"python -m jobs.bench {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m jobs.bench {name}",
+        description=inspect.getdoc(measure),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for option in inspect.signature(part.measure).parameters.values():
+    for option in inspect.signature(measure).parameters.values():
         default, flag = option.default, f"--{option.name.replace('_', '-')}"
         if default is False:
             parser.add_argument(flag, action="store_true")
@@ -79,17 +67,37 @@ def parser_of(name: str, part: Part) -> argparse.ArgumentParser:
 
 def measured(name: str, words: Sequence[str]) -> dict[str, Any]:
     """Return a part's figures, or why there are none: it is left out here, or it failed.   words: its options."""
-    part = load(name)
-    options = vars(parser_of(name, part).parse_args(words))
-    print(f"== {name}", flush=True)
     try:
-        figures = part.measure(**options)
+        measure = load(name)
+        options = vars(parser_of(name, measure).parse_args(words))
+        print(f"== {name}", flush=True)
+        figures = measure(**options)
     except LeftOut as error:
         figures = {"left_out": str(error)}
+    except ModuleNotFoundError as error:
+        figures = {"left_out": f"{error.name} is not installed; pip install -e '.[dev]' installs it"}
     except CaucError as error:  # the figures of the other parts have cost minutes
         figures = {"failed": str(error)}
     show(figures)
     return figures
+
+
+def by_turns(sides: Mapping[str, Callable[[int], T]], turns: int, shown: Callable[[T], str]) -> dict[str, list[T]]:
+    """Have all sides take turns, and return what each has measured.   shown: what is printed of a turn.
+
+    The second of a pair has the other's heat and garbage: each side is it in its turn.
+    """
+    found: dict[str, list[T]] = {side: [] for side in sides}
+    for turn in range(turns):
+        for side in list(sides)[:: 1 if turn % 2 == 0 else -1]:
+            found[side].append(sides[side](turn))
+            print(f"{side:>9}: {shown(found[side][-1])}", flush=True)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the range."""
+    return {"median": median(values), "least": min(values), "most": max(values)}
 
 
 def show(figures: Mapping[str, Any], indent: str = "") -> None:

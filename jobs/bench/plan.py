@@ -1,21 +1,9 @@
-"""Hold what a plan predicts of runs and services against them: rows a second, and latencies at two loads.
-
-Three pools of `saved` stages, which sleep, so that the machine's cores are not the bottleneck: a plan is about stages.
-Each has another bottleneck. A run is predicted from the seconds in the pool file; measured are its rows over the time
-from the start of its first call to the end of its last, by its ledger, and how busy its stages were. A service is
-predicted as by `cauc plan --ledger` of that run, with the pool's replicas and the router's seconds as they are measured
-here, at half of the rate that the replicas can carry in full batches, and at four fifths, the most that a plan ever
-gives them. Requests of one row are posted at random times (Poisson) by one process, and latencies count from when they
-were due. A turn has times of its own: the median over the turns is given, and next to the plan what its simulation says
-of the turn's very requests. Where these two differ, it is by chance; where the second differs from what was measured,
-the plan is wrong, or the machine was busy with something else.
-"""
+"""What a plan predicts of runs and services, held against them."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,18 +16,23 @@ import cauc_ray
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.models.pool import load_pool
-from cauc_ray.planning.measures import Latency, Simulation, Window
+from cauc_ray.planning.measuring import time_router
 from cauc_ray.planning.plan import expected_deferral, run_stages, served_stages
-from cauc_ray.planning.routing import time_router
-from cauc_ray.planning.simulation import settled_window, simulate_arrivals, simulate_backlog, simulate_trace
+from cauc_ray.planning.simulation import (
+    Latency,
+    Simulation,
+    Window,
+    settled_window,
+    simulate_arrivals,
+    simulate_backlog,
+    simulate_trace,
+)
 from cauc_ray.planning.sizing import MOST_LOAD, most_rate
-from cauc_ray.planning.stages import PlannedStage, RouterSeconds
-from cauc_ray.planning.timings import read_earlier_run, saved_timing
+from cauc_ray.planning.stages import read_earlier_run, saved_timing, with_replicas
 from cauc_ray.policies.policy import Policy
 from jobs.bench.load import Load, body_of, run_load
-from jobs.bench.part import require
 from jobs.bench.planted import SleepingStage, planted_rows, write_cascade, write_input, write_table
-from jobs.bench.processes import served
+from jobs.bench.processes import scratch, served
 
 LOADS = (0.5, MOST_LOAD)
 WHAT = ("mean", "p99")
@@ -64,25 +57,33 @@ POOLS = {
 }
 
 
-def measure(
+def plan(
     seconds: float = 60.0,
     turns: int = 3,
     pools: tuple[str, ...] = tuple(POOLS),
     services: str = "local",
     slower: float = 1.0,
 ) -> dict[str, Any]:
-    """Predict and measure each pool's run, then its service.
+    """Hold what a plan predicts of runs and services against them: rows a second, and latencies at two loads.
+
+    Three pools of `saved` stages, which sleep, so that the machine's cores are not the bottleneck: a plan is about
+    stages. Each has another bottleneck. A run is predicted from the seconds in the pool file; measured are its rows
+    over the time from the start of its first call to the end of its last, by its ledger, and how busy its stages were.
+    A service is predicted as by `cauc plan --ledger` of that run, with the pool's replicas and the router's seconds as
+    they are measured here, at half of the rate that the replicas can carry in full batches, and at four fifths, the
+    most that a plan ever gives them. Requests of one row are posted at random times (Poisson) by one process, and
+    latencies count from when they were due. A turn has times of its own: the median over the turns is given, and next
+    to the plan what its simulation says of the turn's very requests. Where these two differ, it is by chance; where the
+    second differs from what was measured, the plan is wrong, or the machine was busy with something else.
 
     seconds: of a run, as predicted, and of a service's turn.   turns: of a service at each load.   pools: which to plan
     for.   services: what is served after the run: "local", by one process; "serve", by Ray Serve, whose processes take
     both cores at the rates of these pools; or "none".   slower: stages take this many times as long.
     """
-    require("starlette", "uvicorn", "prometheus_client", "aiohttp")
     found: dict[str, dict[str, Any]] = {}
     for name in pools:
         stages = [replace(at, per_call=at.per_call * slower, per_row=at.per_row * slower) for at in POOLS[name]]
-        with tempfile.TemporaryDirectory(prefix="plan") as scratch:
-            folder = Path(scratch)
+        with scratch() as folder:
             found[name] = planned_and_run(folder, stages, seconds)
             if services != "none":
                 found[name]["services"] = planned_and_served(folder, stages, services == "local", seconds, turns)
@@ -143,8 +144,7 @@ def saved_model(number: int, at: SleepingStage) -> dict[str, Any]:
 def predict_run(pool: Path, policy: Policy, n_rows: int) -> Simulation:
     """Simulate a run over this many rows with the replicas of a pool of saved stages."""
     specs = load_pool(pool).chain(policy.models)
-    timings = [timing for spec in specs if (timing := saved_timing(spec)) is not None]
-    return simulate_backlog(run_stages(specs, timings, expected_deferral(policy)), n_rows)
+    return simulate_backlog(run_stages(specs, [*map(saved_timing, specs)], expected_deferral(policy)), n_rows)
 
 
 def planned_and_served(
@@ -158,54 +158,39 @@ def planned_and_served(
     specs = load_pool(folder / "pool.yaml").chain(policy.models)
     earlier = read_earlier_run(folder / "out", policy.models)
     timings = [earlier.timings[name] for name in policy.models]
-    planned = [
-        of.with_replicas(at.replicas)
-        for of, at in zip(served_stages(specs, timings, expected_deferral(policy)), stages, strict=True)
-    ]
+    served_once = served_stages(specs, timings, expected_deferral(policy))
+    planned = with_replicas(served_once, [at.replicas for at in stages])
     rows = [read_parquet(file, columns=["example_id", "stage"]) for file in parquet_files(folder / "out/predictions")]
     answered_by = np.concatenate([part.column("stage").to_numpy() for part in rows])
     bodies = [body_of({"example_id": [example]}) for part in rows for example in part.column("example_id").to_pylist()]
-    found, router = [], time_router()
+    router = time_router()
     with served(folder, local=local) as url:
+
+        def turn(rate: float, seed: int) -> tuple[Latency, Latency]:
+            """Return what was measured of requests at random times, and what the simulation says of the very same."""
+            warm_up_s = settled_window(planned, rate).first
+            rng, ends_s = np.random.default_rng([7, seed]), warm_up_s + seconds
+            due_s = np.sort(rng.random(round(rate * ends_s))) * ends_s
+            order = np.resize(rng.permutation(len(bodies)), len(due_s))
+            in_order = [bodies[row] for row in order.tolist()]
+            load = Load(f"{url}/v2/models/bench/infer", in_order, seconds, due_s=due_s, warm_up_s=warm_up_s)
+            result = run_load(load)
+            if (result.statuses != 200).any():
+                raise ExecutionError(f"not all requests were answered: {result.counts()}")
+            window = Window(warm_up_s, ends_s)
+            simulated = simulate_trace(planned, due_s, answered_by[order], window, router=router).latency
+            measured = Latency.of(result.measured_s)
+            assert measured is not None
+            assert simulated is not None
+            return measured, simulated
+
+        found = []
         for load in LOADS:
             rate = load * most_rate(planned, 1.0)[0]
             plan = simulate_arrivals(planned, rate, router=router).latency
             assert plan is not None
-            asked = Asked(f"{url}/v2/models/bench/infer", planned, router, bodies, answered_by, rate, seconds)
-            found.append({"load": load, "rate": rate, **against(plan, [turn(asked, seed) for seed in range(turns)])})
+            found.append({"load": load, "rate": rate, **against(plan, [turn(rate, seed) for seed in range(turns)])})
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a service is asked.   answered_by: at which stage each of the bodies stops.   rate: of requests a second."""
-
-    url: str
-    planned: Sequence[PlannedStage]
-    router: RouterSeconds
-    bodies: Sequence[bytes]
-    answered_by: Any
-    rate: float
-    seconds: float
-
-
-def turn(asked: Asked, seed: int) -> tuple[Latency, Latency]:
-    """Return what was measured of requests at random times, and what the simulation says of the very same ones."""
-    warm_up_s = settled_window(asked.planned, asked.rate).first
-    rng, ends_s = np.random.default_rng([7, seed]), warm_up_s + asked.seconds
-    due_s = np.sort(rng.random(round(asked.rate * ends_s))) * ends_s
-    order = np.resize(rng.permutation(len(asked.bodies)), len(due_s))
-    result = run_load(
-        Load(asked.url, [asked.bodies[row] for row in order.tolist()], asked.seconds, due_s=due_s, warm_up_s=warm_up_s)
-    )
-    if (result.statuses != 200).any():
-        raise ExecutionError(f"not all requests were answered: {result.counts()}")
-    window = Window(warm_up_s, ends_s)
-    simulated = simulate_trace(asked.planned, due_s, asked.answered_by[order], window, router=asked.router).latency
-    measured = Latency.of(result.measured_s)
-    assert measured is not None
-    assert simulated is not None
-    return measured, simulated
 
 
 def against(plan: Latency, turns: Sequence[tuple[Latency, Latency]]) -> dict[str, Any]:

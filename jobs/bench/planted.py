@@ -1,7 +1,8 @@
-"""Synthetic examples, their logit tables, policies fitted on them, pools and inputs."""
+"""Synthetic examples, their logit tables, policies fitted on them, pools, inputs, and models that take their time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,15 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
 import cauc_ray
-from cauc_ray.data.table_info import PoolModel, TableInfo, write_info
-from cauc_ray.data.writing import write_logits
+from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
 from cauc_ray.files.documents import write_text
+from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
 
@@ -30,6 +32,8 @@ CALIBRATION_ROWS = 4000
 
 # As a pool file has it.
 Stage: TypeAlias = dict[str, Any]
+# A batch as Ray Data gives it out and takes it back.
+Columns: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def stage(name: str, model: Mapping[str, Any], batch: int, *, replicas: int = 1,
 def column_model(number: int, of: SleepingStage) -> dict[str, Any]:
     """Return a model that answers from its column of planted rows and takes a stage's seconds."""
     kwargs = {"column": f"gap{number}", "seconds_per_call": of.per_call, "seconds_per_row": of.per_row}
-    return {"kind": "python", "factory": "jobs.bench.models:from_column", "kwargs": kwargs}
+    return {"kind": "python", "factory": "jobs.bench.planted:from_column", "kwargs": kwargs}
 
 
 def write_cascade(
@@ -173,3 +177,19 @@ def write_input(
         part = table.slice(int(rows[0]), len(rows))
         pq.write_table(part, path / f"part-{number:04d}.parquet", row_group_size=row_group_size, **options)
     return path
+
+
+def from_column(column: str, seconds_per_call: float = 0.0, seconds_per_row: float = 0.0) -> Callable[[Batch], Floats]:
+    """Answer with two logits, a column of the input and 0, sleeping for what the call shall take."""
+
+    def answer(batch: Batch) -> Floats:
+        started = time.perf_counter()
+        gaps = batch[column]
+        logits = np.zeros((len(gaps), 2), dtype=np.float32)
+        logits[:, 0] = gaps
+        remaining = seconds_per_call + seconds_per_row * len(gaps) - (time.perf_counter() - started)
+        if remaining > 0:
+            time.sleep(remaining)
+        return logits
+
+    return answer

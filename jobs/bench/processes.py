@@ -9,22 +9,31 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import IO, Any
 
 import psutil
 import ray
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.session import keep_store_free
+from cauc_ray.execution.session import keep_store_free, ray_session
 from jobs.bench.part import LeftOut
 
 ROOT = Path(__file__).parents[2]
 # A service has ended this many seconds after it was asked to.
 END_S = 60.0
+
+
+@contextmanager
+def scratch(n_cpus: float | None = None) -> Iterator[Path]:
+    """Yield an empty folder for the length of the block, with a Ray session of so many CPUs if they are given."""
+    with tempfile.TemporaryDirectory(prefix="bench") as folder, ExitStack() as resources:
+        if n_cpus is not None:
+            resources.enter_context(ray_session(None, n_cpus))
+        yield Path(folder)
 
 
 @contextmanager
@@ -61,7 +70,7 @@ def printed(*words: object, env: Mapping[str, str] | None = None) -> Iterator[di
 
     Raises ExecutionError with the last line of its standard error where it fails.
     """
-    with TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log:
         command = [str(word) for word in words]
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
         with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(env or {})}, **streams) as process:
@@ -81,7 +90,7 @@ def served(folder: Path, *, local: bool) -> Iterator[str]:
     command += ["--port", "0", "--json", *(["--local"] if local else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with ExitStack() as resources:
-        log = resources.enter_context(TemporaryFile("w+"))
+        log = resources.enter_context(tempfile.TemporaryFile("w+"))
         streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
         service = resources.enter_context(subprocess.Popen(command, cwd=folder, env=environment, **streams))
         resources.callback(_end, service)

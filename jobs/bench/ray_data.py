@@ -1,18 +1,8 @@
-"""Measure a two-stage cascade through cauc-ray against the same cascade in Ray Data alone, cold start on both sides.
-
-Both read the same Parquet rows (512 float32 each next to what the models read), use the same sleeping models and the
-same policy step, and write the same predictions. One Ray session is up before either starts; each turn starts its own
-actors. cauc-ray and two plans that a user of Ray Data would write take turns, and the best turn of each counts:
-`union`, filters and a union over a materialized first stage whose deferred rows are gathered into blocks of full
-batches, the best of its kind; and `chain`, whose large stage sees whole blocks and calls its model on full batches of
-the deferred rows in them. Three cases: a fixed cost per call and one per row, the same totals at a full batch as a cost
-per row only, and the first with nothing deferred.
-"""
+"""A cascade through cauc-ray against the same cascade in Ray Data alone."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,8 +20,17 @@ from cauc_ray.errors import ExecutionError
 from cauc_ray.execution.session import ray_session
 from cauc_ray.files.parquet import parquet_files, read_parquet
 from cauc_ray.policies.policy import Policy
-from jobs.bench.models import Columns, from_column
-from jobs.bench.planted import SleepingStage, column_model, planted_rows, write_cascade, write_input
+from jobs.bench.part import by_turns
+from jobs.bench.planted import (
+    Columns,
+    SleepingStage,
+    column_model,
+    from_column,
+    planted_rows,
+    write_cascade,
+    write_input,
+)
+from jobs.bench.processes import scratch
 
 PAYLOAD = 512
 # Seconds of a call and of a row, for the small and for the large model.
@@ -42,10 +41,18 @@ INPUT_FILES = 8
 ANSWER = ("example_id", "prediction", "confidence", "stage", "cost", "label")
 
 
-def measure(
+def ray_data(
     rows: int = 80_000, batch: int = 256, deferral: float = 0.3, repeats: int = 3, cases: tuple[str, ...] = CASES
 ) -> dict[str, Any]:
-    """Measure the cases one after the other.
+    """Measure a two-stage cascade through cauc-ray against the same in Ray Data alone, cold start on both sides.
+
+    Both read the same Parquet rows (512 float32 each next to what the models read), use the same sleeping models and
+    the same policy step, and write the same predictions. One Ray session is up before either starts; each turn starts
+    its own actors. cauc-ray and two plans that a user of Ray Data would write take turns, and the best turn of each
+    counts: `union`, filters and a union over a materialized first stage whose deferred rows are gathered into blocks of
+    full batches, the best of its kind; and `chain`, whose large stage sees whole blocks and calls its model on full
+    batches of the deferred rows in them. Three cases: a fixed cost per call and one per row, the same totals at a full
+    batch as a cost per row only, and the first with nothing deferred.
 
     rows: of the input.   batch: rows in a full batch of either model.   deferral: share of the rows that the large
     model answers.   repeats: turns of each side.   cases: which costs to measure.
@@ -59,10 +66,8 @@ def measure(
                 SleepingStage("small", batch, *small, deferral=deferral),
                 SleepingStage("large", batch, *large, cost=4.0),
             )
-            with tempfile.TemporaryDirectory() as folder:
-                results[case] = one_case(
-                    Path(folder), stages, rows, 0.0 if case == "nothing_deferred" else deferral, repeats
-                )
+            with scratch() as folder:
+                results[case] = one_case(folder, stages, rows, 0.0 if case == "nothing_deferred" else deferral, repeats)
     return results
 
 
@@ -77,15 +82,16 @@ def one_case(
     inputs = write_input(folder / "input", columns, files=INPUT_FILES)
     small, large = (column_model(number, stage)["kwargs"] for number, stage in enumerate(stages))
     cascade = DataCascade(policy, small, large, stages[0].batch)
-    sides: dict[str, Callable[[Path], object]] = {"cauc-ray": partial(cauc_ray.run, pool, policy, inputs)}
-    sides |= {plan.__name__: partial(plan, cascade, inputs) for plan in (union, chain)}
-    turns: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(repeats):
-        for side, run in sides.items():
-            started = time.perf_counter()
-            run(folder / f"{side}-{turn}")
-            turns[side].append(n / (time.perf_counter() - started))
-            print(f"{side:>9}: {turns[side][-1]:8,.0f} rows/s", flush=True)
+
+    def rate(run: Callable[[Path], object], side: str, turn: int) -> float:
+        started = time.perf_counter()
+        run(folder / f"{side}-{turn}")
+        return n / (time.perf_counter() - started)
+
+    runs: dict[str, Callable[[Path], object]] = {"cauc-ray": partial(cauc_ray.run, pool, policy, inputs)}
+    runs |= {plan.__name__: partial(plan, cascade, inputs) for plan in (union, chain)}
+    sides = {side: partial(rate, run, side) for side, run in runs.items()}
+    turns = by_turns(sides, repeats, lambda rows_per_s: f"{rows_per_s:8,.0f} rows/s")
     for plan in (union, chain):
         require_same(folder / "cauc-ray-0" / "predictions", folder / f"{plan.__name__}-0", plan.__name__)
     best = {side: max(rates) for side, rates in turns.items()}

@@ -1,30 +1,18 @@
-"""Measure the served cascade against a hand-written Ray Serve composition of the same stages, without a policy.
-
-Both sides of a case are deployed next to each other and take turns under the same load, made by closed-loop clients in
-one process; every answer is checked. A ratio is of one turn of each side, close in time: the median over the turns is
-given, and the range. Cases: an ordinary cascade, and models of no time, of which what is left is what serving takes.
-
-The other side is the same stages behind Ray Serve as a user would put them there by hand: no policy, a fixed rule for
-what is deferred. It reads the JSON of the Open Inference Protocol, one row in a request, batches in the router with one
-array call per batch, and answers in it. It has an ingress that reads the raw request, room for every request, and two
-batches under way at a stage, so that one waits at its replica while the other computes: better than one or four, and
-than one batch through both stages. A model runs in a thread of its own, one call at a time, as it would on a device.
-
-With RAY_SERVE_ENABLE_HA_PROXY=1 in the environment both sides are behind Ray's HAProxy, else behind its own proxy.
-"""
+"""The served cascade against a hand-written Ray Serve composition, and what long bodies delay."""
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -41,9 +29,19 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving import ServingArgs, build_app
 from jobs.bench.load import Load, LoadResult, body_of, run_load
-from jobs.bench.models import Columns, from_column
-from jobs.bench.planted import EASY_GAP, HARD_GAP, PlantedRows, SleepingStage, column_model, planted_rows, write_cascade
-from jobs.bench.processes import free_port
+from jobs.bench.part import by_turns, spread
+from jobs.bench.planted import (
+    EASY_GAP,
+    HARD_GAP,
+    Columns,
+    PlantedRows,
+    SleepingStage,
+    column_model,
+    from_column,
+    planted_rows,
+    write_cascade,
+)
+from jobs.bench.processes import free_port, scratch, served
 
 # The fixed rule of the hand-written side: a row whose small gap is nearer to 0 goes on.
 SURE_GAP = (EASY_GAP + HARD_GAP) / 2
@@ -68,9 +66,14 @@ _batched: Callable[..., Callable[[Any], Any]] = serve.batch
 in_batches = _batched(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S, max_concurrent_batches=2)
 # What a request carries: the gaps of the small and of the large model.
 Row: TypeAlias = tuple[float, float]
+STAGES = (SleepingStage("small", 64, deferral=0.3), SleepingStage("large", 64, cost=2.0))
+INFER = "/v2/models/bench/infer"
+ANSWER_S = 60.0
+# By kind: a body and its headers.
+Bodies: TypeAlias = Mapping[str, tuple[bytes, dict[str, str]]]
 
 
-def measure(
+def serving(
     few: int = 16,
     many: int = 128,
     seconds: float = 4.0,
@@ -80,7 +83,21 @@ def measure(
     rows: int = 2000,
     cases: tuple[str, ...] = tuple(CASES),
 ) -> dict[str, Any]:
-    """Measure the cases on one Serve instance: of the sleeping models with few and many clients, else with one.
+    """Measure the served cascade against a hand-written Ray Serve composition of the same stages, without a policy.
+
+    Both sides of a case are deployed next to each other and take turns under the same load, made by closed-loop clients
+    in one process; every answer is checked. A ratio is of one turn of each side, close in time: the median over the
+    turns is given, and the range. Cases: an ordinary cascade, and models of no time, of which what is left is what
+    serving takes.
+
+    The other side is the same stages behind Ray Serve as a user would put them there by hand: no policy, a fixed rule
+    for what is deferred. It reads the JSON of the Open Inference Protocol, one row in a request, batches in the router
+    with one array call per batch, and answers in it. It has an ingress that reads the raw request, room for every
+    request, and two batches under way at a stage, so that one waits at its replica while the other computes: better
+    than one or four, and than one batch through both stages. A model runs in a thread of its own, one call at a time,
+    as it would on a device.
+
+    With RAY_SERVE_ENABLE_HA_PROXY=1 in the environment both sides are behind Ray's HAProxy, else behind its own proxy.
 
     few, many: clients where latency and where throughput is compared.   seconds: what is measured of each turn.
     warm_up: seconds of load before that.   turns: of each side.   deferral: share of the rows that the large model
@@ -94,35 +111,21 @@ def measure(
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         try:
             for case in cases:
-                with tempfile.TemporaryDirectory() as folder:
-                    deploy(Path(folder), case, requests, deferral)
+                with scratch() as folder:
+                    deploy(folder, case, requests, deferral)
                     for n in (few, many) if case == "sleeping" else (1,):
-                        load: dict[str, Any] = {
-                            "bodies": requests.bodies,
-                            "n_clients": n,
-                            "seconds": seconds,
-                            "warm_up_s": warm_up,
-                        }
-                        url = f"http://127.0.0.1:{port}/{{}}/v2/models/bench/infer"
-                        sides = (OURS, BY_HAND)
-                        asked = {side: Load(url.format(side), judge=requests.judge, **load) for side in sides}
-                        found.setdefault(case, {})[f"{n} clients"] = compare(take_turns(asked, turns))
+
+                        def turn(number: int, side: str, n: int = n) -> Turn:
+                            url = f"http://127.0.0.1:{port}/{side}/v2/models/bench/infer"
+                            asked = Load(url, requests.bodies, seconds, n, warm_up_s=warm_up, judge=requests.judge)
+                            return figures(run_load(asked))
+
+                        sides = {side: partial(turn, side=side) for side in (OURS, BY_HAND)}
+                        found.setdefault(case, {})[f"{n} clients"] = compare(by_turns(sides, turns, shown))
                     for side in (OURS, BY_HAND):
                         serve.delete(side)
         finally:
             serve.shutdown()
-    return found
-
-
-def take_turns(loads: dict[str, Load], turns: int) -> dict[str, list[Turn]]:
-    """Make each side's load by turns, and return what each turn measured."""
-    found: dict[str, list[Turn]] = {side: [] for side in loads}
-    for turn in range(turns):
-        # The second of a pair has the other's heat and garbage: each side is it in its turn.
-        for side in loads if turn % 2 == 0 else reversed(loads):
-            found[side].append(figures(run_load(loads[side])))
-            shown = ", ".join(f"{name} {found[side][-1][name]:.4g}" for name in FIGURES)
-            print(f"{side:>9}: {shown}", flush=True)
     return found
 
 
@@ -131,6 +134,11 @@ def figures(result: LoadResult) -> Turn:
     p50_s, p99_s = np.quantile(result.measured_s, [0.5, 0.99]).tolist()
     counts = {kind: n for (_, kind), n in result.counts().items()}
     return {"per_s": result.per_s, "p50_s": p50_s, "p99_s": p99_s, "counts": counts}
+
+
+def shown(turn: Turn) -> str:
+    """Return what people see of a turn."""
+    return ", ".join(f"{name} {turn[name]:.4g}" for name in FIGURES)
 
 
 def compare(turns: dict[str, list[Turn]]) -> dict[str, Any]:
@@ -144,11 +152,6 @@ def compare(turns: dict[str, list[Turn]]) -> dict[str, Any]:
     pairs = list(zip(turns[OURS], turns[BY_HAND], strict=True))
     found["ratio"] = {name: spread([own[name] / other[name] for own, other in pairs]) for name in FIGURES}
     return found
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and the range."""
-    return {"median": median(values), "least": min(values), "most": max(values)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,3 +268,98 @@ def deploy(folder: Path, case: str, requests: Requests, deferral: float) -> None
     router = serve.deployment(Router, name="Router").options(**OPTIONS).bind(*by_hand)
     sides = {OURS: ours, BY_HAND: router}
     serve.run_many([serve.RunTarget(app, side, f"/{side}", logging_config=QUIET) for side, app in sides.items()])
+
+
+def bodies(megabytes: float = 9.0, rows: int = 64, times: int = 15) -> dict[str, Any]:
+    """Measure how long bodies of megabytes, as JSON and as raw bytes, delay the other requests to a local service.
+
+    A client asks for single rows all the time; another sends long bodies, with pauses. A delay is of one long request:
+    the slowest of the first client's answers meanwhile, less the slowest within as long a pause soon after. The median
+    is given, and the range.
+
+    megabytes, rows: of a long body, in 10^6 bytes.   times: long bodies of each kind.
+    """
+    bodies = long_bodies(round(megabytes * 1e6), rows)
+    with scratch() as folder:
+        write_cascade(folder, STAGES)
+        with served(folder, local=True) as url:
+            for kind in bodies:  # what reads them starts with the first
+                _ask(url, *bodies[kind])
+            windows, answers = _sent(url, bodies, times)
+    found: dict[str, Any] = {"quiet_p50_ms": float(np.median(answers[:, 1] - answers[:, 0])) * 1e3}
+    for kind, own in windows.items():
+        found[kind] = {
+            "megabytes": len(bodies[kind][0]) / 1e6,
+            "seconds": spread([ended - began for began, ended in own]),
+            "delay_ms": spread([_slowest_ms(answers, *at) - _slowest_ms(answers, *_after(*at)) for at in own]),
+        }
+    return found
+
+
+def long_bodies(n_bytes: int, n_rows: int) -> Bodies:
+    """Return bodies of about this many bytes by kind, with their headers."""
+    gaps = {name: np.full(n_rows, EASY_GAP, np.float32) for name in ("gap0", "gap1")}
+    digits = len(f"{1 / 3:.6f}, ")
+    n_pixels = max(1, (n_bytes - len(body_of(gaps))) // (digits * n_rows))
+    rng = np.random.default_rng(0)
+    in_json = body_of({**gaps, "pixels": rng.random((n_rows, n_pixels)).round(6)})
+    raw = rng.random((n_rows, n_bytes // (4 * n_rows)), dtype=np.float32)
+    described = json.loads(body_of({**gaps, "pixels": raw[:, :0]}))
+    del described["inputs"][-1]["data"]
+    described["inputs"][-1] |= {"shape": raw.shape, "parameters": {"binary_data_size": raw.nbytes}}
+    head = json.dumps(described).encode()
+    return {
+        "json": (in_json, {}),
+        "binary": (head + raw.tobytes(), {"Inference-Header-Content-Length": str(len(head))}),
+    }
+
+
+def _sent(url: str, bodies: Bodies, times: int) -> tuple[dict[str, list[tuple[float, float]]], Floats]:
+    """Send long bodies while a client asks for single rows.
+
+    Returns when each was sent and answered, by kind; and the same of the single rows, float (n, 2): in seconds by
+    time.perf_counter().
+    """
+    windows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in bodies}
+
+    def send() -> None:
+        for _ in range(times):
+            for kind, (body, headers) in bodies.items():
+                began = time.perf_counter()
+                _ask(url, body, headers)
+                ended = time.perf_counter()
+                windows[kind].append((began, ended))
+                time.sleep(2 * (ended - began) + 0.2)
+
+    single = Load(
+        f"{url}{INFER}", [body_of({"gap0": [EASY_GAP], "gap1": [EASY_GAP], "pixels": [[0.0]]})], 1.0, warm_up_s=0.0
+    )
+    answers = []
+    with ThreadPoolExecutor(1) as other:
+        sending = other.submit(send)
+        while not sending.done():
+            asked = run_load(single)
+            answers.append(asked.began + np.stack([asked.started_s, asked.ended_s], axis=1))
+        sending.result()
+    return windows, np.concatenate(answers)
+
+
+def _ask(url: str, body: bytes, headers: dict[str, str]) -> None:
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=ANSWER_S)
+    connection.request("POST", INFER, body, headers)
+    answer = connection.getresponse()
+    reason = answer.read()
+    connection.close()
+    if answer.status != 200:
+        raise ExecutionError(f"a long body was answered with {answer.status}: {reason[:200]!r}")
+
+
+def _after(began: float, ended: float) -> tuple[float, float]:
+    """Return as long a pause, soon after a long request."""
+    return ended + 0.1, 2 * ended - began + 0.1
+
+
+def _slowest_ms(answers: Floats, began: float, ended: float) -> float:
+    """Return the longest that a request took that was open within a time."""
+    within = (answers[:, 1] > began) & (answers[:, 0] < ended)
+    return float((answers[within, 1] - answers[within, 0]).max()) * 1e3

@@ -1,8 +1,8 @@
 """Faults put into runs and services at seeded moments: what was lost, doubled, different or wrongly failed.
 
-One cascade whose every answer is known (`cascade`), one model that misbehaves where it is ordered to (`models`), one
-small real Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run and of a service, one comparison
-with the offline replay (`trial`). `python -m jobs.bench faults` makes trials of every kind with ten seeds.
+One cascade whose every answer is known, of a model that misbehaves where it is ordered to (`cascade`), one small real
+Ray cluster (`cluster`), one list of kinds (`kinds`), one trial of a run and of a service (`trial`).
+`python -m jobs.bench faults` makes trials of every kind with ten seeds.
 
 | kinds | run | service |
 | --- | --- | --- |

@@ -21,9 +21,8 @@ from ray.exceptions import RayError
 from cauc_ray.errors import ExecutionError
 from cauc_ray.files.parquet import parquet_files
 from jobs.bench.processes import ROOT, processes
-from jobs.faults.cascade import BLOCK_ROWS, Cascade
+from jobs.faults.cascade import BLOCK_ROWS, Cascade, give_order
 from jobs.faults.cluster import NOTICED_S, Cluster, kill, replicas, wait_until
-from jobs.faults.models import give_order
 
 # Returns whether there was something to hit.
 Strike: TypeAlias = "Callable[[Scene], bool]"
@@ -77,7 +76,7 @@ class Scene:
 
     def run(self, *words: object) -> None:
         """Start `cauc run` on the cluster."""
-        command = [sys.executable, "-m", "jobs.faults.run", *map(str, words), "--address", self.cluster.address]
+        command = [sys.executable, "-m", "jobs.faults.run", "run", *map(str, words), "--address", self.cluster.address]
         with (self.folder / "log").open("wb") as log:
             self.child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 

@@ -1,11 +1,11 @@
-"""`cauc run` in a process that may be killed, with blocks so small that a run of some seconds commits many."""
+"""`cauc` in a process that may be killed, with blocks so small that a run of some seconds commits many."""
 
 import sys
 
 from cauc_ray.cli.command import main
-from cauc_ray.execution import manifest, runner
+from cauc_ray.execution import commits, runner
 from jobs.faults.cascade import BLOCK_ROWS
 
 if __name__ == "__main__":
-    runner.BLOCK_ROWS, manifest.COMMIT_S = BLOCK_ROWS, 0.0
-    main(["run", *sys.argv[1:]])
+    runner.BLOCK_ROWS, commits.COMMIT_S = BLOCK_ROWS, 0.0
+    main(sys.argv[1:])

@@ -1,11 +1,13 @@
-"""Trials on one cluster: its session, where, a folder, rows, seeds and kinds; prints a JSON object for each."""
+"""Trials of faults on one cluster, each a JSON object, and the part `faults` of the benchmark, which sums them up."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -13,7 +15,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import numpy as np
@@ -21,10 +26,11 @@ import numpy as np
 import cauc_ray
 from cauc_ray.errors import ExecutionError
 from jobs.bench.load import OK, TIMEOUT, Load, LoadResult, body_of, run_load
-from jobs.bench.processes import processes
+from jobs.bench.part import LeftOut
+from jobs.bench.processes import printed, processes
 from jobs.faults.cascade import Row, compare, pool_file, read_rows, write_cascade
 from jobs.faults.cluster import Cluster, kill, wait_until
-from jobs.faults.kinds import KINDS, SESSIONS, Kind, Scene
+from jobs.faults.kinds import KINDS, SESSIONS, WHERE, Kind, Scene
 
 # A trial that the fault has missed is made again so often, at other moments.
 TRIES = 3
@@ -41,6 +47,11 @@ HEALING_S = 180.0
 OUTPUTS = ("prediction", "confidence", "stage", "cost", "degraded")
 # What becomes of a request, apart from what a client meets that gets no answer. Any is right for a row that must fail.
 WHOLE, GUILTY, DEGRADED, FAILED, AGAIN, SERVES_OWN = "whole", "guilty", "degraded", "failed", "again", "Serve's own"
+WRONG = ("lost", "doubled", "different", "wrongly_failed", "refused", "left_over")
+COUNTS = (*WRONG, "degraded", "again")
+NAMES = tuple(kind.name for kind in KINDS)
+# A cluster of its own; Serve misses a proxy that died after seconds, not after half a minute.
+RAY = {"RAY_ADDRESS": "", "RAY_AUTH_MODE": "disabled", "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
 
 
 @dataclass(slots=True)
@@ -187,6 +198,58 @@ def main(argv: Sequence[str]) -> None:
                 print(json.dumps(found), flush=True)
     finally:
         cluster.close()
+
+
+def faults(
+    where: tuple[str, ...] = WHERE,
+    kinds: tuple[str, ...] = NAMES,
+    seeds: int = 10,
+    rows: int = 2560,
+    keep: str = "",
+) -> dict[str, Any]:
+    """Measure what faults do to runs and services: rows lost, doubled, different or wrongly failed, and time.
+
+    where: what is struck.   kinds: of fault.   seeds: trials of each kind, each at other moments.   rows: of a run;
+    multiples of 1280 fill all blocks.   keep: a folder that keeps what the trials leave.
+    """
+    of_session = {
+        (struck, session): names
+        for struck, session in product(where, SESSIONS)
+        if (names := [k.name for k in KINDS if k.name in kinds and k.session == session and struck in k.on])
+    }
+    may_cut = not os.geteuid() and which("unshare") and which("ip")
+    if not may_cut and any(session == "network" for _, session in of_session):
+        raise LeftOut("to cut networks takes root, unshare and ip; --kinds names other kinds")
+    results: dict[str, Any] = {struck: {} for struck in where}
+    with tempfile.TemporaryDirectory(prefix="faults") as scratch:
+        for (struck, session), names in of_session.items():
+            folder = Path(keep or scratch).resolve() / f"{struck}-{session}"
+            for kind, trials in groupby(_trials(session, struck, folder, rows, seeds, *names), key=itemgetter("kind")):
+                results[struck][kind] = _figures([*trials])
+                print(f"{struck}, {kind}: {'sound' if results[struck][kind]['sound'] else 'NOT sound'}", flush=True)
+    return {**results, "sound": all(found["sound"] for of_struck in results.values() for found in of_struck.values())}
+
+
+def _trials(session: str, *words: object) -> Iterator[dict[str, Any]]:
+    """Make a session's trials in a process of its own, and yield what each found."""
+    alone = ["unshare", "--net"] if session == "network" else []  # a network of its own, which it may change
+    return printed(*alone, sys.executable, "-m", "jobs.faults.trial", session, *words, env=RAY)
+
+
+def _figures(trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sum a kind's trials up: counts other than 0, seconds, and what went wrong."""
+    struck = [trial for trial in trials if trial["struck"] and "error" not in trial]
+    errors = [f"seed {trial['seed']}: {trial['error']} ({trial['folder']})" for trial in trials if "error" in trial]
+    counts = {key: n for key in COUNTS if (n := sum(trial.get(key, 0) for trial in trials))}
+    return {
+        "hit": len(struck),
+        "missed": len(trials) - len(struck) - len(errors),
+        **counts,
+        "seconds": [round(trial["seconds"], 1) for trial in struck],
+        "why": [trial["why"] for trial in trials if trial.get("why")],
+        "errors": errors,
+        "sound": counts.keys().isdisjoint(WRONG) and len(struck) == len({trial["seed"] for trial in trials}),
+    }
 
 
 if __name__ == "__main__":

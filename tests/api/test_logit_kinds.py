@@ -1,13 +1,14 @@
-"""Probabilities in the place of logits: noticed, refused with the remedy, read as declared."""
+"""Kinds of logits: probabilities are refused with the remedy, or read as declared; masks are missing options."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
-from masked import MODELS, softmax, splits, write
+from masked import MASKS, MODELS, softmax, splits, write, write_masked
 
 import cauc_ray
-from cauc_ray.errors import CaucWarning, ConfigError, DataError
+from cauc_ray.errors import CaucError, CaucWarning, ConfigError, DataError
 from cauc_ray.policies.policy import Policy
 
 CHAIN = ["--models", ",".join(MODELS)]
@@ -23,6 +24,11 @@ READS = {
 @pytest.fixture(scope="module")
 def chains():
     return splits(ragged=False)
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    return splits()
 
 
 def probabilities(logits):
@@ -45,40 +51,34 @@ def numbers(policy):
 
 
 @pytest.mark.parametrize("verb", READS)
-@pytest.mark.parametrize("declared", [{}, {"logit_kind": "raw"}], ids=["undeclared", "raw"])
-def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, chains, verb, declared):
+def test_every_verb_refuses_probabilities_with_the_remedy(command, tmp_path, chains, verb):
     raw = write(tmp_path / "RAW", chains, lambda z: z)
     (tmp_path / "raw.json").write_text(cauc_ray.fit(raw, models=MODELS).to_json())
+    declared = {} if verb in ("fit", "check") else {"logit_kind": "raw"}
     write(tmp_path / "LOGITS", chains, probabilities, **declared)
     code, out, err = command(verb, *READS[verb])
     assert (code, out) == (2, "")
-    assert "probabilities" in err
-    assert "--logit-kind probabilities" in err
-    assert "'m0'" in err
+    assert all(word in err for word in ("probabilities", "--logit-kind probabilities", "'m0'"))
     assert not (tmp_path / "out.json").exists()
-    code, _, err = command(verb, *READS[verb], "--logit-kind", "probabilities")
-    assert code in ((0, 3) if verb == "check" else (0,)), err
-    code, _, err = command(verb, *READS[verb], "--logit-kind", "m0=probabilities,m1=probabilities")
-    assert code in ((0, 3) if verb == "check" else (0,)), err
+    for kind in ("probabilities", "m0=probabilities,m1=probabilities"):
+        code, _, err = command(verb, *READS[verb], "--logit-kind", kind)
+        assert code in ((0, 3) if verb == "check" else (0,)), err
 
 
-@pytest.mark.parametrize("method", ["base", "rf"])
-def test_declared_probabilities_are_their_logarithms(tmp_path, chains, method):
+def test_declared_probabilities_are_their_logarithms(tmp_path, chains):
     as_logs = write(tmp_path / "LOGS", chains, logarithms, logit_kind="log-probabilities")
     declared = write(tmp_path / "DECLARED", chains, probabilities, logit_kind="probabilities")
     given = write(tmp_path / "GIVEN", chains, probabilities)
-    expected = cauc_ray.fit(as_logs, models=MODELS, method=method, budget=3.0)
-    policies = [
-        cauc_ray.fit(declared, models=MODELS, method=method, budget=3.0),
-        cauc_ray.fit(given, models=MODELS, method=method, budget=3.0, logit_kind="probabilities"),
-    ]
-    assert policies[0].to_json() == policies[1].to_json()
-    assert numbers(policies[0]) == numbers(expected)
-    assert [stage.logit_kind for stage in policies[0].stages] == ["probabilities"] * 2
-    found = cauc_ray.evaluate(as_logs, expected).to_arrow()
-    assert cauc_ray.evaluate(declared, policies[0]).to_arrow().equals(found)
-    # What nobody declares is of the kind that the policy was fitted on.
-    assert cauc_ray.evaluate(given, policies[0]).to_arrow().equals(found)
+    for method in ("base", "rf"):
+        fit = {"models": MODELS, "method": method, "budget": 3.0}
+        policies = cauc_ray.fit(declared, **fit), cauc_ray.fit(given, **fit, logit_kind="probabilities")
+        expected = cauc_ray.fit(as_logs, **fit)
+        assert policies[0].to_json() == policies[1].to_json()
+        assert numbers(policies[0]) == numbers(expected)
+        assert [stage.logit_kind for stage in policies[0].stages] == ["probabilities"] * 2
+        found = cauc_ray.evaluate(as_logs, expected).to_arrow()
+        for table in (declared, given):  # what nobody declares is of the kind that the policy was fitted on
+            assert cauc_ray.evaluate(table, policies[0]).to_arrow().equals(found)
 
 
 def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
@@ -95,37 +95,28 @@ def test_kinds_may_differ_from_model_to_model(tmp_path, chains):
     content["models"][0] |= {"logit_kind": "probabilities", "dtype": "float32"}
     (mixed / "pool.json").write_text(json.dumps({**content, "logit_kind": "raw", "labels": list("abcde")}))
     assert cauc_ray.fit(mixed, models=MODELS).to_json() == given.to_json()
-    path = tmp_path / "policy.json"
-    path.write_text(given.to_json())
-    assert Policy.load(path) == given
+    assert Policy.of(json.loads(given.to_json())) == given
     with pytest.warns(CaucWarning, match="'raw' for model 'm0'.*'probabilities'"):
         cauc_ray.evaluate(raw, given)
 
 
-def test_some_rows_that_sum_to_one_are_no_reason_to_refuse_logits(tmp_path, chains):
+def test_declarations_that_cannot_be_are_refused(tmp_path, chains):
     def half(logits):
         z = logits.copy()
         z[::2] = softmax(z[::2])
         return z
 
-    assert cauc_ray.fit(write(tmp_path, chains, half), models=MODELS).stages[0].logit_kind == "raw"
-
-
-def test_raw_logits_declared_as_probabilities_are_refused_by_example(tmp_path, chains):
-    folder = write(tmp_path, chains, lambda z: z)
-    with pytest.raises(DataError, match=r"model 'm0', example 'calibration-.*probabilities"):
-        cauc_ray.fit(folder, models=MODELS, logit_kind="probabilities")
-
-
-def test_an_unknown_kind_or_model_is_refused(command, tmp_path, chains):
-    write(tmp_path / "LOGITS", chains, lambda z: z)
-    for given, says in (("probability", "probabilities"), ("m7=raw", "m7")):
-        code, _, err = command("fit", "LOGITS", *CHAIN, "--logit-kind", given, "-o", "p.json")
-        assert code == 2
-        assert says in err
-        assert len(err.splitlines()) == 1
-    with pytest.raises(ConfigError, match="Available"):
-        cauc_ray.compare(tmp_path / "LOGITS", models=MODELS, methods=["base"], logit_kind={"m0": "softmax"})
+    # Some rows that sum to one are no reason to refuse logits.
+    assert cauc_ray.fit(write(tmp_path / "HALF", chains, half), models=MODELS).stages[0].logit_kind == "raw"
+    folder = write(tmp_path / "LOGITS", chains, lambda z: z)
+    for kind, error, says in (
+        ("probabilities", DataError, r"model 'm0', example 'calibration-.*probabilities"),
+        ("probability", ConfigError, "probabilities"),
+        ({"m7": "raw"}, ConfigError, "m7"),
+        ({"m0": "softmax"}, ConfigError, "Available"),
+    ):
+        with pytest.raises(error, match=says):
+            cauc_ray.fit(folder, models=MODELS, logit_kind=kind)
 
 
 def test_policies_of_earlier_versions_load_and_answer_as_before(tmp_path, chains):
@@ -141,11 +132,108 @@ def test_policies_of_earlier_versions_load_and_answer_as_before(tmp_path, chains
 
 
 def test_real_tables_of_other_kinds_are_read(shared_logits):
-    kinds = {
-        "cifar100": ("efs_lenet_5", "log-probabilities"),
-        "priced_mmlu": ("llama3.2-1b", "surrogate"),
-        "cifar10": ("resnet20", "raw"),
-        "emotion10k_task_icl0": ("qwen-1_8b", "raw"),
-    }
-    for name, (model, kind) in kinds.items():
-        assert cauc_ray.fit(shared_logits / name, models=[model], threshold=0.5).stages[0].logit_kind == kind
+    kinds = {"cifar100": "log-probabilities", "priced_mmlu": "surrogate", "cifar10": "raw"}
+    models = {"cifar100": "efs_lenet_5", "priced_mmlu": "llama3.2-1b", "cifar10": "resnet20"}
+    for name, kind in kinds.items():
+        policy = cauc_ray.fit(shared_logits / name, models=[models[name]], threshold=0.5)
+        assert policy.stages[0].logit_kind == kind
+
+
+FITS = {
+    "base": ["--method", "base"],
+    "rf": ["--method", "rf", "--budget", "3"],
+    "isotonic": ["--method", "base", "--calibrator", "isotonic"],
+    "search": ["--method", "rf", "--budget", "3", "--search"],
+    "certify": ["--method", "base", "--certify", "risk<=0.4@0.9"],
+}
+
+
+def everything(command, tmp_path):
+    """Return what each verb says of the table in LOGITS."""
+    said = {}
+    for name, options in FITS.items():
+        said[name] = command("fit", "LOGITS", *CHAIN, *options, "-o", f"{name}.json")
+        assert said[name][0] == 0, said[name]
+        said[f"{name} policy"] = (tmp_path / f"{name}.json").read_bytes()
+    for name in ("base", "rf"):
+        policy = ["--policy", f"{name}.json", "--json"]
+        said[f"evaluate {name}"] = command("evaluate", "LOGITS", *policy, "--predictions", "p.parquet")
+        said[f"predictions {name}"] = (tmp_path / "p.parquet").read_bytes()
+        said[f"check {name}"] = command("check", "LOGITS", *policy)
+    said["sweep"] = command("sweep", "LOGITS", *CHAIN, "-o", "sweep.parquet", "--json")
+    said["swept"] = (tmp_path / "sweep.parquet").read_bytes()
+    return said
+
+
+def test_a_masked_table_gives_what_the_same_table_with_missing_options_gives(command, tmp_path, ragged):
+    expected = None
+    for mask in (-np.inf, -1e4, float(np.finfo(np.float32).min)):
+        shutil.rmtree(tmp_path / "LOGITS", ignore_errors=True)
+        (tmp_path / "LOGITS").mkdir()
+        write_masked(tmp_path / "LOGITS", ragged, mask)
+        found = everything(command, tmp_path)
+        expected = expected or found
+        assert found == expected, mask
+    assert json.loads(expected["rf policy"])["stages"][0]["diagnostics"]["status"] == "converged"
+
+
+# What trains takes long, and sees of logits no more than the others.
+QUICK = ["single", "base", "rf", "duo", "margin", "max-probability", "routellm-sw", "benchmark-routing"]
+
+
+@pytest.mark.parametrize("methods", [pytest.param(["all"], marks=pytest.mark.slow), QUICK], ids=["all", "quick"])
+def test_methods_side_by_side_are_those_of_missing_options(tmp_path, ragged, methods):
+    compared = []
+    for name, mask in (("missing", -np.inf), ("masked", float(np.finfo(np.float32).min))):
+        (tmp_path / name).mkdir()
+        found = cauc_ray.compare(write_masked(tmp_path / name, ragged, mask), models=MODELS, methods=methods)
+        rows = [{key: of for key, of in row.items() if not key.startswith("setup_")} for row in found.rows]
+        compared.append((rows, found.curves))
+    assert compared[0] == compared[1]
+
+
+@pytest.mark.parametrize("mask", [-np.inf, *MASKS])
+def test_a_masked_option_is_refused_where_a_missing_one_is(tmp_path, ragged, mask):
+    with pytest.raises(CaucError, match=r"lacks some of the \d options of model 'm0'"):
+        cauc_ray.fit(write_masked(tmp_path / "LOGITS", ragged, mask), models=MODELS, calibrator="offsets")
+
+    def without_the_first_label(logits):
+        cut = logits.copy()
+        cut[0, ragged["calibration"].labels[0]] = mask
+        return cut
+
+    folder = write(tmp_path / "CUT", {"calibration": ragged["calibration"]}, without_the_first_label)
+    with pytest.raises(DataError, match=rf"calibration-{ragged['calibration'].example_ids[0]}.*label.*mask"):
+        cauc_ray.fit(folder, models=MODELS)
+
+
+def test_an_example_that_masks_leave_without_a_common_option_is_refused(tmp_path, ragged):
+    place = iter(range(100))
+
+    def one_option(logits):
+        cut = np.where(np.isneginf(logits), np.float32(-1e9), logits)
+        cut[3] = -1e9
+        cut[3, next(place) % 2] = 1.0
+        return cut
+
+    test = ragged["test"]
+    unlabelled = {"test": type(test)(**{**test.__dict__, "labels": np.full(len(test), -1, np.int32)})}
+    folder = write(tmp_path / "LOGITS", unlabelled, one_option)
+    policy = cauc_ray.fit(write_masked(tmp_path / "FIT", ragged, -1e9), models=MODELS)
+    with pytest.raises(DataError, match="no option that is possible for all models"):
+        cauc_ray.evaluate(folder, policy)
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+def test_a_step_from_arrays_takes_masks_for_missing_options(tmp_path, ragged, method):
+    policy = cauc_ray.fit(write_masked(tmp_path, ragged, -np.inf), models=MODELS, method=method, threshold=0.7)
+    states = dict.fromkeys((-np.inf, *MASKS))
+    for stage, logits in enumerate(ragged["test"].logits):
+        steps = {
+            mask: policy.step(stage, np.where(np.isneginf(logits), np.float32(mask), logits), state)
+            for mask, state in states.items()
+        }
+        for step in steps.values():
+            for of in ("confidences", "predictions", "state"):
+                assert np.array_equal(getattr(step, of), getattr(steps[-np.inf], of))
+        states = {mask: step.state for mask, step in steps.items()}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import two_model_policy
 
-from cauc_ray.api.summary import summarise
+from cauc_ray.api.online import summarise
 from cauc_ray.cascade.rows import Owner
 from cauc_ray.cli import show
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, RunTables, new_record
@@ -27,22 +27,16 @@ COST = {stage.name: stage.cost for stage in POLICY.stages}
 
 def call(stage, replica, at_s, compute_s, accepted=0, deferred=0, batch=None, **more):
     """Return a ledger row of a call that began so many seconds after the start."""
-    return {
+    row = {
         "run_id": "r",
         "stage": stage,
         "replica": replica,
         "node": "n",
         "started_at": START + timedelta(seconds=at_s),
-        "batch": accepted + deferred if batch is None else batch,
-        "accepted": accepted,
-        "deferred": deferred,
-        "queue_s": 0.0,
-        "compute_s": compute_s,
-        "device_s": None,
-        "cost": COST[stage] * (accepted + deferred),
-        "attempt": 1,
-        **more,
     }
+    row |= {"batch": accepted + deferred if batch is None else batch, "accepted": accepted, "deferred": deferred}
+    row |= {"queue_s": 0.0, "compute_s": compute_s, "device_s": None, "attempt": 1}
+    return row | {"cost": COST[stage] * (accepted + deferred), **more}
 
 
 def summary_of(out, calls, stages, failed=(), degraded=None):
@@ -70,74 +64,25 @@ def summary_of(out, calls, stages, failed=(), degraded=None):
     return summarise(out, POLICY, BATCH_SIZES)
 
 
-def test_a_run_of_a_few_calls(tmp_path):
-    calls = [
-        call("small", 0, 0.0, 2.0, accepted=5, deferred=3, queue_s=1.0, device_s=0.5),
-        call("small", 0, 3.0, 1.0, accepted=2, deferred=0, queue_s=6.0, device_s=0.25),
-        call("small", 1, 0.5, 2.0, accepted=3, deferred=1, queue_s=1.0),
-        call("large", 0, 2.0, 4.0, accepted=3),
-        call("large", 0, 9.0, None, batch=1, queue_s=None, cost=0.0),  # its replica died
-        call("large", 1, 50.0, 5.0, accepted=1),
-    ]
-    found = summary_of(tmp_path, calls, [0] * 10 + [1] * 4)
-    small, large = found["stages"]
-    assert (small["reached"], small["answered"], large["reached"], large["answered"]) == (14, 10, 4, 4)
-    assert (small["calls"], small["lost_calls"], large["calls"], large["lost_calls"]) == (3, 0, 3, 1)
-    assert (small["compute_s"], large["compute_s"]) == (5.0, 9.0)
-    # Replica 0 from 0 to 4 s, replica 1 for 2 s; of large, 0 from 2 to 9 s and 1 for 5 s.
-    assert small["waiting_s"] == pytest.approx(1.0)
-    assert small["busy_share"] == pytest.approx(5 / 6)
-    assert large["waiting_s"] == pytest.approx(3.0)
-    assert large["busy_share"] == pytest.approx(9 / 12)
-    assert (small["device_s"], large["device_s"]) == (0.75, None)
-    assert small["queue_s"] == pytest.approx((1 * 8 + 6 * 2 + 1 * 4) / 14)
-    assert large["queue_s"] == 0
-    assert small["cost_share"] == pytest.approx(14 * COST["small"] / (14 * COST["small"] + 4 * COST["large"]))
-    assert found["relative_cost"] == pytest.approx((14 * COST["small"] + 4 * COST["large"]) / 14 / COST["large"])
-    assert found["saving"] == 1 - found["relative_cost"]
-    assert found["expected_saving"] == 1 - POLICY.expected.relative_cost
-    assert found["last_stage_avoided"] == pytest.approx(10 / 14)
-    of = POLICY.expected
-    assert found["expected_last_stage_avoided"] == of.stages[0].answered / of.n
-    assert (found["degraded"], found["n_failed"]) == (0, 0)
-
-
-def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path):
+def test_rows_that_cost_other_than_predicted_fire_a_guard(tmp_path, capsys):
     share = POLICY.expected.stages[1].reached / POLICY.expected.n
     for n_deferred, name in ((round(2000 * share), "as predicted"), (2000, "all deferred")):
         calls = [call("small", 0, 0.0, 1.0, 2000 - n_deferred, n_deferred), call("large", 0, 1.0, 1.0, n_deferred)]
         found = summary_of(tmp_path / name, calls, [0] * (2000 - n_deferred) + [1] * n_deferred)
         (guard,) = found["guards"]
-        assert guard["name"] == "cost-shift"
-        assert guard["fired"] == (name == "all deferred")
-        of_row = COST["small"] + n_deferred / 2000 * COST["large"]
-        assert guard["figures"]["cost"] == pytest.approx(of_row, rel=1e-6)
-
-
-def test_a_policy_that_foretells_nothing_leaves_only_that_open(tmp_path, capsys):
-    calls = [call("small", 0, 0.0, 1.0, accepted=2)]
-    known = summary_of(tmp_path, calls, [0, 0])
-    found = summarise(tmp_path, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
-    assert found["guards"] == []
-    open_keys = {key for key in known if known[key] != found[key]} - {"guards"}
+        assert (guard["name"], guard["fired"]) == ("cost-shift", name == "all deferred")
+        cost = COST["small"] + n_deferred / 2000 * COST["large"]
+        assert guard["figures"]["cost"] == pytest.approx(cost, rel=1e-6)
+        assert found["saving"] == pytest.approx(1 - cost / COST["large"])
+        assert found["expected_saving"] == 1 - POLICY.expected.relative_cost
+        assert found["last_stage_avoided"] == pytest.approx(1 - n_deferred / 2000)
+    unknown = summarise(tmp_path / name, POLICY.model_copy(update={"expected": None}), BATCH_SIZES)
+    open_keys = {key for key in found if unknown[key] != found[key]} - {"guards"}
     assert open_keys == {"expected_relative_cost", "expected_saving", "expected_last_stage_avoided"}
-    assert all(found[key] is None for key in open_keys)
-    show.run_summary({"run_id": "r", **found, "run_s": 1.0, "elapsed_s": 2.0})
+    assert [unknown[key] for key in open_keys] == [None] * 3
+    assert unknown["guards"] == []
+    show.run_summary({"run_id": "r", **unknown, "run_s": 1.0, "elapsed_s": 2.0})
     assert "(– expected)" in capsys.readouterr().out
-
-
-def test_a_stage_that_nothing_reached_has_zeros_and_no_shares(tmp_path):
-    found = summary_of(tmp_path, [call("small", 0, 0.0, 0.0, accepted=2), call("small", 0, 0.0, 0.0)], [0, 0])
-    small, large = found["stages"]
-    assert (small["busy_share"], small["waiting_s"], small["lost_calls"]) == (None, 0, 1)
-    assert {key for key, value in large.items() if value is None} == {"device_s", "queue_s", "busy_share"}
-    assert not any(value for key, value in large.items() if key != "name")
-
-
-def test_rows_answered_without_a_stage_that_was_down_are_counted(tmp_path):
-    calls = [call("small", 0, 0.0, 1.0, accepted=2, deferred=2)]
-    degraded = [False, False, True, True]
-    assert summary_of(tmp_path, calls, [0] * 4, degraded=degraded)["degraded"] == 2
 
 
 @st.composite

@@ -12,8 +12,7 @@ from synthetic import write_table
 import cauc_ray
 from cauc_ray.errors import ConfigError, DataError, PolicyError
 from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
-from cauc_ray.files.atomic import make_folder
-from cauc_ray.files.documents import write_json
+from cauc_ray.files.documents import make_folder, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.models.pool import load_pool

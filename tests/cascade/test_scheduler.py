@@ -7,15 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cauc_ray.cascade.results import CallResult
-from cauc_ray.cascade.rows import Owner
+from cauc_ray.cascade.requests import OPEN_WINDOW_S, OpenRequests
+from cauc_ray.cascade.rows import CallResult, Owner
 from cauc_ray.cascade.scheduler import RESTARTS, Chunk, Scheduler
 from cauc_ray.cascade.stage_queue import (
     CALLS_PER_REPLICA,
     CALLS_TO_GIVE_UP,
     DEATHS_TO_GIVE_UP,
     FAILURES_TO_REPLACE,
-    TRIES,
     StageLimits,
 )
 from cauc_ray.models.answers import ModelFacts
@@ -366,21 +365,14 @@ def test_a_partial_batch_waits_for_its_time_and_no_longer():
 
 def test_a_partial_batch_does_not_wait_when_nothing_can_be_added():
     scheduler = one_block([limits(10, batch_wait_s=5.0)] * 2, 3)
-    assert scheduler.next_call(0.0) is None
+    scheduler.n_reads = 1  # a block that is still being read can add rows
     scheduler.end_input()
+    assert scheduler.next_call(0.0) is None
+    scheduler.n_reads = 0
     call = scheduler.next_call(0.0)
     assert len(call) == 3
     ended(scheduler, call, result(range(3), [True, True, False]), 0.0)
     assert len(scheduler.next_call(0.0)) == 1
-
-
-def test_a_block_that_is_still_being_read_can_add_rows():
-    scheduler = one_block([limits(10, batch_wait_s=5.0)], 3)
-    scheduler.n_reads = 1
-    scheduler.end_input()
-    assert scheduler.next_call(0.0) is None
-    scheduler.n_reads = 0
-    assert len(scheduler.next_call(0.0)) == 3
 
 
 def test_the_last_rows_are_shared_out_among_the_replicas():
@@ -452,19 +444,6 @@ def test_what_may_have_killed_its_replica_is_isolated_and_what_waits_behind_it_i
     assert [own for own in rows if own in others] == rows[1 + prepares :]
 
 
-def test_a_row_that_always_kills_is_failed_after_a_few_deaths():
-    scheduler = one_block([limits(1)], 1)
-    scheduler.end_input()
-    for death in range(1 + TRIES):
-        now = 100.0 * death
-        assert scheduler.next_call(now) is not None
-        scheduler.replica_lost(0, death, "died", now)
-        scheduler.stages[0].add_replica(death + 1)
-    (block,) = take(scheduler.done)
-    assert block.failures == {0: (0, "died")}
-    assert scheduler.finished
-
-
 def test_a_block_that_is_lost_again_and_again_is_failed():
     scheduler = one_block([limits(1)], 3)
     scheduler.end_input()
@@ -481,31 +460,10 @@ def test_a_block_that_is_lost_again_and_again_is_failed():
     (block,) = done
     assert block.failures == dict.fromkeys(range(3), (0, "gone"))
     assert scheduler.finished
-
-
-def test_answers_of_a_block_that_begins_anew_are_those_of_its_last_reading():
-    scheduler = one_block([limits(2)], 4)
-    scheduler.end_input()
-    first, second = scheduler.next_call(0.0), scheduler.next_call(0.0)
-    ended(scheduler, first, result([1, 1], [True, True]), 0.0)
-    scheduler.rows_lost(second, "gone", 0.0)
-    assert take(scheduler.lost)
-    again = Owner(0, 4, restarts=1)
-    scheduler.submit(again, [Chunk(None, 4, 4)], 0.0)
-    done = []
-    while not scheduler.finished:
-        done += ended(scheduler, scheduler.next_call(1.0), result([5, 6], [True, True]), 1.0)
-    assert done == [again]
-    assert again.predictions.tolist() == [5, 6, 5, 6]
-    assert again.costs.tolist() == [1.0] * 4
-
-
-def test_rows_that_cannot_be_read_again_are_failed():
     scheduler = one_block([limits(4)], 4)
     scheduler.rows_lost(scheduler.next_call(0.0), "gone", 0.0)
     scheduler.give_up(take(scheduler.lost)[0], "unreadable")
-    (block,) = take(scheduler.done)
-    assert block.failures == dict.fromkeys(range(4), (-1, "unreadable"))
+    assert take(scheduler.done)[0].failures == dict.fromkeys(range(4), (-1, "unreadable"))
 
 
 def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
@@ -522,21 +480,6 @@ def test_a_stage_that_is_down_is_left_out_and_the_rows_say_so():
     assert block.degraded.tolist() == [False, True, True, False, True, True, True, True]
     assert block.costs.tolist() == [2.0] * 4 + [1.0] * 4
     assert scheduler.finished
-
-
-def test_a_stage_that_comes_back_is_used_again():
-    scheduler = Scheduler([limits(2)] * 2, open_rows=PLENTY)
-    scheduler.stages[0].add_replica(0)
-    scheduler.stage_down(1)
-    for block in range(2):
-        submit(scheduler, 2, block)
-        call = scheduler.next_call(0.0)
-        done = ended(scheduler, call, result([5, 5], [False, False]), 0.0)
-        assert len(done) == (1 if block == 0 else 0)
-        if block == 0:
-            assert done[0].degraded.all()
-            scheduler.stages[1].add_replica(1)
-    assert scheduler.next_call(0.0).stage == 1
 
 
 def test_a_replica_kept_free_for_a_suspect_takes_rows_again_once_the_suspect_is_gone():
@@ -578,19 +521,6 @@ def test_a_stage_that_never_succeeds_is_never_succeeds_after_its_replica_was_rep
     assert scheduler.stages[0].never_succeeds
     assert n >= CALLS_TO_GIVE_UP
     assert not scheduler.stages[0].failed  # no row is given up: nothing shows that it is to blame
-
-
-def test_a_first_replica_that_only_fails_costs_no_row_where_the_next_one_works():
-    scheduler = one_block([limits(16)], 40)
-    scheduler.end_input()
-    now, _ = fail_until_replaced(scheduler, 0.0)
-    scheduler.stages[0].add_replica(1)
-    blocks = []
-    while not scheduler.finished:
-        now += 10.0
-        call = scheduler.next_call(now)
-        blocks += ended(scheduler, call, result(range(len(call)), [True] * len(call)), now)
-    assert not blocks[0].failures
 
 
 def test_a_bad_replica_is_replaced_at_once_however_many_rows_wait():
@@ -671,3 +601,18 @@ def test_what_a_bad_replica_still_had_under_way_does_not_give_its_stage_up():
     for call in calls:  # they had ended before anybody knew
         ended(scheduler, call, failed("no device"), 0.0)
     assert not at.never_succeeds
+
+
+def test_more_are_expected_while_fewer_are_open_than_lately():
+    now = 0.0
+    crowd = OpenRequests(lambda: now)
+    crowd.came(1)
+    assert not crowd.expects_more()  # a client that is alone
+    crowd.came(4)
+    assert not crowd.expects_more()  # all are here
+    crowd.left(4)
+    for _ in range(2):
+        now += 0.6 * OPEN_WINDOW_S
+        assert crowd.expects_more()
+    now += 3 * OPEN_WINDOW_S
+    assert not crowd.expects_more()  # no other client is left

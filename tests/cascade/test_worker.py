@@ -12,8 +12,8 @@ from synthetic import chain
 from cauc_ray.cascade.bundles import Bundle, Part
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers, ModelFacts
+from cauc_ray.numbers.logits import stacked
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
-from cauc_ray.policies.policy import stacked
 
 DATA = chain(3, n=120, ragged=True)
 POLICIES = {

@@ -101,7 +101,7 @@ def _read(fd):
 
 def test_where_nobody_watches_a_line_comes_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr(live, "LINE_EVERY_S", 0.05)
-    with live.counted("compare", "methods") as on_next:
+    with live.progress("compare", "methods") as on_next:
         on_next("rf", 1, 3)
         time.sleep(0.2)
     lines = capsys.readouterr().err.splitlines()

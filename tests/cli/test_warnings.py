@@ -5,19 +5,17 @@ import sys
 import threading
 import warnings
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import yaml
 from job_cases import SWEEP, write_config
+from runs import numbered_input, python_pool, two_model_policy
 from synthetic import chain, write_table
 
 import cauc_ray
 from cauc_ray import CaucWarning
+from cauc_ray.api import live
 from cauc_ray.cli.command import main
 from cauc_ray.data.writing import write_logits
-from cauc_ray.errors import BudgetError, GuardError
+from cauc_ray.errors import BudgetError
 
 MODELS = ["m0", "m1", "m2"]
 FALLING = ["--models", "m0,m1", "--costs", "3,2"]
@@ -71,23 +69,6 @@ def test_the_library_warns_of_guards_where_it_is_called(home):
     assert said[0].startswith("cost-shift: ")
 
 
-def test_a_filter_makes_guards_errors(home):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", CaucWarning)
-        with pytest.raises(CaucWarning, match="few-examples"):
-            cauc_ray.fit(home / "LOGITS", models=["m0"])
-        with pytest.raises(GuardError, match="few-examples"):  # which says it all by itself
-            cauc_ray.fit(home / "LOGITS", models=MODELS, strict=True)
-
-
-def test_shards_warn_as_one_process_does(home, ray_session):
-    here, of_here = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS))
-    there, of_shards = caught(lambda: cauc_ray.fit(home / "LOGITS", models=MODELS, shards=1))
-    assert [message.split(":")[0] for message in of_shards] == [message.split(":")[0] for message in of_here]
-    assert of_shards == fired(there.guards)
-    assert here.models == there.models
-
-
 def test_the_command_warns_on_standard_error_each_message_once(cauc):
     code, out, err = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
     assert code == 0
@@ -131,31 +112,18 @@ class Listener:
         return False
 
 
-def test_a_run_warns_while_it_is_still_going_on(home, tmp_path, ray_session, monkeypatch, capsys):
+def test_a_run_warns_while_it_is_still_going_on(tmp_path, ray_session, monkeypatch, capsys):
     """Its model answers only when the warning has been seen."""
     gate = tmp_path / "gate"
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 2, 400).astype(np.int32)
-    x = np.where(labels == 0, 1.0, -1.0) + rng.standard_normal(400)
-    for place, split in enumerate(("calibration", "validation")):
-        rows = slice(200 * place, 200 * place + 200)
-        logits = np.stack([x[rows], np.zeros(200)], axis=1)
-        ids = [f"{split}-{row}" for row in range(200)]
-        write_logits(tmp_path / "L", "by-x", split, example_ids=ids, labels=labels[rows], logits=logits)
-    policy = cauc_ray.fit(tmp_path / "L", models=["by-x"], costs=[1.0])
-    (tmp_path / "p.json").write_text(policy.to_json())
-    model = {"kind": "python", "factory": "user_models:by_x_once", "kwargs": {"path": str(gate)}}
-    stage = {"name": "by-x", "model": model, "cost": {"gflops": 2}, "resources": {"num_cpus": 0.5}}
-    pool = {"name": "gated", "task": "image-classification", "stages": [stage]}
-    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
-    pq.write_table(pa.table({"example_id": ["a", "b"], "x": [1.0, -1.0]}), tmp_path / "in.parquet")
-    listener, ended = Listener("'by-x' a cost of 2"), []
+    pool = python_pool(tmp_path, [("by_x_once", {"path": str(gate)}), ("by_x", {})], cost={"gflops": 2})
+    two_model_policy().save(tmp_path / "p.json")
+    words = ["run", pool, "--policy", tmp_path / "p.json", "--input", numbered_input(tmp_path), "-o", tmp_path / "out"]
+    listener, ended = Listener("'small' a cost of 2"), []
     monkeypatch.setattr(sys, "stderr", listener)
 
     def run():
-        paths = [str(tmp_path / name) for name in ("pool.yaml", "p.json", "in.parquet", "out")]
         try:
-            main(["run", paths[0], "--policy", paths[1], "--input", paths[2], "-o", paths[3], "--json"])
+            main([*map(str, words), "--json"])
         except SystemExit as end:
             ended.append(end.code)
 
@@ -168,24 +136,8 @@ def test_a_run_warns_while_it_is_still_going_on(home, tmp_path, ray_session, mon
         gate.touch()
         thread.join(120)
     assert (heard, still_running, ended) == (True, True, [0])
-    assert json.loads(capsys.readouterr().out)["n"] == 2
-    assert listener.text.splitlines()[0].startswith("cauc: warning: the pool gives 'by-x' a cost of 2")
-
-
-def test_warnings_of_other_libraries_are_theirs_to_show(cauc, monkeypatch):
-    class Talkative(pq.ParquetFile):
-        def __init__(self, *arguments, **options):
-            warnings.warn("from a library", UserWarning, stacklevel=1)
-            super().__init__(*arguments, **options)
-
-    monkeypatch.setattr(pq, "ParquetFile", Talkative)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always", UserWarning)
-        code, out, err = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
-    assert (code, json.loads(out)["method"]) == (0, "base")
-    assert {str(warning.message) for warning in seen} == {"from a library"}
-    assert "from a library" not in err
-    assert SAID_OF_FALLING in err
+    assert json.loads(capsys.readouterr().out)["n"] == 40
+    assert listener.text.splitlines()[0].startswith("cauc: warning: the pool gives 'small' a cost of 2")
 
 
 def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):
@@ -193,6 +145,7 @@ def test_a_progress_bar_leaves_warnings_whole(cauc, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     _, _, plain = cauc("fit", "LOGITS", *FALLING, "-o", "p.json", "--json")
     warned = next(line for line in plain.splitlines() if SAID_OF_FALLING in line)
+    monkeypatch.setattr(live, "PATIENCE_S", 0.0)
     code, _, err = cauc("compare", "LOGITS", *FALLING, "--methods", "single,base,rf", "--json")
     assert code == 0
     assert "\x1b[" in err  # there was a bar

@@ -13,9 +13,8 @@ from synthetic import SPLITS, chain, write_table
 
 from cauc_ray.api.options import SweepJobOptions
 from cauc_ray.comparison.comparing import compare
-from cauc_ray.comparison.redrawing import redraw
-from cauc_ray.comparison.sweep_tasks import run_sweep
-from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids
+from cauc_ray.comparison.sweeping import RESULTS, SUMMARY, grids, redraw
+from cauc_ray.comparison.tasks import run_sweep
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.policies.trace import Examples
@@ -28,7 +27,7 @@ BUDGETS = (2.0, 6.0, 18.0)
 def config(folder, **change):
     sets = [{"name": "planted", "logits": str(folder / "L"), "chains": [list(CHAIN), ["m0", "m2"]]}]
     plain = {"sets": sets, "methods": METHODS, "seeds": [3], "budgets": BUDGETS, "redrawn": []}
-    return SweepJobOptions.of_all({**plain, **change})
+    return SweepJobOptions.of({**plain, **change})
 
 
 def rows_of(sweep, **keys):
@@ -196,43 +195,8 @@ def test_the_summary_is_mean_and_spread_over_seeds(table, ray_session, tmp_path)
     assert max(spreads) > 0  # seeds draw other splits
 
 
-def test_kept_rows_are_those_of_the_same_logits_and_no_others(ray_session, tmp_path):
-    write_table(tmp_path / "L", n=80)
-    asked = config(tmp_path, methods=["rf", "margin"])
-    first = run_sweep(asked, tmp_path / "out")
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "tasks").iterdir()}
-    assert len(kept) == 4
-    next(iter((tmp_path / "out" / "tasks").iterdir())).write_text("{ half")
-    again = run_sweep(asked, tmp_path / "out")  # what cannot be read is measured anew
-    assert [strip(row) for row in again.rows] == [strip(row) for row in first.rows]
-    now = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "tasks").iterdir()}
-    assert sum(now[name] != kept[name] for name in kept) == 1
-    write_table(tmp_path / "L", n=90)
-    other = run_sweep(asked, tmp_path / "out")
-    assert {row["n"] for row in other.rows} == {90}
-
-
 def strip(row):
     return {key: value for key, value in row.items() if key != "setup_s"}
-
-
-def test_what_fails_is_missing_and_said_and_done_when_it_can_be(ray_session, tmp_path):
-    chains = write_table(tmp_path / "L", n=80)
-    good = next((tmp_path / "L" / "model=m1" / "split=test").glob("*.parquet"))
-    whole = good.read_bytes()
-    good.write_bytes(whole[: len(whole) // 2])
-    asked = config(tmp_path, methods=["rf"])
-    sweep = run_sweep(asked, tmp_path / "out")
-    assert {row["status"] for row in rows_of(sweep, chain="m0,m1,m2")} == {"missing"}
-    assert {row["status"] for row in rows_of(sweep, chain="m0,m2")} == {"ok"}
-    assert len(sweep.missing) == 1
-    assert "part" in sweep.missing[0]
-    assert "model=m1" in sweep.missing[0]
-    assert sweep.as_json()["n_missing"] == len(BUDGETS)
-    good.write_bytes(whole)
-    healed = run_sweep(asked, tmp_path / "out")
-    assert healed.missing == ()
-    assert {row["n"] for row in healed.rows} == {len(chains["test"])}
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 from stored import DATA, dataset, real_data, rows_of, values_of, write, write_images
 
-from cauc_ray.data.benchmarks import BENCHMARKS, mathqa_choices
+from cauc_ray.data.benchmarks import BENCHMARKS
 from cauc_ray.data.datasets import open_dataset
-from cauc_ray.data.prompts import PROMPTS
 from cauc_ray.data.splits import RULE_PARTITIONS, split_by_rule
 from cauc_ray.errors import ConfigError, DataError
 
@@ -66,11 +65,6 @@ def write_partitions(folder, row, sizes=SIZES):
     return folder
 
 
-def test_all_nine_are_there():
-    assert len(BENCHMARKS) == 9
-    assert set(PUBLISHED) == set(PROMPTS) < set(BENCHMARKS)
-
-
 @pytest.mark.parametrize("where", ["hub", "path"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_columns_become_those_that_models_read(tmp_path, on_hub, name, where):
@@ -109,26 +103,6 @@ def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_s
     else:
         with pytest.raises(DataError, match=says):
             rows_of(opened, "test")
-
-
-def test_columns_given_go_before_those_published(tmp_path):
-    folder = write_partitions(tmp_path / "data", {**PUBLISHED["piqa"][0], "better": "do it?"})
-    found = rows_of(dataset(f"piqa={folder}", question="better"), "test")[0]
-    assert (found["question"], found["choices"]) == ("do it?", ["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("text", "options"),
-    [
-        ("a ) 1 , b ) 2 , c ) 3 , d ) 4 , e ) 5", ["1", "2", "3", "4", "5"]),
-        ("a ) 1 / 2 , b ) 1 , 000 , c ) - 3 , d ) , e ) a ) 5", ["1 / 2", "1 , 000", "- 3", "", "a ) 5"]),
-        ("a ) 1 , b ) 2", None),
-        ("", None),
-        ("a ) 1 , c ) 3 , b ) 2 , d ) 4 , e ) 5", None),
-    ],
-)
-def test_mathqa_options_that_are_not_five_are_none(text, options):
-    assert mathqa_choices(text) == options
 
 
 def test_a_missing_partition_is_named(tmp_path, on_hub):

@@ -1,14 +1,18 @@
+"""The logit table: what is written is read, joined, refused, or kept on disk; embeddings and texts next to it."""
+
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stored import write
 from synthetic import write_table
 
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import LogitTable, Texts, encoders, read_embeddings
+from cauc_ray.data.model_rows import SpooledLogits, WantedRows
 from cauc_ray.data.writing import logit_columns, write_logits
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.files.atomic import make_folder
 from cauc_ray.files.documents import read_json, write_json
 from cauc_ray.files.parquet import read_parquet, write_parquet
 
@@ -16,9 +20,9 @@ MODELS = ["m0", "m1", "m2"]
 
 
 @pytest.fixture
-def table(folder):
-    write_table(folder / "LOGITS", n=60)
-    return folder / "LOGITS"
+def table(tmp_path):
+    write_table(tmp_path, n=60)
+    return tmp_path
 
 
 def part(folder, model="m1", split="calibration"):
@@ -65,7 +69,9 @@ def test_more_values_than_the_offsets_of_one_array_can_count_are_written(tmp_pat
     assert len(logit_columns([], None, [], None)) == 0
 
 
-def test_row_order_and_files_mean_nothing(table):
+def test_row_order_and_files_mean_nothing(folder):
+    table = folder / "LOGITS"
+    write_table(table, n=60)
     expected = LogitTable(table).read_chain(MODELS, "test")
     whole = read_parquet(part(table, "m2", "test"))
     order = np.random.default_rng(0).permutation(len(whole))
@@ -88,12 +94,6 @@ def test_other_list_and_number_types_serve_too(table):
         assert (LogitTable(table).read_chain(MODELS, "calibration").logits[1] == expected).all()
 
 
-def test_labels_may_be_unknown(table):
-    for model in MODELS:
-        rewrite(part(table, model, "test"), label=pa.nulls(60, pa.int32()))
-    assert not LogitTable(table).read_chain(MODELS, "test").labelled.any()
-
-
 def with_column(name, change):
     """Return what writes a table anew with one column's values changed."""
 
@@ -110,15 +110,12 @@ def with_logit(value):
 
 FAULTS = {
     "part-0.parquet: model 'm1', example 'calibration-0-00000': a logit is NaN or +inf": with_logit(float("nan")),
-    "model 'm1', example 'calibration-0-00000': a logit is NaN or +inf, or all are -inf": with_logit(float("inf")),
     "of model 'm0' is missing from model 'm1' (1 in all)": lambda table: table.slice(1),
     "is a duplicate (part-0.parquet)": with_column("example_id", lambda ids: [ids[1], *ids[1:]]),
     "row 0 has no example_id": with_column("example_id", lambda ids: [None, *ids[1:]]),
     "label 5 is outside its 5 options": with_column("label", lambda labels: [5, *labels[1:]]),
-    "label -1 is outside its 5 options": with_column("label", lambda labels: [-1, *labels[1:]]),
     "for model 'm0' and": with_column("label", lambda labels: [(labels[0] + 1) % 5, *labels[1:]]),
     "column 'label' has type int64, expected int32": with_column("label", lambda labels: [2**40, *labels[1:]]),
-    "column 'label' has type string, expected int32": with_column("label", lambda labels: ["cat" for _ in labels]),
     "has 5 options for model 'm0' and 6 for model 'm1'": with_column("logits", lambda z: [[*z[0], 0.0], *z[1:]]),
     "no logits": with_column("logits", lambda z: [[], *z[1:]]),
     "a logit is null": with_column("logits", lambda z: [[None] * 5, *z[1:]]),
@@ -188,15 +185,6 @@ def test_costs_come_from_the_caller_or_pool_json_or_an_error_says_so(table):
     assert read_test(table, costs=[3, 4]).costs.unit == "cost units"
 
 
-def test_a_model_without_calls_of_its_own_cost_takes_pool_jsons(table):
-    rewrite(part(table, "m1", "test"), cost=pa.array(np.linspace(3, 5, 60), pa.float32()))
-    chain = LogitTable(table).read_chain(MODELS, "test")
-    assert chain.per_call_costs
-    assert set(chain.costs.per_call[:, 0]) == {1.0}
-    assert chain.costs.means == pytest.approx([1.0, 4.0, 15.0])
-    assert not LogitTable(table).read_chain(MODELS, "test", costs="per-model").per_call_costs
-
-
 def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(table):
     for model, possible in (("m0", 0), ("m1", 1)):
         path = part(table, model, "test")
@@ -206,19 +194,6 @@ def test_an_example_on_whose_options_the_models_disagree_altogether_is_named(tab
         rewrite(path, logits=pa.array(logits, pa.list_(pa.float32())), label=pa.nulls(60, pa.int32()))
     with pytest.raises(DataError, match="'test-2-00007' has no option that is possible for all models"):
         LogitTable(table).read_chain(MODELS, "test")
-
-
-def test_hidden_files_and_folders_are_other_programs(table):
-    for name in (".ipynb_checkpoints", ".hidden"):
-        make_folder(part(table).parent / name)
-        (part(table).parent / name / "part-0-checkpoint.parquet").write_bytes(part(table).read_bytes())
-    (part(table).parent / ".part-0.parquet").write_bytes(b"half")
-    assert len(LogitTable(table).read_chain(MODELS, "calibration")) == 60
-
-
-def test_a_folder_that_cannot_be_named_so_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be a folder's name"):
-        write_logits(tmp_path, "a/b", "test", example_ids=["x"], labels=None, logits=np.zeros((1, 2)))
 
 
 def test_what_is_written_with_its_cost_is_a_whole_table(folder):
@@ -237,12 +212,138 @@ def test_what_is_written_with_its_cost_is_a_whole_table(folder):
         write_logits(folder, "other", "test", ids, np.eye(2), logit_kind="raw")
 
 
-def test_real_tables_have_the_accuracies_that_their_readme_gives(shared_logits):
-    chain = [
-        LogitTable(shared_logits / "cifar10").read_chain(["resnet20", "resnet56"], s)
-        for s in ("calibration", "validation", "test")
-    ]
-    labels = np.concatenate([c.labels for c in chain])
-    for stage, expected in ((0, 0.9173), (1, 0.9339)):
-        predictions = np.concatenate([c.logits[stage].argmax(axis=1) for c in chain])
-        assert np.mean(predictions == labels) == pytest.approx(expected, abs=5e-5)
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 60),
+        "n_files": st.integers(1, 4),
+        "group": st.integers(1, 25),
+        "ragged": st.booleans(),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+def write_files(folder, layout):
+    """Write a model's split in files and row groups of some size, in an order of its own. Returns its logits by id."""
+    rng = np.random.default_rng(layout["seed"])
+    n = layout["n"]
+    rows = [rng.standard_normal(rng.integers(2, 7) if layout["ragged"] else 5).astype(np.float32) for _ in range(n)]
+    order = rng.permutation(n)
+    into = folder / "model=m" / "split=test"
+    into.mkdir(parents=True)
+    for number, places in enumerate(np.array_split(order, layout["n_files"])):
+        ids = [f"e{place:03d}" for place in places]
+        table = logit_columns(ids, np.zeros(len(ids), np.int32), [rows[place] for place in places], None)
+        pq.write_table(table, into / f"part-{number}.parquet", row_group_size=layout["group"])
+    return rows
+
+
+@given(layout=LAYOUTS, data=st.data())
+def test_blocks_and_single_rows_are_those_of_the_table(layout, data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("table")
+    rows = write_files(folder, layout)
+    head = LogitTable(folder).read_head("m", "test")
+    whole = LogitTable(folder).read_model("m", "test")
+    chosen = np.array(data.draw(st.lists(st.integers(0, layout["n"] - 1), min_size=1, unique=True)))
+    assert_holds(SpooledLogits(WantedRows("m", head.files, head.positions[chosen])), rows, whole, chosen, data)
+
+
+def assert_holds(spool, rows, whole, chosen, data):
+    assert spool.n_options.tolist() == [len(rows[place]) for place in chosen]
+    assert spool.shape == (len(chosen), max(map(len, (rows[place] for place in chosen))))
+    spool.width = whole.logits.shape[1]
+    assert np.array_equal(spool[:], whole.logits[chosen])
+    start = data.draw(st.integers(0, len(chosen)))
+    stop = data.draw(st.integers(start, len(chosen)))
+    if stop > start:
+        assert np.array_equal(spool[start:stop], whole.logits[chosen[start:stop]])
+    # A shard may have none of a sample's rows.
+    places = np.array(data.draw(st.lists(st.integers(0, len(chosen) - 1))), dtype=np.int64)
+    assert np.array_equal(spool[places], whole.logits[chosen[places]])
+
+
+def test_files_that_have_changed_since_are_refused_and_those_without_wanted_rows_are_not_opened(tmp_path):
+    """A shard may be read long after the ids: again, when its actor has died."""
+    write_files(tmp_path, {"n": 20, "n_files": 2, "group": 5, "ragged": False, "seed": 0})
+    head = LogitTable(tmp_path).read_head("m", "test")
+    first, second = (file.path for file in head.files)
+    rows = pq.read_table(second)
+    pq.write_table(rows.take(np.arange(len(rows))[::-1]), second, row_group_size=5)
+    with pytest.raises(DataError, match=r"part-1\.parquet has changed since"):
+        SpooledLogits(WantedRows("m", head.files, head.positions))
+    second.unlink()
+    own = head.positions[head.positions < head.files[0].n_rows]
+    assert len(SpooledLogits(WantedRows("m", head.files, own)).n_options) == pq.read_metadata(first).num_rows
+
+
+def test_a_head_is_read_without_the_logits_and_refuses_what_the_table_refuses(tmp_path):
+    write_files(tmp_path, {"n": 20, "n_files": 2, "group": 5, "ragged": True, "seed": 0})
+    table = LogitTable(tmp_path)
+    head, whole = table.read_head("m", "test"), table.read_model("m", "test")
+    assert head.example_ids.equals(whole.example_ids)
+    assert np.array_equal(head.labels, whole.labels)
+    file = tmp_path / "model=m" / "split=test" / "part-0.parquet"
+    read = pq.read_table(file)
+    pq.write_table(pa.concat_tables([read, read.slice(0, 1)]), file)
+    with pytest.raises(DataError, match="is a duplicate"):
+        table.read_head("m", "test")
+
+
+IDS = [f"e{row}" for row in range(6)]
+
+
+def write_embedding(folder, vectors, ids=IDS, name="part-0"):
+    lists = pa.array([None if vector is None else [float(x) for x in vector] for vector in vectors])
+    write(
+        folder / "embedding=enc" / "split=test" / f"{name}.parquet", pa.table({"example_id": ids, "embedding": lists})
+    )
+
+
+def test_embeddings_come_in_the_order_asked_for_from_any_number_of_files(tmp_path):
+    vectors = np.random.default_rng(0).random((6, 3), dtype=np.float32)
+    write_embedding(tmp_path, vectors[:2], IDS[:2], name="a")
+    write_embedding(tmp_path, vectors[2:], IDS[2:], name="b")
+    assert encoders(tmp_path) == ["enc"]
+    for order in ([5, 0, 3], [0, 1, 2, 3, 4, 5]):
+        found = read_embeddings(tmp_path, "enc", "test", [IDS[row] for row in order])
+        assert found.dtype == np.float32
+        assert (found == vectors[order]).all()
+
+
+@pytest.mark.parametrize(
+    ("vectors", "ids", "says"),
+    [
+        ([[1, 2]] * 5, IDS[:5], "'e5' is missing"),
+        ([[1, 2]] * 7, [*IDS, "e2"], "'e2' is a duplicate"),
+        ([*[[1, 2]] * 5, [1, 2, 3]], IDS, "'e5' has 3 numbers, 'e0' 2"),
+        ([*[[1, 2]] * 5, [1, np.nan]], IDS, "'e5' is not finite"),
+        ([*[[1, 2]] * 5, None], IDS, "'e5' has 0 numbers"),
+        ([[]] * 6, IDS, "'e0' has 0 numbers"),
+    ],
+)
+def test_embeddings_that_do_not_serve_are_refused_in_one_line(tmp_path, vectors, ids, says):
+    write_embedding(tmp_path, vectors, ids)
+    with pytest.raises(DataError, match=says) as told:
+        read_embeddings(tmp_path, "enc", "test", IDS)
+    assert "'enc'" in str(told.value)
+
+
+def test_unknown_encoders_and_splits_are_named(tmp_path):
+    write_embedding(tmp_path, [[1.0]] * 6)
+    with pytest.raises(ConfigError, match=r"(?s)encoder 'enk'.*enc"):
+        read_embeddings(tmp_path, "enk", "test", IDS)
+    with pytest.raises(DataError, match="no such split"):
+        read_embeddings(tmp_path, "enc", "validation", IDS)
+
+
+def test_texts_are_found_by_id(tmp_path):
+    file = write(tmp_path / "q.parquet", [{"example_id": name, "question": f"text {name}"} for name in IDS])
+    null = write(tmp_path / "null.parquet", [{"example_id": "a", "question": "x"}, {"example_id": "b"}])
+    assert Texts(file, "question").of(["e4", "e1"]) == ("text e4", "text e1")
+    for path, column, example, says in (
+        (file, "question", "other", "'other' is missing"),
+        (file, "text", "e1", "column 'text' is missing; the file has example_id, question"),
+        (null, "question", "b", "'b' has no text"),
+    ):
+        with pytest.raises(DataError, match=says):
+            Texts(path, column).of([example])

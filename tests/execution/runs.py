@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from stored import write
+from synthetic import chain
 
 import cauc_ray
 from cauc_ray.files.parquet import parquet_files, read_parquet
@@ -13,42 +16,39 @@ from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ["m0", "m1", "m2"]
+# Factories of two stages that answer every row.
+SOUND = (("by_x", {}), ("by_x", {"factor": 5.0}))
+
+
+def python_model(factory, /, **kwargs):
+    return {"kind": "python", "factory": f"user_models:{factory}", "kwargs": kwargs}
+
+
+def saved_model(name, /, logits="LOGITS", split="test", **more):
+    return {"kind": "saved", "logits": str(logits), "model": name, "split": split, **more}
+
+
+def write_pool(folder, stages, task="multiple-choice", **more):
+    path = folder / "pool.yaml"
+    path.write_text(yaml.safe_dump({"name": "test", "task": task, "stages": list(stages), **more}))
+    return path
+
+
+def pool_of(folder, models, **stage):
+    """Write a pool of some models by name; stage: further settings of all stages."""
+    common = {"batch_size": 16, "resources": {"num_cpus": 0.5}, **stage}
+    return write_pool(folder, [{"name": name, "model": model, **common} for name, model in models.items()])
 
 
 def saved_pool(folder, **stage):
     """Write a pool of saved stages over the table in folder/LOGITS; stage: further settings of all of them."""
-    stages = [
-        {
-            "name": model,
-            "model": {"kind": "saved", "logits": "LOGITS", "model": model, "split": "test"},
-            "batch_size": 16,
-            "resources": {"num_cpus": 0.5},
-            **stage,
-        }
-        for model in MODELS
-    ]
-    return write_pool(folder, stages)
+    return pool_of(folder, {name: saved_model(name) for name in MODELS}, **stage)
 
 
-def python_pool(folder, factories, **stage):
+def python_pool(folder, factories=SOUND, **stage):
     """Write a pool of two stages, small and large, from factories of user_models."""
-    stages = [
-        {
-            "name": name,
-            "model": {"kind": "python", "factory": f"user_models:{factory}", "kwargs": kwargs},
-            "batch_size": 8,
-            "resources": {"num_cpus": 0.5},
-            **stage,
-        }
-        for name, (factory, kwargs) in zip(("small", "large"), factories, strict=True)
-    ]
-    return write_pool(folder, stages)
-
-
-def write_pool(folder, stages):
-    path = folder / "pool.yaml"
-    path.write_text(yaml.safe_dump({"name": "test", "task": "multiple-choice", "stages": stages}))
-    return path
+    small, large = (python_model(factory, **kwargs) for factory, kwargs in factories)
+    return pool_of(folder, {"small": small, "large": large}, **{"batch_size": 8, **stage})
 
 
 def split_input(folder, chain):
@@ -71,10 +71,6 @@ def numbered_input(folder, n=40, ending="parquet"):
 
 def two_model_policy(threshold=0.7):
     """Return an RF policy for the stages small and large, of two options."""
-    from dataclasses import replace
-
-    from synthetic import chain
-
     calibration = replace(chain(31, 200, 2, (1.0, 2.0)), models=("small", "large"))
     return fit_rf(calibration, rule=ThresholdRule(threshold=threshold))
 
@@ -85,10 +81,23 @@ def read_all(folder):
 
 
 def by_example(table):
-    """Return a table's rows as dicts by example_id; an id that stands twice is an error."""
+    """Return a table's rows as dicts by example_id; a duplicate id is an error."""
     rows = {row["example_id"]: row for row in table.to_pylist()}
     assert len(rows) == table.num_rows
     return rows
+
+
+def answers_of(out):
+    """Return a run's predictions by example_id."""
+    return by_example(read_all(out / "predictions"))
+
+
+def rows_of(out):
+    """Return a run's answers and its failures by example_id. Each row is in one of them, once."""
+    answered = answers_of(out)
+    failed = by_example(read_all(out / "failed")) if (out / "failed").exists() else {}
+    assert not answered.keys() & failed.keys()
+    return answered, failed
 
 
 def run(folder, pool, policy, inputs):

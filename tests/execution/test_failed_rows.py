@@ -6,13 +6,14 @@ import shutil
 
 import pyarrow.parquet as pq
 import pytest
-from runs import by_example, numbered_input, python_pool, read_all, two_model_policy
+from runs import SOUND, numbered_input, python_pool, rows_of, two_model_policy
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.execution import runner
 
 pytestmark = pytest.mark.usefixtures("ray_session")
+POLICY = two_model_policy()
 
 
 @pytest.fixture
@@ -24,38 +25,30 @@ def small_blocks(monkeypatch):
 def whole(tmp_path_factory, ray_session):
     """What a run of 200 rows ends with if nothing fails."""
     folder = tmp_path_factory.mktemp("whole")
-    pool = python_pool(folder, [("by_x", {}), ("by_x", {"factor": 5.0})])
-    cauc_ray.run(pool, two_model_policy(), numbered_input(folder, 200), folder / "out")
+    cauc_ray.run(python_pool(folder), POLICY, numbered_input(folder, 200), folder / "out")
     return rows_of(folder / "out")
 
 
 def pool_failing_below(folder, limit, **pool):
     """Write a pool whose first model fails on the rows with an x below a limit, while folder/mended is not there."""
-    path = python_pool(
-        folder, [("fails_below", {"limit": limit, "path": str(folder / "mended")}), ("by_x", {"factor": 5.0})]
-    )
-    if pool:
-        path.write_text(path.read_text() + "".join(f"{key}: {value}\n" for key, value in pool.items()))
+    path = python_pool(folder, [("fails_below", {"limit": limit, "path": str(folder / "mended")}), SOUND[1]])
+    path.write_text(path.read_text() + "".join(f"{key}: {value}\n" for key, value in pool.items()))
     return path
 
 
-def rows_of(out):
-    """Return a run's answers and its failures by example_id. Each row is in one of them, once."""
-    answered = by_example(read_all(out / "predictions"))
-    failed = by_example(read_all(out / "failed")) if (out / "failed").exists() else {}
-    assert not answered.keys() & failed.keys()
-    return answered, failed
+def retried(pool, inputs, out):
+    """Return the summary of a run that is gone on with and tries failed rows again."""
+    return cauc_ray.run(pool, POLICY, inputs, out, resume=True, retry_failed=True)
 
 
 def test_more_failed_rows_than_a_pool_allows_end_the_run_with_one_line(tmp_path, command):
-    two_model_policy().save(tmp_path / "policy.json")
+    POLICY.save(tmp_path / "policy.json")
     # 110 of 400 rows.
     arguments = ["--policy", tmp_path / "policy.json", "--input", numbered_input(tmp_path, 400), "-o", tmp_path / "out"]
     code, out, err = command("run", pool_failing_below(tmp_path, -0.9), *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert int(re.search(r"(\d+) of", err).group(1)) > 100  # some more may fail before anybody looks
-    for part in ("'small'", "no kernel image", "max_failed", "--retry-failed"):
-        assert part in err
+    assert all(part in err for part in ("'small'", "no kernel image", "max_failed", "--retry-failed"))
     assert not (tmp_path / "out" / "summary.json").exists()
     # A pool that allows more goes on with the run; its failed rows are in failed/.
     resume = ["--resume"] if (tmp_path / "out").exists() else []  # nothing is left where nothing was written yet
@@ -72,56 +65,53 @@ def test_more_failed_rows_than_a_pool_allows_end_the_run_with_one_line(tmp_path,
 
 @pytest.mark.slow
 def test_failed_rows_are_tried_again_and_end_as_if_they_had_never_failed(tmp_path, small_blocks, whole):
-    policy, inputs, pool = two_model_policy(), numbered_input(tmp_path, 200), pool_failing_below(tmp_path, -1.9)
-    assert cauc_ray.run(pool, policy, inputs, tmp_path / "out")["n_failed"] == 5
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out" / "predictions").iterdir()}
+    inputs, pool, out = numbered_input(tmp_path, 200), pool_failing_below(tmp_path, -1.9), tmp_path / "out"
+    assert cauc_ray.run(pool, POLICY, inputs, out)["n_failed"] == 5
+    before = {path.name: path.read_bytes() for path in (out / "predictions").iterdir()}
     with pytest.raises(ConfigError, match="--resume"):
-        cauc_ray.run(pool, policy, inputs, tmp_path / "out", retry_failed=True)
-    # They fail again where nothing has changed.
-    assert cauc_ray.run(pool, policy, inputs, tmp_path / "out", resume=True, retry_failed=True)["n_failed"] == 5
-    assert len(rows_of(tmp_path / "out")[1]) == 5
-    old = tmp_path / "out" / "failed"
-    shutil.copytree(old, tmp_path / "old")
+        cauc_ray.run(pool, POLICY, inputs, out, retry_failed=True)
+    assert retried(pool, inputs, out)["n_failed"] == 5  # they fail again where nothing has changed
+    assert len(rows_of(out)[1]) == 5
+    shutil.copytree(out / "failed", tmp_path / "old")
 
     (tmp_path / "mended").touch()
-    summary = cauc_ray.run(pool, policy, inputs, tmp_path / "out", resume=True, retry_failed=True)
+    summary = retried(pool, inputs, out)
     assert (summary["n"], summary["n_failed"]) == (200, 0)
-    assert rows_of(tmp_path / "out") == whole
-    after = {path.name: path.read_bytes() for path in (tmp_path / "out" / "predictions").iterdir()}
+    assert rows_of(out) == whole
+    after = {path.name: path.read_bytes() for path in (out / "predictions").iterdir()}
     assert {name: after[name] for name in before} == before  # nothing is redone but what had failed
     assert len(after) == len(before) + 2  # one for each retry
     # Killed after the answers were committed and before failed/ was mended: the next one puts that right.
-    shutil.copytree(tmp_path / "old", old, dirs_exist_ok=True)
-    (tmp_path / "out" / "summary.json").unlink()
-    assert cauc_ray.run(pool, policy, inputs, tmp_path / "out", resume=True)["n_failed"] == 0
-    assert rows_of(tmp_path / "out") == whole
+    shutil.copytree(tmp_path / "old", out / "failed", dirs_exist_ok=True)
+    (out / "summary.json").unlink()
+    assert cauc_ray.run(pool, POLICY, inputs, out, resume=True)["n_failed"] == 0
+    assert rows_of(out) == whole
 
 
 @pytest.mark.slow
 def test_a_retry_that_is_ended_half_way_leaves_every_row_once(tmp_path, small_blocks, whole):
-    policy, inputs = two_model_policy(), numbered_input(tmp_path, 200)
+    inputs, out = numbered_input(tmp_path, 200), tmp_path / "out"
     failing = pool_failing_below(tmp_path, -0.5, max_failed=1.0)  # 75 rows, in two blocks
-    assert cauc_ray.run(failing, policy, inputs, tmp_path / "out")["n_failed"] == 75
-    broken = python_pool(tmp_path, [("gives_up_on", {"example": "row-70"}), ("by_x", {"factor": 5.0})])
+    assert cauc_ray.run(failing, POLICY, inputs, out)["n_failed"] == 75
     with pytest.raises(ExecutionError, match="server is down"):
-        cauc_ray.run(broken, policy, inputs, tmp_path / "out", resume=True, retry_failed=True)
-    assert not (tmp_path / "out" / "summary.json").exists()
-    sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})])
-    summary = cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True)
-    answered, failed = rows_of(tmp_path / "out")
+        retried(python_pool(tmp_path, [("gives_up_on", {"example": "row-70"}), SOUND[1]]), inputs, out)
+    assert not (out / "summary.json").exists()
+    sound = python_pool(tmp_path)
+    summary = cauc_ray.run(sound, POLICY, inputs, out, resume=True)
+    answered, failed = rows_of(out)
     assert len(answered) + len(failed) == summary["n"] == 200
     assert "row-70" in failed
-    assert cauc_ray.run(sound, policy, inputs, tmp_path / "out", resume=True, retry_failed=True)["n_failed"] == 0
-    assert rows_of(tmp_path / "out") == whole
+    assert retried(sound, inputs, out)["n_failed"] == 0
+    assert rows_of(out) == whole
 
 
 @pytest.mark.slow
 def test_a_stage_with_a_replica_that_never_answers_loses_no_row(tmp_path, whole):
     """One replica at a time; the first process of the stage fails every call from its first on, as on a bad device."""
-    fails = {"path": str(tmp_path / "claimed"), "factor": 5.0}
-    pool = python_pool(tmp_path, [("by_x", {}), ("first_process_fails", fails)])
-    summary = cauc_ray.run(pool, two_model_policy(), numbered_input(tmp_path, 200), tmp_path / "out")
-    assert (summary["n"], summary["n_failed"]) == (200, 0)
+    pool = python_pool(
+        tmp_path, [SOUND[0], ("first_process_fails", {"path": str(tmp_path / "claimed"), "factor": 5.0})]
+    )
+    cauc_ray.run(pool, POLICY, numbered_input(tmp_path, 200), tmp_path / "out")
     assert rows_of(tmp_path / "out") == whole
 
 
@@ -129,14 +119,13 @@ def test_a_stage_with_a_replica_that_never_answers_loses_no_row(tmp_path, whole)
 @pytest.mark.parametrize("column", ["example_id", "x"])
 def test_rows_that_could_not_be_read_are_tried_again_when_they_can_be(tmp_path, small_blocks, whole, column):
     """Also where the damage took their ids, so that nobody knew their names."""
-    policy, inputs = two_model_policy(), numbered_input(tmp_path, 200)
+    inputs, pool = numbered_input(tmp_path, 200), python_pool(tmp_path)
     table = pq.read_table(inputs)
     pq.write_table(table, inputs, row_group_size=50, compression="none", use_dictionary=False)
     sound, place = inputs.read_bytes(), table.column_names.index(column)
     begins = pq.ParquetFile(inputs).metadata.row_group(1).column(place).data_page_offset
     inputs.write_bytes(sound[:begins] + b"\xff" * 16 + sound[begins + 16 :])
-    pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})])
-    assert 50 <= cauc_ray.run(pool, policy, inputs, tmp_path / "out")["n_failed"] < 200
+    assert 50 <= cauc_ray.run(pool, POLICY, inputs, tmp_path / "out")["n_failed"] < 200
     inputs.write_bytes(sound)
-    assert cauc_ray.run(pool, policy, inputs, tmp_path / "out", resume=True, retry_failed=True)["n_failed"] == 0
+    assert retried(pool, inputs, tmp_path / "out")["n_failed"] == 0
     assert rows_of(tmp_path / "out") == whole

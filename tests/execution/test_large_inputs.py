@@ -16,7 +16,7 @@ from cauc_ray.data.blocks import InputBlock
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.execution.run_controller import RunController
 from cauc_ray.execution.user_code import import_paths
-from cauc_ray.models.pool import load_pool
+from cauc_ray.models.pool import StageSpec, load_pool
 
 TESTS = Path(__file__).parents[1]
 
@@ -85,3 +85,11 @@ def test_the_controllers_memory_does_not_grow_with_the_blocks(tmp_path):
         tracemalloc.stop()
     assert sink.n_blocks == 2500
     assert sink.bytes[-1] - sink.bytes[1] < 1500 * 60
+
+
+@pytest.mark.parametrize("n_stages", [1, 3])
+def test_the_queues_of_all_stages_fill_a_fifth_of_the_store_at_most(n_stages):
+    model = {"kind": "python", "factory": "user_models:by_x"}
+    stages = tuple(StageSpec(name=f"m{n}", model=model, replicas={"min": 1, "max": 4}) for n in range(n_stages))
+    limits, _ = RunPlan("r", stages, None, None, None, None, 0, 64, None, import_paths([])).limits(1e9)
+    assert sum(at.queue_bytes for at in limits) <= 0.2 * 1e9

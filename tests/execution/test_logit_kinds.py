@@ -3,9 +3,22 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import stored
 from masked import MODELS, softmax, splits, write, write_masked
-from runs import by_example, numbered_input, read_all, run, split_input, two_model_policy, write_pool
+from runs import (
+    answers_of,
+    by_example,
+    numbered_input,
+    pool_of,
+    python_model,
+    run,
+    saved_model,
+    split_input,
+    two_model_policy,
+    write_pool,
+)
 
 import cauc_ray
 from cauc_ray import evaluate, fit
@@ -27,18 +40,10 @@ def some_of_each(logits):
     return np.where(np.isneginf(logits), np.float32(-1e9), p)
 
 
-def pool(folder, *specs):
-    """Write a pool of saved stages m0 and m1 over the table in folder/LOGITS; specs: more of each one's model."""
-    stages = [
-        {
-            "name": name,
-            "model": {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test", **spec},
-            "batch_size": 16,
-            "resources": {"num_cpus": 0.5},
-        }
-        for name, spec in zip(MODELS, specs or ({}, {}), strict=True)
-    ]
-    return write_pool(folder, stages)
+def pool(folder, *more):
+    """Write a pool of saved stages m0 and m1 over the table in folder/LOGITS; more: of each one's model."""
+    own = zip(MODELS, more or ({}, {}), strict=True)
+    return pool_of(folder, {name: saved_model(name, **spec) for name, spec in own})
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -53,7 +58,7 @@ def test_a_live_run_with_masks_and_declared_probabilities_is_the_replay(tmp_path
     kinds = {"m0": "probabilities"}
     policy = cauc_ray.fit(table, models=MODELS, method="rf", budget=3.0, logit_kind=kinds)
     run(tmp_path, pool(tmp_path, {"logit_kind": "probabilities"}, {}), policy, split_input(tmp_path, chains["test"]))
-    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    live = answers_of(tmp_path / "out")
     assert live == by_example(cauc_ray.evaluate(table, policy).to_arrow())
     assert len({row["stage"] for row in live.values()}) == 2
 
@@ -88,42 +93,31 @@ def test_shards_read_masks_and_kinds_as_one_process_does(tmp_path, chains):
 @pytest.mark.usefixtures("ray_session")
 def test_what_a_model_declares_is_collected_and_run_as_such(tmp_path):
     """user_models.softmaxed answers questions with probabilities, of which the last are 0."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     rng = np.random.default_rng(0)
     choices = [["x" * int(rng.integers(1, 9)) for _ in range(4)] for _ in range(120)]
     longest = [int(np.argmax([len(choice) + 2 * rng.random() for choice in row])) for row in choices]
     names = [f"q{row}" for row in range(120)]
-    questions = {"example_id": names, "question": ["?"] * 120, "choices": choices, "label": longest}
-    pq.write_table(pa.table(questions), tmp_path / "q.parquet")
+    table = pa.table({"example_id": names, "question": ["?"] * 120, "choices": choices, "label": longest})
+    questions = stored.write(tmp_path / "q.parquet", table)
+    small = {**python_model("softmaxed"), "logit_kind": "probabilities"}
     stages = [
-        {
-            "name": name,
-            "model": {"kind": "python", "factory": f"user_models:{factory}", **declared},
-            "cost": {"gflops": cost},
-            "resources": {"num_cpus": 0.5},
-        }
-        for name, factory, declared, cost in (
-            ("m0", "softmaxed", {"logit_kind": "probabilities"}, 1.0),
-            ("m1", "longest", {}, 4.0),
-        )
+        {"name": name, "model": model, "cost": {"gflops": cost}, "resources": {"num_cpus": 0.5}}
+        for name, model, cost in (("m0", small, 1.0), ("m1", python_model("longest"), 4.0))
     ]
     path = write_pool(tmp_path, stages)
-    cauc_ray.collect(path, tmp_path / "q.parquet", tmp_path / "LOGITS")
+    cauc_ray.collect(path, questions, tmp_path / "LOGITS")
     info = LogitTable(tmp_path / "LOGITS").info
     assert [(model.name, model.logit_kind) for model in info.models] == [("m0", "probabilities"), ("m1", "raw")]
     policy = cauc_ray.fit(tmp_path / "LOGITS", models=MODELS, method="rf", threshold=0.6)
-    run(tmp_path, path, policy, tmp_path / "q.parquet")
-    live = by_example(read_all(tmp_path / "out" / "predictions"))
+    run(tmp_path, path, policy, questions)
+    live = answers_of(tmp_path / "out")
     assert len(live) == 120
     replayed = by_example(cauc_ray.evaluate(tmp_path / "LOGITS", policy).to_arrow())
     assert {name: live[name] for name in replayed} == replayed
 
 
-def python_stage(name, factory="by_x", *, cost=None, **model):
-    stage = {"name": name, "model": {"kind": "python", "factory": f"user_models:{factory}", **model}}
-    return stage if cost is None else {**stage, "cost": cost}
+def python_stage(name, cost=None, **model):
+    return {"name": name, "model": {**python_model("by_x"), **model}, "cost": cost}
 
 
 REFUSED = {

@@ -13,13 +13,22 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from job_cases import N_ROWS, SWEEP, write_inputs
-from runs import by_example, numbered_input, python_pool, read_all, two_model_policy, write_pool
+from runs import (
+    answers_of,
+    by_example,
+    numbered_input,
+    pool_of,
+    python_model,
+    python_pool,
+    read_all,
+    rows_of,
+    two_model_policy,
+)
 from synthetic import write_table
 
 import cauc_ray
-from cauc_ray.files.listing import visible
 from cauc_ray.files.parquet import read_parquet, write_parquet
-from cauc_ray.files.paths import path_of
+from cauc_ray.files.paths import path_of, visible
 
 TESTS = Path(__file__).parents[1]
 
@@ -31,9 +40,8 @@ def bucket(s3, tmp_path):
 
 def cauc(*arguments):
     """Start `cauc` with small commits in a process and Ray session of its own."""
-    script = TESTS / "execution" / "small_commits.py"
     return subprocess.Popen(
-        [sys.executable, str(script), *map(str, arguments)],
+        [sys.executable, "-m", "jobs.faults.run", *map(str, arguments)],
         cwd=TESTS.parent, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -66,9 +74,8 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     (bucket / "input" / "rows.csv").write_bytes(numbered_input(tmp_path, 1000, "csv").read_bytes())
     policy = two_model_policy()
     policy.save(str(bucket / "policy.json"))
-    sound = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
-    cauc_ray.run(sound, policy, local, tmp_path / "out")
-    whole = by_example(read_all(tmp_path / "out" / "predictions"))
+    cauc_ray.run(python_pool(tmp_path, [("by_x", {})] * 2), policy, local, tmp_path / "out")
+    whole = answers_of(tmp_path / "out")
     ways = {"limit": -1.9, "path": str(tmp_path / "mended")}
     slow = {"seconds": 0.1, "log": str(tmp_path / "log")}
     words = ["--policy", bucket / "policy.json", "--input", bucket / "input", "-o", bucket / "out", "--json"]
@@ -83,13 +90,12 @@ def test_a_run_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     summary = done(cauc("run", pool, *words, "--resume"))
     assert (summary["n"], summary["n_failed"]) == (1000, 25)
     assert 3 <= n_before < len(visible(bucket / "out" / "manifest"))
-    rows = by_example(read_all(bucket / "out" / "predictions"))
-    failed = by_example(read_all(bucket / "out" / "failed"))
+    rows, failed = rows_of(bucket / "out")
     assert rows == {example: row for example, row in whole.items() if example not in failed}
     (tmp_path / "mended").touch()
     summary = done(cauc("run", pool, *words, "--resume", "--retry-failed"))
     assert (summary["n"], summary["n_failed"]) == (1000, 0)
-    assert by_example(read_all(bucket / "out" / "predictions")) == whole
+    assert answers_of(bucket / "out") == whole
     calls = read_all(bucket / "out" / "ledger").to_pylist()
     assert len({call["run_id"] for call in calls}) == 1
     assert {call["replica"] // 100_000 for call in calls} == {0, 1, 2}
@@ -106,9 +112,8 @@ def test_a_collection_is_killed_and_gone_on_with_as_on_a_disk(tmp_path, bucket):
     pq.write_table(table, tmp_path / "images.parquet")
     write_parquet(bucket / "images.parquet", table)
 
-    kwargs = {"seconds": 0.05, "log": str(tmp_path / "log")}
-    model = {"kind": "python", "factory": "user_models:slow_brightness", "kwargs": kwargs}
-    pool = write_pool(tmp_path, [{"name": "m", "model": model, "batch_size": 64, "cost": {"seconds": 1}}])
+    model = python_model("slow_brightness", seconds=0.05, log=str(tmp_path / "log"))
+    pool = pool_of(tmp_path, {"m": model}, batch_size=64, cost={"seconds": 1})
     pool.write_text(pool.read_text().replace("multiple-choice", "image-classification"))
     cauc_ray.collect(pool, tmp_path / "images.parquet", tmp_path / "L")
     words = [pool, "--dataset", bucket / "images.parquet", "-o", bucket / "L", "--json"]
@@ -161,22 +166,12 @@ def test_configs_read_and_write_there_and_do_nothing_twice(tmp_path, bucket):
 
 
 def test_a_bucket_that_is_absent_is_named_before_anything_starts(tmp_path, s3, command):
-    pool = python_pool(tmp_path, [("by_x", {})] * 2)
     two_model_policy().save(tmp_path / "policy.json")
-    inputs = numbered_input(tmp_path)
-    words = ["--policy", tmp_path / "policy.json", "--input", inputs, "-o", "s3://no-such-bucket/out"]
+    pool, inputs = python_pool(tmp_path), numbered_input(tmp_path)
+    absent = ["-o", "s3://no-such-bucket/out"]
     for arguments in (
-        ["run", pool, *words],
-        [
-            "collect",
-            pool,
-            "--dataset",
-            inputs,
-            "--columns",
-            "question=example_id,choices=x",
-            "-o",
-            "s3://no-such-bucket/L",
-        ],
+        ["run", pool, "--policy", tmp_path / "policy.json", "--input", inputs, *absent],
+        ["collect", pool, "--dataset", inputs, "--columns", "question=example_id,choices=x", *absent],
     ):
         code, out, err = command(*arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1)

@@ -9,47 +9,40 @@ from pathlib import Path
 import pytest
 from runs import numbered_input, python_pool, two_model_policy
 
-from cauc_ray.execution.output import ModelOutput
+from cauc_ray.execution.session import ModelOutput
 
 
 def batch(pid, *lines, name="stage 'small'"):
     return {"ip": "127.0.0.1", "pid": pid, "actor_name": name, "task_name": None, "lines": list(lines)}
 
 
-def logged(caplog, *batches):
+OF_ALL = [
+    batch(11, "loaded in 0.5 s", "step 1"),
+    batch(12, "loaded in 0.7 s", "step 1", "step 2"),
+    batch(11, "step 2", "step 3"),
+    batch(13, "loaded in 0.6 s", name="stage 'large'"),
+]
+SHOWN = ["small: loaded in 0.5 s", "small: step 1", "small: step 2", "small: step 3", "large: loaded in 0.6 s"]
+# What replicas print, and what is logged of it.
+OUTPUT = {
+    "of all replicas once": (OF_ALL, SHOWN),
+    "two nodes of one machine": ([batch(11, "step 1"), batch(11, "step 1")], ["small: step 1"]),
+    "progress bars and blank lines": ([batch(11, "\r 10 %", "\r 10 %\r 20 %", "", "  ")], []),
+    "of no model": ([batch(12, "a fault of Ray's", name="RunController"), batch(13, "more", name=None)], []),
+    "control sequences": (
+        [batch(11, "\x1b[1;31mred\x1b[0m\tand \x1b]loud\x07")], ["small: red\tand ]loud"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTPUT)
+def test_what_models_print_is_logged_by_stage(caplog, case):
+    batches, expected = OUTPUT[case]
     output = ModelOutput()
     with caplog.at_level(logging.INFO, logger="cauc_ray.output"):
         for each in batches:
             output.take(each)
-    return caplog.messages
-
-
-def test_what_all_replicas_of_a_stage_print_appears_once(caplog):
-    lines = logged(
-        caplog,
-        batch(11, "loaded in 0.5 s", "step 1"),
-        batch(12, "loaded in 0.7 s", "step 1", "step 2"),
-        batch(11, "step 2", "step 3"),
-        batch(13, "loaded in 0.6 s", name="stage 'large'"),
-    )
-    small = [f"stage 'small': {line}" for line in ("loaded in 0.5 s", "step 1", "step 2", "step 3")]
-    assert lines == [*small, "stage 'large': loaded in 0.6 s"]
-
-
-def test_a_line_that_two_nodes_of_one_machine_send_appears_once(caplog):
-    assert logged(caplog, batch(11, "loaded", "step 1"), batch(11, "loaded", "step 1")) == [
-        "stage 'small': loaded", "stage 'small': step 1",
-    ]  # fmt: skip
-
-
-def test_what_is_no_line_of_a_model_is_left_out(caplog):
-    bars = batch(11, "\r 10 %", "\r 10 %\r 20 %", "", "  ")
-    assert logged(caplog, bars, batch(12, "a fault of Ray's", name="RunController"), batch(13, "more", name=None)) == []
-
-
-def test_lines_cannot_control_the_terminal(caplog):
-    (line,) = logged(caplog, batch(11, "\x1b[1;31mred\x1b[0m\tand \x1b]loud\x07"))
-    assert line == "stage 'small': red\tand ]loud"
+    assert [line.replace("stage '", "").replace("'", "", 1) for line in caplog.messages] == expected
 
 
 @pytest.mark.slow

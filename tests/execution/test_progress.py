@@ -1,8 +1,11 @@
-"""Rates and the time left, from successive progress."""
+"""Rates and the time left, from successive progress; and a run's metrics as Prometheus reads them from a node."""
 
-from functools import partial
+import re
+import time
+import urllib.request
 
 import pytest
+import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,18 +16,19 @@ def look(at, accepted=0, n_finished=0, n_rows=None, **stage):
     return RunProgress(at, n_rows, n_finished, (StageProgress("m", accepted=accepted, **{"replicas": 1, **stage}),))
 
 
-# Steps between looks, and what happened in each: rows accepted, deferred and failed at either of two stages.
-steps = st.lists(
-    st.tuples(st.floats(0.01, 30), *[st.integers(0, 500)] * 5),
-    min_size=1,
-    max_size=40,
-)
+def slow_rate(seen, counts, window_s):
+    """Return a count's growth since the last look that is a window old, or the first; None where no time has passed."""
+    old = [place for place, look in enumerate(seen) if look.at <= seen[-1].at - window_s] or [0]
+    took_s = seen[-1].at - seen[old[-1]].at
+    return (counts[-1] - counts[old[-1]]) / took_s if took_s else None
 
 
-def looks(steps, start=1e9):
-    """Return the progress of a run of two stages after each step, none of it committed yet."""
-    at, counts, seen = start, [0] * 5, [RunProgress(start, 10**6, 0, (StageProgress("a", replicas=1),) * 2)]
-    for dt, *more in steps:
+# Seconds to the next look, and what happened meanwhile: rows accepted, deferred and failed at the first stage, accepted
+# and degraded at the second.
+@given(st.lists(st.tuples(st.floats(0.01, 30), *[st.integers(0, 500)] * 5), min_size=1, max_size=40))
+def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
+    at, counts, seen, ended, handled, meter = 1e9, [0] * 5, [], [], [], RateMeter()
+    for dt, *more in [(0.0, 0, 0, 0, 0, 0), *steps]:
         at, counts = at + dt, [count + n for count, n in zip(counts, more, strict=True)]
         small, deferred, failed, large, degraded = counts
         stages = (
@@ -32,44 +36,15 @@ def looks(steps, start=1e9):
             StageProgress("b", accepted=large, degraded=degraded, replicas=1),
         )
         seen.append(RunProgress(at, 10**6, 0, stages))
-    return seen
-
-
-def slow_rate(seen, count, window_s):
-    """Return a count's growth since the last look that is a window old, or the first."""
-    old = [look for look in seen if look.at <= seen[-1].at - window_s] or seen[:1]
-    return (count(seen[-1]) - count(old[-1])) / (seen[-1].at - old[-1].at)
-
-
-def ended(look):
-    return sum(stage.accepted + stage.failed + stage.degraded for stage in look.stages)
-
-
-def handled(place, look):
-    stage = look.stages[place]
-    return stage.accepted + stage.deferred + stage.failed
-
-
-@given(steps)
-def test_rates_are_what_a_slow_loop_over_all_looks_says(steps):
-    seen, meter = looks(steps), RateMeter()
-    for look in seen:
-        rates = meter.add(look)
-    assert rates.n_done == ended(seen[-1])
+        ended.append(small + failed + large + degraded)
+        handled.append((small + deferred + failed, large))
+        rates = meter.add(seen[-1])
+    assert rates.n_done == ended[-1]
     assert rates.rows_per_s == pytest.approx(slow_rate(seen, ended, RATE_WINDOW_S))
-    for place, rate in enumerate(rates.stage_rows_per_s):
-        assert rate == pytest.approx(slow_rate(seen, partial(handled, place), RATE_WINDOW_S))
+    for rate, own in zip(rates.stage_rows_per_s, zip(*handled, strict=True), strict=True):
+        assert rate == pytest.approx(slow_rate(seen, own, RATE_WINDOW_S))
     per_s = slow_rate(seen, ended, ETA_WINDOW_S)
     assert rates.eta_s == (pytest.approx((10**6 - rates.n_done) / per_s) if per_s else None)
-
-
-@given(st.floats(0.1, 5), st.integers(1, 1000), st.integers(2, 300))
-def test_a_steady_run_ends_when_it_was_predicted(dt, per_look, n_looks):
-    meter, n_rows = RateMeter(), per_look * n_looks
-    for i in range(n_looks + 1):
-        rates = meter.add(look(i * dt, accepted=i * per_look, n_rows=n_rows))
-        assert rates.eta_s is None if i == 0 else rates.eta_s == pytest.approx((n_looks - i) * dt)
-        assert rates.rows_per_s is None if i == 0 else rates.rows_per_s == pytest.approx(per_look / dt)
 
 
 @given(
@@ -111,6 +86,73 @@ def test_a_clock_that_is_set_back_makes_no_rate_below_zero():
     assert rates.rows_per_s == 6
 
 
-def test_the_accepted_share_is_of_a_stages_answers():
-    assert StageProgress("m", failed=3).accepted_share is None
-    assert StageProgress("m", accepted=3, deferred=1, failed=5, degraded=7).accepted_share == 0.75
+RUN = 'run-"1"'
+
+
+class Reporter:
+    def __init__(self):
+        from cauc_ray.execution.metrics import RunMetrics
+
+        self.metrics = RunMetrics(RUN, ["small", "large"])
+
+    def report(self, *seen):
+        for progress in seen:
+            self.metrics.report(progress)
+        if not seen:
+            self.metrics.close()
+
+
+def scrape():
+    """Return a node's metrics of runs: name, run, stage and outcome to value; "" for a tag that one lacks."""
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if match := re.fullmatch(r"ray_cauc_run_(\w+)\{(.*)\} (\S+)", line):
+            tags = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2]))
+            if tags["run"] == RUN.replace('"', r"\""):
+                found[match[1], tags.get("stage", ""), tags.get("outcome", "")] = float(match[3])
+    return found
+
+
+def wait_for(key, value):
+    deadline = time.monotonic() + 60
+    while (found := scrape()).get(key) != value:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.3)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_what_is_reported_can_be_scraped_and_ends_at_zero():
+    small, large = StageProgress("small", queued=7, replicas=2), StageProgress("large", replicas=1)
+    seen = [RunProgress(100.0, 1000, 0, (small, large))]
+    done = {"accepted": 30, "deferred": 10, "failed": 2, "busy_s": 1.5, "cost": 44.0}
+    seen.append(RunProgress(102.0, 1000, 20, (StageProgress("small", 7, 5, replicas=2, starting=1, **done), large)))
+    done = {"accepted": 60, "deferred": 20, "failed": 2, "busy_s": 2.5, "cost": 90.5}
+    stages = (StageProgress("small", 3, 4, replicas=3, **done), StageProgress("large", degraded=8, replicas=1))
+    seen.append(RunProgress(104.0, 1000, 60, stages))
+    reporter = ray.remote(num_cpus=0)(Reporter).remote()
+    try:
+        ray.get(reporter.report.remote(*seen))
+        found = wait_for(("finished_rows", "", ""), 60)
+        of_small = {"queued_rows": 3, "in_flight_rows": 4, "replicas": 3, "starting_replicas": 0}
+        of_small |= {"rows_per_second": 82 / 4, "accepted_share": 0.75, "cost_total": 90.5, "busy_seconds_total": 2.5}
+        expected = {(name, "small", ""): value for name, value in of_small.items()}
+        expected |= {("rows_total", "small", what): done[what] for what in ("accepted", "deferred", "failed")}
+        expected |= {("rows_total", "large", "degraded"): 8, ("replicas", "large", ""): 1}
+        expected |= {("eta_seconds", "", ""): (1000 - 70) / (70 / 4)}
+        assert {key: found.get(key) for key in expected} == pytest.approx(expected)
+        assert ("rows_total", "large", "accepted") not in found
+        ray.get(reporter.report.remote(RunProgress(500.0, None, 60, stages)))
+        found = wait_for(("rows_per_second", "small", ""), 0)
+        assert ("eta_seconds", "", "") not in found  # where the end is not known
+        ray.get(reporter.report.remote())
+        found = wait_for(("finished_rows", "", ""), 0)
+        assert {value for (name, *_), value in found.items() if not name.endswith("_total")} == {0}
+        assert found["rows_total", "small", "accepted"] == 60
+    finally:
+        ray.kill(reporter)

@@ -1,3 +1,5 @@
+"""Ray Datasets as inputs of runs."""
+
 import logging
 import time
 
@@ -7,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from cauc_ray.errors import DataError, ExecutionError
-from cauc_ray.execution.session import store_bytes
+from cauc_ray.execution.cluster import store_bytes
 
 # Ray Data's own context sets an option that Ray Data has deprecated.
 pytestmark = [
@@ -50,9 +52,18 @@ def lazy():
 
 @pytest.mark.slow
 def test_rows_come_in_order_in_blocks_with_tensors(lazy):
+    from cauc_ray.execution.ray_data import STORE_SHARE
+
     opened = dataset_input(lazy)
     assert (opened.n_rows, opened.row_bytes) == (None, 0)
     before = lazy.context.execution_options, lazy.context.enable_progress_bars
+    blocks = opened.source(15).blocks(0)
+    next(blocks)
+    options = lazy.context.execution_options  # while it is executed
+    assert options.preserve_order
+    assert options.resource_limits.object_store_memory == int(STORE_SHARE * store_bytes())
+    assert options.resource_limits.cpu == np.inf
+    blocks.close()
     source = cloudpickle.loads(cloudpickle.dumps(opened.source(15)))
     assert source.n_groups == 1
     for each in (source, opened.source(15)):
@@ -67,20 +78,6 @@ def test_rows_come_in_order_in_blocks_with_tensors(lazy):
             assert block.labels.tolist() == (rows % 3).tolist()
             assert block.unreadable is None
     assert (lazy.context.execution_options, lazy.context.enable_progress_bars) == before
-
-
-@pytest.mark.slow
-def test_the_dataset_gets_its_share_of_the_object_store(lazy):
-    from cauc_ray.execution.ray_data import STORE_SHARE
-
-    blocks = dataset_input(lazy).source(15).blocks(0)
-    next(blocks)
-    options = lazy.context.execution_options
-    assert options.resource_limits.object_store_memory == int(STORE_SHARE * store_bytes())
-    assert options.resource_limits.cpu == np.inf
-    assert options.preserve_order
-    blocks.close()
-    assert lazy.context.execution_options.resource_limits.object_store_memory == np.inf
 
 
 def test_done_blocks_are_left_out_unconverted():

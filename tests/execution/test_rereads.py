@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from runs import by_example, numbered_input, python_pool, read_all, two_model_policy
+from runs import SOUND, answers_of, numbered_input, python_pool, two_model_policy
 from stored import write
 
 import cauc_ray
@@ -21,18 +21,8 @@ pytestmark = [
     # Ray gives the processes of Ray Data the lowest priority.
     pytest.mark.timeout(900),
 ]
-WAYS = {"batch_size": 256}
 # In the third block of a run's input: two are committed when a model gives up on it.
 LATE = "row-18000"
-
-
-def ended_run(tmp_path, inputs):
-    """Have a run end in its third block. Returns the pool that it can go on with."""
-    pool = python_pool(tmp_path, [("gives_up_on", {"example": LATE}), ("by_x", {"factor": 5.0})], **WAYS)
-    with pytest.raises(ExecutionError, match="is down"):
-        cauc_ray.run(pool, two_model_policy(), inputs, tmp_path / "out")
-    assert any((tmp_path / "out" / "predictions").iterdir())
-    return python_pool(tmp_path, [("by_x", {}), ("by_x", {"factor": 5.0})], **WAYS)
 
 
 @pytest.mark.slow
@@ -40,22 +30,22 @@ def ended_run(tmp_path, inputs):
 def test_as_many_rows_in_another_order_are_not_resumed_with(tmp_path, kind):
     import ray.data
 
-    rows = pq.read_table(numbered_input(tmp_path, 20_000))
+    rows, policy, out = pq.read_table(numbered_input(tmp_path, 20_000)), two_model_policy(), tmp_path / "out"
 
     def given(rows):
-        is_file = kind != "ray dataset"
-        return (
-            write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
-            if is_file
-            else ray.data.from_arrow(rows)
-        )
+        if kind == "ray dataset":
+            return ray.data.from_arrow(rows)
+        return write(tmp_path / f"x.{kind}", rows if kind == "parquet" else rows.to_pylist())
 
-    pool = ended_run(tmp_path, given(rows))
+    pool = python_pool(tmp_path, [("gives_up_on", {"example": LATE}), SOUND[1]], batch_size=256)
+    with pytest.raises(ExecutionError, match="is down"):
+        cauc_ray.run(pool, policy, given(rows), out)
+    assert any((out / "predictions").iterdir())
+    pool = python_pool(tmp_path, batch_size=256)
     with pytest.raises(DataError, match=r"returned other rows .* block \d+ .* other rows.* start a new run"):
-        cauc_ray.run(pool, two_model_policy(), given(rows[::-1]), tmp_path / "out", resume=True)
-    assert not (tmp_path / "out" / "summary.json").exists()
-    assert cauc_ray.run(pool, two_model_policy(), given(rows), tmp_path / "out", resume=True)["n"] == 20_000
-    assert len(by_example(read_all(tmp_path / "out" / "predictions"))) == 20_000
+        cauc_ray.run(pool, policy, given(rows[::-1]), out, resume=True)
+    assert not (out / "summary.json").exists()
+    assert cauc_ray.run(pool, policy, given(rows), out, resume=True)["n"] == len(answers_of(out)) == 20_000
 
 
 def changing(flag):
@@ -90,8 +80,7 @@ def test_a_dataset_that_gives_other_rows_when_it_is_read_again_ends_the_run(tmp_
     with pytest.raises(DataError, match=r"Ray dataset returned other rows .*has other rows.*start a new run"):
         cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out", on_progress=kill)
     assert killed
-    rows = by_example(read_all(tmp_path / "out" / "predictions"))  # what was committed before stays, each row once
-    assert len(rows) >= 768
+    assert len(answers_of(tmp_path / "out")) >= 768  # what was committed before stays, each row once
 
 
 @pytest.mark.slow
@@ -105,5 +94,4 @@ def test_a_first_block_that_takes_longer_than_files_may_is_waited_for(tmp_path, 
     import ray.data
 
     dataset = ray.data.range(40, override_num_blocks=1).map_batches(slow)
-    pool = python_pool(tmp_path, [("by_x", {}), ("by_x", {})])
-    assert cauc_ray.run(pool, two_model_policy(), dataset, tmp_path / "out")["n"] == 40
+    assert cauc_ray.run(python_pool(tmp_path), two_model_policy(), dataset, tmp_path / "out")["n"] == 40

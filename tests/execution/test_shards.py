@@ -16,8 +16,8 @@ from synthetic import SPLITS, planted, write_table
 
 import cauc_ray
 from cauc_ray.api.evaluated import Evaluation
+from cauc_ray.api.offline import evaluate_shards, fit_shards
 from cauc_ray.api.options import EvaluateOptions, FitOptions
-from cauc_ray.api.sharding import evaluate_shards, fit_shards
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
@@ -147,7 +147,7 @@ def test_files_may_take_turns_in_the_order_of_ids(tmp_path):
 
 def calibrate(table, **options):
     """Fit by shards; returns what that took, too."""
-    return fit_shards(table, FitOptions.of_all({"shards": "auto", **options}))
+    return fit_shards(table, FitOptions.of({"shards": "auto", **options}))
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_shards_on_a_cluster_fit_and_answer_as_one_process(table, ray_session, s
     found = calibrate(table, models=MODELS, method="rf", budget=8.0, **options)
     assert len(found.shards.nodes) == shards
     assert_same(found.policy, expected)
-    evaluation, _ = evaluate_shards(table, expected, EvaluateOptions.of_all(options))
+    evaluation, _ = evaluate_shards(table, expected, EvaluateOptions.of(options))
     alone = cauc_ray.evaluate(table, expected)
     assert evaluation.measures == alone.measures
     assert evaluation.to_arrow().equals(alone.to_arrow())
@@ -200,35 +200,30 @@ def test_the_command_on_one_shard_gives_what_it_gives_in_one_process(table, ray_
     assert pq.read_table("answers.parquet").num_rows == alone.n
 
 
-# Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says.
+# Of a fit on models too alike to be worth a cascade: what else is asked, and what the safe fit says; and of one whose
+# logits are so many that they are fitted in float32.
 ASKED = {
-    "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, ""),
-    "safe": ({"method": "rf", "safe": True}, "not fused: no significant gain|another threshold chosen|no change"),
-    "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, f"^{MODELS[2]} alone, "),
+    "certified": ({"method": "rf", "certify": "risk<=0.2@0.9"}, {}, ""),
+    "safe": ({"method": "rf", "safe": True}, {}, "not fused: no significant gain|another threshold chosen|no change"),
+    "safe alone": ({"method": "base", "safe": True, "costs": (10.0, 11.0, 12.0)}, {}, f"^{MODELS[2]} alone, "),
+    "float32": ({"models": MODELS[:2], "method": "base"}, {"n": 4500, "k": 900, "strengths": (2.5, 3.5)}, None),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ASKED)
-def test_certificates_safe_fits_and_strictness_are_those_of_one_process(ray_session, tmp_path, case):
-    table, (asked, says) = tmp_path / "logits", ASKED[case]
-    write_table(table, n=600)
-    expected = cauc_ray.fit(table, models=MODELS, **asked)
-    assert_same(calibrate(table, models=MODELS, **asked, **TWO).policy, expected)
+def test_certificates_safe_fits_strictness_and_large_tables_are_those_of_one_process(ray_session, tmp_path, case):
+    table, (asked, content, says) = tmp_path / "logits", ASKED[case]
+    write_table(table, **{"n": 600, **content})
+    asked = {"models": MODELS, **asked}
+    expected = cauc_ray.fit(table, **asked)
+    assert_same(calibrate(table, **asked, **TWO).policy, expected)
     if says:
         assert re.search(says, expected.safe.says)
-        return
-    fired = [guard.name for guard in expected.guards if guard.fired]
-    with pytest.raises(GuardError, match=fired[0]):
-        calibrate(table, models=MODELS, **asked, strict=True, **TWO)
-
-
-@pytest.mark.slow
-def test_large_float32_logits_are_fitted_in_float32_in_shards_too(ray_session, tmp_path):
-    write_table(tmp_path, n=4500, k=900, strengths=(2.5, 3.5))
-    options = {"models": ("m0", "m1"), "method": "base"}
-    expected = cauc_ray.fit(tmp_path, **options)
-    assert_same(calibrate(tmp_path, **options, **TWO).policy, expected)
+    if says == "":
+        fired = [guard.name for guard in expected.guards if guard.fired]
+        with pytest.raises(GuardError, match=fired[0]):
+            calibrate(table, **asked, strict=True, **TWO)
 
 
 def rewritten(file, numbers, change):
@@ -273,36 +268,39 @@ def test_shards_refuse_what_one_process_refuses_in_the_same_words(ray_session, t
     assert messages[0] == messages[1]
 
 
-def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, tmp_path):
-    table = tmp_path / "logits"
-    write_table(table, n=60)
-    with pytest.raises(ExecutionError, match=r"4 shards of 1,000 CPUs do not fit on the cluster, 0 do"):
-        calibrate(table, models=MODELS, shards=4, resources={"num_cpus": 1000})
-    with pytest.raises(ExecutionError, match="tier=nowhere do not fit"):
-        calibrate(table, models=MODELS, resources={"labels": {"tier": "nowhere"}})
-    with pytest.raises(ConfigError, match=r"shards: .*greater than or equal to 1, got 0"):
-        calibrate(table, models=MODELS, shards=0)
-    with pytest.raises(ConfigError, match="isotonic is for method base with one or two models"):
-        calibrate(table, models=MODELS, calibrator="isotonic", shards=2)
-    with pytest.raises(ConfigError, match="--safe and --certify cannot be combined"):
-        calibrate(table, models=MODELS, safe=True, certify="risk<=0.05@0.95", shards=2)
-    with pytest.raises(ConfigError, match="resources: unknown key 'num_gpu'; did you mean 'num_gpus'"):
-        calibrate(table, models=MODELS, resources={"num_gpu": 1})
-    with pytest.raises(ConfigError, match="those of shards; give shards as well"):
-        cauc_ray.fit(table, models=MODELS, deadline_s=3.0)
+# Options of a fit by shards, and what is said of them.
+REFUSED = {
+    "too many": (
+        {"shards": 4, "resources": {"num_cpus": 1000}},
+        ExecutionError,
+        "4 shards of 1,000 CPUs do not fit on",
+    ),
+    "nowhere": ({"resources": {"labels": {"tier": "nowhere"}}}, ExecutionError, "tier=nowhere do not fit"),
+    "none": ({"shards": 0}, ConfigError, "shards: .*greater than or equal to 1, got 0"),
+    "isotonic": ({"calibrator": "isotonic", "shards": 2}, ConfigError, "isotonic is for method base with one or two"),
+    "safe and certified": (
+        {"safe": True, "certify": "risk<=0.05@0.95", "shards": 2}, ConfigError, "--safe and --certify cannot be",
+    ),
+    "of shards alone": ({"shards": None, "deadline_s": 3.0}, ConfigError, "those of shards; give shards as well"),
+    "unknown": ({"resources": {"num_gpu": 1}}, ConfigError, "unknown key 'num_gpu'; did you mean 'num_gpus'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_shards_that_do_not_fit_and_other_faults_are_refused(ray_session, table, case):
+    options, kind, says = REFUSED[case]
+    with pytest.raises(kind, match=says):
+        cauc_ray.fit(table, models=MODELS, **{"shards": "auto", **options})
 
 
 def test_parts_in_any_order_make_up_the_digest_of_the_whole():
     rng = np.random.default_rng(0)
     logits, ranks = rng.standard_normal((50, 7)).astype(np.float32), np.arange(50)
-    whole = digest_of_rows(logits, ranks)
-    parts = np.array_split(rng.permutation(50), 4)
+    whole, parts = digest_of_rows(logits, ranks), np.array_split(rng.permutation(50), 4)
     assert sum(digest_of_rows(logits[part], ranks[part]) for part in parts) % 2**64 == whole
-    padded = np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf)
-    assert digest_of_rows(padded, ranks) == whole
-    swapped = logits.copy()
+    assert digest_of_rows(np.pad(logits, ((0, 0), (0, 2)), constant_values=-np.inf), ranks) == whole
+    swapped, nudged = logits.copy(), logits.copy()
     swapped[[3, 4]] = logits[[4, 3]]
-    nudged = logits.copy()
     nudged[9, 2] = np.nextafter(nudged[9, 2], np.float32(9))
-    zero = np.pad(logits, ((0, 0), (0, 1)))
-    assert len({whole, *(digest_of_rows(other, ranks) for other in (swapped, nudged, zero, logits[:, ::-1]))}) == 5
+    others = (swapped, nudged, np.pad(logits, ((0, 0), (0, 1))), logits[:, ::-1])
+    assert len({whole, *(digest_of_rows(other, ranks) for other in others)}) == 5

@@ -15,8 +15,8 @@ TOKEN = "ab" * 32
 @pytest.fixture(scope="module")
 def cascade(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cascade")
-    python_pool(folder, [("by_x", {}), ("by_x", {"factor": 5.0})])
-    (folder / "policy.json").write_text(two_model_policy().to_json())
+    python_pool(folder)
+    two_model_policy().save(folder / "policy.json")
     numbered_input(folder)
     return folder
 
@@ -25,12 +25,12 @@ def cascade(tmp_path_factory):
 def home(tmp_path):
     """Return a function that makes a home folder, with a token in it or without."""
 
-    def make(token=None):
-        folder = tmp_path / f"home-{token}"
-        (folder / ".ray").mkdir(parents=True, exist_ok=True)
+    def make(token=""):
+        path = tmp_path / f"home-{token}" / ".ray" / "auth_token"
+        path.parent.mkdir(parents=True, exist_ok=True)
         if token:
-            (folder / ".ray" / "auth_token").write_text(token)
-        return str(folder)
+            path.write_text(token)
+        return str(path.parents[1])
 
     return make
 

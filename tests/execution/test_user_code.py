@@ -4,13 +4,9 @@ import os
 import pickle
 from contextlib import contextmanager
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import ray
-import yaml
-from runs import by_example, numbered_input, read_all, two_model_policy
+from runs import numbered_input, rows_of, two_model_policy, write_pool
 
 import cauc_ray
 from cauc_ray.execution.user_code import import_paths
@@ -53,16 +49,11 @@ def written(tmp_path):
     (folder / "own_layers" / "twofold.py").write_text(TWOFOLD)
     (folder / "own_layers" / "size.py").write_text("SIZE = 2\n")
     (folder / "unrelated.py").write_text("SIZE = 3\n")
-    stages = [
-        {
-            "name": name,
-            "model": {"kind": "python", "factory": "own_model:load", "kwargs": {"factor": factor}},
-            "cost": {"gflops": cost},
-            "resources": {"num_cpus": 0.5, "memory": "64MiB"},
-        }
-        for name, factor, cost in (("small", 1.0, 1.0), ("large", 3.0, 4.0))
-    ]
-    (folder / "pool.yaml").write_text(yaml.safe_dump({"name": "own", "task": "image-classification", "stages": stages}))
+    resources, stages = {"num_cpus": 0.5, "memory": "64MiB"}, []
+    for name, factor, cost in (("small", 1.0, 1.0), ("large", 3.0, 4.0)):
+        model = {"kind": "python", "factory": "own_model:load", "kwargs": {"factor": factor}}
+        stages.append({"name": name, "model": model, "cost": {"gflops": cost}, "resources": resources})
+    write_pool(folder, stages, "image-classification")
     return folder
 
 
@@ -71,28 +62,16 @@ def test_a_run_takes_its_modules_along(written, tmp_path):
     inputs = numbered_input(tmp_path)
     with seen_here_alone(written) as folder:
         cauc_ray.run(f"{folder}/pool.yaml", two_model_policy(), inputs, tmp_path / "out")
-    rows = by_example(read_all(tmp_path / "out" / "predictions"))
+    rows, failed = rows_of(tmp_path / "out")
     assert [rows[f"row-{row}"]["prediction"] for row in range(40)] == [1] * 20 + [0] * 20
-    assert not (tmp_path / "out" / "failed").exists()
-
-
-@pytest.mark.usefixtures("ray_session")
-def test_a_collection_takes_its_modules_along(written, tmp_path):
-    images = pa.FixedSizeListArray.from_arrays(pa.array(np.linspace(-1, 1, 80, dtype=np.float32)), 2)
-    rows = {"example_id": [f"r{row}" for row in range(40)], "image": images, "label": [row // 20 for row in range(40)]}
-    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
-    with seen_here_alone(written) as folder:
-        found = cauc_ray.collect(
-            f"{folder}/pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", split="all", models=["large"]
-        )
-    assert (found["models"][0]["n_failed"], found["models"][0]["splits"]["all"]["rows"]) == (0, 40)
+    assert not failed
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_service_takes_its_modules_along(written):
     with seen_here_alone(written) as folder, cauc_ray.serve(f"{folder}/pool.yaml", two_model_policy(), port=0) as own:
-        assert own.model == "own"
+        assert own.model == "test"
         assert ray.cluster_resources()["memory"] - ray.available_resources()["memory"] == 2 * (64 << 20)
 
 

@@ -20,11 +20,11 @@ def main() -> None:
     edge = cluster.add_node(num_cpus=2, labels={"tier": "edge"}, resources={"licence": 1})
     cloud = cluster.add_node(num_cpus=4, num_gpus=3, labels={"tier": "cloud"})
     ray.init(address=cluster.address, log_to_driver=False)
-    drained_at = []
+    folders, drained_at = list(map(Path, sys.argv[1:])), []
 
     def drain(progress):
-        """Announce the end of the node with GPUs, once rows have been answered there."""
-        if progress.stages[0].accepted + progress.stages[0].deferred and not drained_at:
+        """Announce the end of the node with GPUs, once rows of the last run have been answered there."""
+        if folder is folders[-1] and progress.stages[0].handled and not drained_at:
             preemption, deadline_ms = 2, int(1000 * (time.time() + 600))
             client = ray._raylet.GcsClient(address=cluster.address)
             accepted, why = client.drain_node(cloud.node_id, preemption, "a spot instance ends", deadline_ms)
@@ -32,11 +32,10 @@ def main() -> None:
             drained_at.append(time.time())
 
     try:
-        *folders, last = map(Path, sys.argv[1:])
         for folder in folders:
-            cauc_ray.run(folder / "pool.yaml", folder / "policy.json", folder / "input", folder / "out")
+            words = (folder / name for name in ("pool.yaml", "policy.json", "input", "out"))
+            cauc_ray.run(*words, on_progress=drain)
             assert ray.is_initialized()
-        cauc_ray.run(last / "pool.yaml", last / "policy.json", last / "input", last / "out", on_progress=drain)
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -6,11 +6,9 @@ import pyarrow as pa
 import pytest
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.files.atomic import atomic_file, make_folder, require_writable
-from cauc_ray.files.documents import read_json, write_json, write_text
-from cauc_ray.files.listing import content_digest, files_below, visible
+from cauc_ray.files.documents import atomic_file, make_folder, read_json, require_writable, write_json, write_text
 from cauc_ray.files.parquet import count_rows, parquet_files, read_parquet, write_parquet
-from cauc_ray.files.paths import path_inside, path_of
+from cauc_ray.files.paths import content_digest, files_below, path_inside, path_of, visible
 
 EVERYWHERE = pytest.mark.parametrize("folder", ["local", "s3", "memory"], indirect=True)
 
@@ -54,14 +52,6 @@ def test_a_folder_is_listed_without_hidden_files_and_its_digest_follows_names_an
     assert len({before, changed, content_digest(folder)}) == 3
     assert content_digest(folder / "absent") is None
     assert content_digest(folder / "b.txt") == content_digest(path_of(str(folder / "b.txt")))
-
-
-@EVERYWHERE
-def test_the_digest_of_the_same_files_is_the_same_everywhere(folder, tmp_path):
-    for each in (folder / "there", tmp_path / "here"):
-        make_folder(each / "a")
-        write_text(each / "a" / "x.json", "{}")
-    assert content_digest(folder / "there") == content_digest(tmp_path / "here")
 
 
 @EVERYWHERE

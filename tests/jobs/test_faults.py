@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.faults.cascade import compare, write_cascade
-from jobs.faults.models import NUMBER, give_order, planted
+from jobs.faults.cascade import NUMBER, compare, give_order, planted, write_cascade
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,20 +4,20 @@ import json
 import re
 import sys
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from job_cases import CASES, EVALUATE, FIT, N_TASKS, RUN, SWEEP, stripped, write_config, write_inputs
+from job_cases import CASES, EVALUATE, N_TASKS, RUN, SWEEP, stripped, write_config, write_inputs
 from local_head import local_head, wait_for
 from ray.job_submission import JobSubmissionClient
-from runs import by_example, read_all
+from runs import answers_of, by_example
 
 import cauc_ray
 from cauc_ray.policies.policy import Policy
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 200
 
@@ -63,7 +63,6 @@ def undisturbed(head, inputs):
     return {case: job.ended() for case, job in jobs.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", CASES)
 def test_a_submitted_verb_succeeds_and_ends_with_its_results(undisturbed, verb):
     code, log = undisturbed[verb]
@@ -71,43 +70,11 @@ def test_a_submitted_verb_succeeds_and_ends_with_its_results(undisturbed, verb):
     assert CASES[verb][1](json.loads(log.splitlines()[-1]))
 
 
-@pytest.mark.slow
 def test_answers_are_the_replay_live_and_by_shards(undisturbed, inputs):
     expected = cauc_ray.evaluate(inputs / "sets" / "planted", Policy.load(inputs / "policy.json"))
-    live = by_example(read_all(inputs / "run-once" / "predictions"))
-    assert live == by_example(expected.to_arrow())
+    assert answers_of(inputs / "run-once") == by_example(expected.to_arrow())
     results = json.loads(undisturbed["evaluate"][1].splitlines()[-1])
     assert (results["accuracy"], results["cost"]) == (expected.measures.accuracy.value, expected.measures.cost)
-
-
-@pytest.mark.slow
-def test_a_fit_by_shards_is_that_of_one_process_also_when_its_driver_is_killed(undisturbed, head, inputs):
-    """The policy file of the inputs is the fit of one process."""
-    by_shards, alone = (Policy.load(inputs / name) for name in ("fit-once", "policy.json"))
-    assert by_shards.threshold == alone.threshold
-    for one, other in zip(by_shards.stages, alone.stages, strict=True):
-        assert one.temperature == pytest.approx(other.temperature, rel=1e-9)
-        if one.alpha is not None:
-            assert (one.alpha, one.beta) == pytest.approx((other.alpha, other.beta), rel=1e-9)
-
-    config = write_config(inputs, "fit-killed", {**FIT, "output": "fit-killed"})
-    job = Submitted(head, "fit", config)
-    driver = wait_for(lambda: driver_of(config), 60, "the driver")
-    wait_for(lambda: shard_at_work(head), 60, "a question to a shard", every_s=0.002)
-    driver.kill()
-    assert job.ended()[0] not in (0, 1, 2)
-    assert not (inputs / "fit-killed").exists()
-    assert Submitted(head, "fit", config).ended()[0] == 0
-    assert (inputs / "fit-killed").read_text() == (inputs / "fit-once").read_text()
-
-
-def shard_at_work(head):
-    """Say whether some shard's process on a head computes an answer, which is its title then."""
-    for process in psutil.Process(head.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            if any("ShardActor.ask" in word for word in process.cmdline()[:1]):
-                return True
-    return False
 
 
 def driver_of(config):
@@ -123,17 +90,15 @@ def kept(folder):
     return list((folder / "tasks").glob("*.json")) if (folder / "tasks").is_dir() else []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_sweep_that_is_ended_goes_on_to_the_same_table(undisturbed, head, inputs, how):
-    out = inputs / f"sweep-{how}"
+def test_a_sweep_that_is_stopped_goes_on_to_the_same_table(undisturbed, head, inputs):
+    out = inputs / "sweep-stopped"
     config = write_config(inputs, out.name, {**SWEEP, "output": out.name})
     job = Submitted(head, "sweep", config)
     wait_for(lambda: len(kept(out)) > 3, 60, "a task's rows")
-    driver_of(config).kill() if how == "killed" else job.stop()
+    job.stop()
     code, log = job.ended()
     assert code not in (0, 1, 2)
-    assert ("cauc: stopped" in log) == (how == "stopped")
+    assert "cauc: stopped" in log
     assert not (out / "results.parquet").exists()
     done = {path: path.stat().st_mtime_ns for path in kept(out)}
     assert len(done) < N_TASKS
@@ -144,7 +109,6 @@ def test_a_sweep_that_is_ended_goes_on_to_the_same_table(undisturbed, head, inpu
     assert stripped(tables[0]) == stripped(tables[1])
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs):
     config = write_config(inputs, "run-killed", {**RUN, "pool": "slow.yaml", "output": "run-killed"})
     job = Submitted(head, "run", config)
@@ -156,9 +120,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_rows(undisturbed, head, inputs
     assert not (inputs / "run-killed" / "summary.json").exists()
     code, log = Submitted(head, "run", config).ended()
     assert code == 0, log
-    runs = [inputs / f"run-{name}" / "predictions" for name in ("killed", "once")]
-    rows, whole = (by_example(read_all(run)) for run in runs)
-    assert rows == whole
+    assert answers_of(inputs / "run-killed") == answers_of(inputs / "run-once")
     results = [json.loads(text.splitlines()[-1]) for text in (log, undisturbed["run"][1])]
     assert results[0]["accuracy"] == results[1]["accuracy"]
 
@@ -170,7 +132,6 @@ def metrics(head, *parts):
     return next((line for line in lines if all(part in line for part in parts)), None)
 
 
-@pytest.mark.slow
 def test_a_config_travels_with_the_working_directory_and_data_stay(head, tmp_path):
     """A folder with what a job imports, its config, and the .rayignore; its output would be in its copy."""
     for name in ("jobs", "cauc_ray", ".rayignore"):

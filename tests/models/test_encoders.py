@@ -1,13 +1,13 @@
-import io
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from batches import assert_same, column, encoded, question_batch, refused
 from PIL import Image
 
-from cauc_ray.errors import ConfigError, DataError
+from cauc_ray.errors import DataError
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.kinds import RegisteredSpec
 from cauc_ray.models.python import PythonSpec
@@ -15,39 +15,12 @@ from cauc_ray.models.python import PythonSpec
 transformers = pytest.importorskip("transformers")
 
 RNG = np.random.default_rng(6)
-# What a sum of float32 in another order may change, in units of the embeddings' own spread.
-ROUNDING = 1e-4
+IMAGES = [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(3)]
 QUESTIONS = [
     ("What is the capital of France?", ["Paris", "Rome", "Madrid"], None),
     ("Which is a prime?", ["4", "7"], "Numbers above one without divisors are primes. " * 8),
     ("Why?", ["because", "no reason", "who knows", "it depends", "never"], ""),
 ]
-
-
-def assert_same(found, expected):
-    assert found.shape == expected.shape
-    assert expected.std() > 0
-    assert np.abs(found - expected).max() <= ROUNDING * expected.std()
-
-
-def objects(values):
-    values = list(values)
-    filled = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        filled[row] = value
-    return filled
-
-
-def batch(questions):
-    text, choices, context = zip(*questions, strict=True)
-    return {"question": objects(text), "choices": objects(choices), "context": objects(context)}
-
-
-def refused(act):
-    with pytest.raises(ConfigError) as error:
-        act()
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 # Of questions.
@@ -64,7 +37,7 @@ def minilm():
 def test_a_text_encoder_embeds_as_sentence_transformers_does(minilm, capfd):
     model = TextEncoderSpec(model=str(minilm)).load()
     capfd.readouterr()
-    answers = model(batch(QUESTIONS))
+    answers = model(question_batch(*QUESTIONS))
     assert capfd.readouterr() == ("", "")
     assert answers.logits.dtype == np.float32
     assert answers.failures == {}
@@ -79,35 +52,28 @@ def test_a_text_encoder_embeds_as_sentence_transformers_does(minilm, capfd):
     assert_same(answers.logits, SentenceTransformer(str(minilm), device="cpu").encode(texts))
 
 
-def test_a_text_encoder_is_found_from_a_folder(minilm):
-    assert TextEncoderSpec(model=minilm.name).located(minilm.parent).model == str(minilm)
-    assert TextEncoderSpec(model="org/name").located(minilm.parent).model == "org/name"
-
-
 def test_neighbours_and_batch_size_change_no_embedding(minilm):
     model = TextEncoderSpec(model=str(minilm)).load()
-    questions = [(f"{text} {row}", choices, context) for row in range(6) for text, choices, context in QUESTIONS][:16]
-    together = model(batch(questions)).logits
+    rows = [(f"{text} {row}", choices, context) for row in range(6) for text, choices, context in QUESTIONS][:16]
+    together = model(question_batch(*rows)).logits
     assert len(np.unique(together, axis=0)) == 16
-    assert_same(np.concatenate([model(batch([question])).logits for question in questions]), together)
-    assert_same(model(batch(questions[::-1])).logits[::-1], together)
+    assert_same(np.concatenate([model(question_batch(row)).logits for row in rows]), together)
+    assert_same(model(question_batch(*rows[::-1])).logits[::-1], together)
 
 
 def test_rows_without_a_question_fail_alone(minilm):
     model = TextEncoderSpec(model=str(minilm)).load()
-    answers = model(batch([(None, ["a", "b"], None), QUESTIONS[0], ("What?", ["one"], None), ("What?", None, "")]))
+    answers = model(question_batch((None, ["a", "b"], None), QUESTIONS[0], ("What?", [], None), ("What?", None, "")))
     assert set(answers.failures) == {0, 2, 3}
-    assert_same(answers.logits[[1]], model(batch(QUESTIONS[:1])).logits)
-    nothing = model(batch([(None, None, None)] * 2))
+    assert_same(answers.logits[[1]], model(question_batch(QUESTIONS[0])).logits)
+    nothing = model(question_batch(*[(None, None, None)] * 2))
     assert set(nothing.failures) == {0, 1}
     assert len(nothing.logits) == 2
     with pytest.raises(DataError, match="no column 'question'; it has image"):
-        model({"image": objects([b"", b""])})
-
-
-def test_a_text_encoder_that_is_not_to_be_had_is_refused(minilm, tmp_path):
-    assert "there is no such folder" in refused(TextEncoderSpec(model=str(tmp_path / "absent")).load)
-    assert "'org/absent' cannot be loaded" in refused(TextEncoderSpec(model="org/absent").load)
+        model({"image": column([b"", b""])})
+    assert TextEncoderSpec(model=minilm.name).located(minilm.parent).model == str(minilm)
+    assert TextEncoderSpec(model="org/name").located(minilm.parent).model == "org/name"
+    assert "there is no such folder" in refused(TextEncoderSpec(model="/absent").load)
 
 
 # Of images.
@@ -132,24 +98,14 @@ def saved(network, folder, processor=None):
     return processor
 
 
-def photographs(n):
-    return [Image.fromarray(RNG.integers(0, 256, (40, 20 + row, 3), dtype=np.uint8)) for row in range(n)]
-
-
-def encoded(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
-def embeddings(spec, images):
-    answers = spec.load()({"image": objects(encoded(image) for image in images)})
+def embeddings(spec):
+    answers = spec.load()({"image": column(map(encoded, IMAGES))})
     assert answers.failures == {}
     return answers.logits
 
 
-def inputs(processor, images):
-    return processor(images=images, return_tensors="pt")["pixel_values"]
+def inputs(processor):
+    return processor(images=IMAGES, return_tensors="pt")["pixel_values"]
 
 
 def test_an_image_encoder_answers_with_its_pooled_output(tmp_path, capfd):
@@ -157,11 +113,10 @@ def test_an_image_encoder_answers_with_its_pooled_output(tmp_path, capfd):
     network = transformers.ViTModel(transformers.ViTConfig(**SIZES)).eval()
     processor = saved(network, tmp_path / "vit")
     capfd.readouterr()
-    images = photographs(3)
-    found = embeddings(ImageEncoderSpec(model="vit").located(tmp_path), images)
+    found = embeddings(ImageEncoderSpec(model="vit").located(tmp_path))
     assert capfd.readouterr() == ("", "")
     with torch.inference_mode():
-        assert_same(found, network(pixel_values=inputs(processor, images)).pooler_output.numpy())
+        assert_same(found, network(pixel_values=inputs(processor)).pooler_output.numpy())
 
 
 def test_a_classifiers_weights_without_a_pooler_are_averaged_over_patches(tmp_path):
@@ -169,13 +124,12 @@ def test_a_classifiers_weights_without_a_pooler_are_averaged_over_patches(tmp_pa
     torch.manual_seed(0)
     network = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, num_labels=4)).eval()
     processor = saved(network, tmp_path)
-    images = photographs(3)
     spec = ImageEncoderSpec(model=str(tmp_path))
-    found = embeddings(spec, images)
+    found = embeddings(spec)
     torch.manual_seed(99)
-    assert (embeddings(spec, images) == found).all()
+    assert (embeddings(spec) == found).all()
     with torch.inference_mode():
-        patches = network.vit(pixel_values=inputs(processor, images)).last_hidden_state
+        patches = network.vit(pixel_values=inputs(processor)).last_hidden_state
     assert_same(found, patches.mean(dim=1).numpy())
 
 
@@ -202,10 +156,9 @@ def test_clip_answers_with_its_vision_tower(tmp_path, tower_alone):
         tower = network
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     saved(network, tmp_path, processor)
-    images = photographs(2)
     with torch.inference_mode():
-        expected = tower(pixel_values=inputs(processor, images)).pooler_output.numpy()
-    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path)), images), expected)
+        expected = tower(pixel_values=inputs(processor)).pooler_output.numpy()
+    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path))), expected)
 
 
 def test_a_convolutional_encoder_is_pooled_over_its_places(tmp_path):
@@ -213,10 +166,9 @@ def test_a_convolutional_encoder_is_pooled_over_its_places(tmp_path):
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     network = transformers.ResNetModel(config).eval()
     processor = saved(network, tmp_path)
-    images = photographs(2)
     with torch.inference_mode():
-        last = network(pixel_values=inputs(processor, images)).last_hidden_state
-    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path)), images), last.mean(dim=(2, 3)).numpy())
+        last = network(pixel_values=inputs(processor)).last_hidden_state
+    assert_same(embeddings(ImageEncoderSpec(model=str(tmp_path))), last.mean(dim=(2, 3)).numpy())
 
 
 def test_an_image_encoder_that_is_not_to_be_had_is_refused(tmp_path):

@@ -5,14 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from batches import column, question_batch
 from conftest import SHARED_DATA
 from fake_gpu import Gpu
-from language_models import SMOLLM2_FILE, smollm2
+from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2
 
-from cauc_ray.data.prompts import LETTERS, Question, letter_prompt, letter_request, text_prompt
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.flops import measured_gflops
+from cauc_ray.models.costs import measured_gflops
 from cauc_ray.models.pool import load_pool
+from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
 
 torch = pytest.importorskip("torch")
@@ -30,22 +31,6 @@ def loaded(language_model):
     return lambda **settings: spec(language_model.folder, **settings).load()
 
 
-def objects(values):
-    column = np.empty(len(values), dtype=object)
-    for place, value in enumerate(values):
-        column[place] = value
-    return column
-
-
-def batch(questions):
-    """Return (question, choices[, context]) as a batch's columns."""
-    return {
-        "question": objects([q[0] for q in questions]),
-        "choices": objects([q[1] for q in questions]),
-        "context": objects([q[2] if len(q) > 2 else None for q in questions]),
-    }
-
-
 def real_questions(n):
     """Return n real questions of two to five options, of very different lengths."""
     if not QUESTIONS.is_dir():
@@ -58,7 +43,7 @@ def real_questions(n):
 
 
 def one_by_one(model, questions):
-    return [model(batch([question])).logits[0] for question in questions]
+    return [model(question_batch(question)).logits[0] for question in questions]
 
 
 def assert_same_answers(rows, answers, questions):
@@ -69,28 +54,28 @@ def assert_same_answers(rows, answers, questions):
         assert answers.logits[place, :k] == pytest.approx(row[:k], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_batch_size_padding_and_bucketing_change_no_answer(loaded, scoring):
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_batch_size_padding_and_bucketing_change_no_answer(loaded, options):
     questions = real_questions(8)
     assert {len(q[1]) for q in questions} == {2, 3, 4, 5}
-    alone = one_by_one(loaded(scoring=scoring), questions)
-    together = loaded(scoring=scoring)(batch(questions))  # sorted by length, in passes of many
+    alone = one_by_one(loaded(options=options), questions)
+    together = loaded(options=options)(question_batch(*questions))  # sorted by length, in passes of many
     assert_same_answers(alone, together, questions)
-    narrow = loaded(scoring=scoring, batch_tokens=300)  # passes of one to a few, here in another order
-    assert_same_answers(alone[::-1], narrow(batch(questions[::-1])), questions[::-1])
+    narrow = loaded(options=options, batch_tokens=300)  # passes of one to a few, here in another order
+    assert_same_answers(alone[::-1], narrow(question_batch(*questions[::-1])), questions[::-1])
     best = [row[: len(q[1])].argmax() for row, q in zip(alone, questions, strict=True)]
     assert together.logits.argmax(axis=1).tolist() == best
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, scoring):
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
-    from cauc_ray.models.device_time import DeviceTime
     from cauc_ray.models.language import ChoiceModel
+    from cauc_ray.models.torch_device import DeviceTime
 
     gpu, passes, network = Gpu(), [], language_model.network
     device_time = DeviceTime(torch.device("cpu"), gpu.event)
-    settings = spec(language_model.folder, scoring=scoring, batch_tokens=1)
+    settings = spec(language_model.folder, options=options, batch_tokens=1)
     model = ChoiceModel(settings, language_model.tokenizer, network, device_time)
 
     def run(network, inputs, output):
@@ -99,14 +84,14 @@ def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model
 
     hook = network.register_forward_hook(run)
     try:
-        answers = model(batch([("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])]))
+        answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
     finally:
         hook.remove()
-    assert answers.device_s == len(passes) == (2 if scoring == "letter" else 4)
+    assert answers.device_s == len(passes) == (2 if options == "letter" else 4)
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_model, tmp_path, scoring):
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_model, tmp_path, options):
     """Llama sees distances between tokens only; GPT-2 learns a vector for each position."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -115,93 +100,134 @@ def test_padding_shifts_no_position_of_a_network_that_numbers_them(language_mode
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = GPT2LMHeadModel(GPT2Config(vocab_size=len(language_model.tokenizer), **sizes, **ends)).eval()
-    model = spec(replace(language_model, network=network).save(tmp_path).folder, scoring=scoring).load()
+    model = spec(replace(language_model, network=network).save(tmp_path).folder, options=options).load()
     questions = [("Why?", ["yes", "no"]), ("Why, of all things?", ["so", "it depends", "x"]), ("?", ["a", "b"])]
-    assert_same_answers(one_by_one(model, questions), model(batch(questions)), questions)
+    assert_same_answers(one_by_one(model, questions), model(question_batch(*questions)), questions)
+
+
+@pytest.mark.parametrize("options", ["letter", "name"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
+    """The list of labels and the examples; the answers are those of a network that sees every prompt whole."""
+    labels = {"billing": "about invoices and refunds", "bug": "it worked before", "other": ""}
+    examples = [{"text": f"example number {n}", "label": "bug"} for n in range(3)]
+    settings = {"labels": labels, "examples": examples, "prompt": "Ticket: {{ text }}", "options": options}
+    from cauc_ray.models.language import ChoiceModel
+
+    own_spec = spec(language_model.folder, chat_template=chat, **settings)
+    model = ChoiceModel(own_spec, language_model.tokenizer, language_model.network)
+    texts = column(["It broke", "Why was I charged twice for the very same thing?", "x"])
+    n_tokens = []
+    hook = language_model.network.register_forward_pre_hook(
+        lambda module, args, given: n_tokens.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    answers = [model({"text": texts}).logits, np.concatenate([model({"text": texts[[n]]}).logits for n in range(3)])]
+    hook.remove()
+    head = max(n_tokens)
+    assert head > 60
+    assert n_tokens.count(head) == 1
+    assert max(n for n in n_tokens if n != head) < head
+    prompts, _ = Prompts(own_spec, chat)({"text": texts})
+    for row, asked in prompts.items():
+        tokens = language_model.chat(asked.text) if chat else language_model.tokenizer.encode(asked.text)
+        for option, name in enumerate(labels):
+            said = LETTERS[option] if options == "letter" else name
+            own = language_model.tokenizer.encode(said if chat else f" {said}")
+            logits = language_model.logits(tokens + own).astype(np.float64)[len(tokens) - 1 : -1]
+            if options == "letter":
+                expected = logits[-1, own[-1]]
+            else:
+                logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+                expected = logs[np.arange(len(own)), own].sum()
+            for found in answers:
+                assert found[row, option] == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_letters_get_the_next_tokens_raw_logits(loaded, language_model, chat):
     model = loaded(chat_template=chat)
     assert_letters_logits(model, language_model, chat)
-    assert model.facts.logit_kind == "raw next-token logits of the options' letters"
+    facts = model.facts
+    assert facts.logit_kind == "raw next-token logits of the options' letters"
+    assert facts.params_b == pytest.approx(sum(p.numel() for p in language_model.network.parameters()) / 1e9)
+    assert str(language_model.folder) in facts.source
+    assert f"float32, {'through its' if chat else 'without a'} chat template" in facts.source
 
 
 def assert_letters_logits(model, oracle, chat):
-    questions = [Question("Which is a fruit?", ("stone", "apple", "car")), Question("1 + 1?", ("1", "2"), "Numbers.")]
-    answers = model(batch([(q.question, q.choices, q.context) for q in questions]))
+    questions = [("Which is a fruit?", ["stone", "apple", "car"]), ("1 + 1?", ["1", "2"], "Numbers.")]
+    answers = model(question_batch(*questions))
     encode = oracle.tokenizer.encode
     for row, question in enumerate(questions):
-        if chat:
-            tokens = oracle.chat(letter_request(question))
-            letters = [encode(letter)[-1] for letter in "ABC"]
-        else:
-            tokens = encode(letter_prompt(question))
-            letters = [encode(f"{letter_prompt(question)} {letter}")[-1] for letter in "ABC"]
-        k = len(question.choices)
+        prompt = question_prompt(*question, chat=chat)
+        tokens = oracle.chat(prompt) if chat else encode(prompt)
+        letters = [encode(letter if chat else f"{prompt} {letter}")[-1] for letter in "ABC"]
+        k = len(question[1])
         assert answers.logits[row, :k] == pytest.approx(oracle.logits(tokens)[-1][letters][:k], abs=TOLERANCE)
 
 
-def test_texts_get_their_log_likelihood_per_byte(loaded, language_model):
-    model = loaded(scoring="text")
-    question = Question("What do bees make?", ("honey", "concrete walls and große Brücken", "x"), "About insects.")
-    answers = model(batch([(question.question, question.choices, question.context)]))
+@pytest.mark.parametrize("options", ["name", "text"])
+def test_longer_options_get_their_log_likelihood(loaded, language_model, options):
+    """The sum over the tokens of a name; of a text that the model has not been shown, the sum per byte."""
+    model = loaded(options=options, chat_template=False)
+    choices = ["honey", "concrete walls and große Brücken", "x"]
+    answers = model(question_batch(("What do bees make?", choices, "About insects.")))
     encode = language_model.tokenizer.encode
-    prompt = encode(text_prompt(question))
-    for place, choice in enumerate(question.choices):
+    listed = "".join(f"- {choice}\n" for choice in choices) if options == "name" else ""
+    prompt = encode(f"About insects.\nQuestion: What do bees make?\n{listed}Answer:")
+    for place, choice in enumerate(choices):
         own = encode(f" {choice}")
         logits = language_model.logits(prompt + own).astype(np.float64)
         logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         total = sum(logs[len(prompt) + step - 1, token] for step, token in enumerate(own))
-        assert answers.logits[0, place] == pytest.approx(total / len(choice.encode()), abs=TOLERANCE)
+        n = len(choice.encode()) if options == "text" else 1
+        assert answers.logits[0, place] == pytest.approx(total / n, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, language_model, scoring):
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_rows_that_cannot_be_asked_are_reported_and_the_others_answered(loaded, language_model, options):
     good = ("Which is a fruit?", ["stone", "apple"])
     long = ("word " * 10_000, ["yes", "no"])
     rows = [good, long, (None, ["yes", "no"]), ("Why?", None), ("Why?", ["because"]), ("Why?", ["so", None]), good]
-    model = loaded(scoring=scoring)
-    answers = model(batch(rows))
+    model = loaded(options=options)
+    answers = model(question_batch(*rows))
     assert answers.failures.keys() == {1, 2, 3, 4, 5}
     longest = language_model.network.config.max_position_embeddings
     assert f"tokens; the model takes up to {longest:,}" in answers.failures[1]
     assert answers.failures[2] == "it has no question"
     for row in (0, 6):
-        assert answers.logits[row] == pytest.approx(model(batch([good])).logits[0], abs=TOLERANCE)
-    assert model(batch([long])).failures.keys() == {0}
+        assert answers.logits[row] == pytest.approx(model(question_batch(good)).logits[0], abs=TOLERANCE)
+    assert model(question_batch(long)).failures.keys() == {0}
+    limited = loaded(options=options, max_tokens=50, chat_template=False)(
+        question_batch(good, ("Why " * 60, ["a", "b"]))
+    )
+    assert limited.failures.keys() == {1}
+    assert "the model takes up to 50" in limited.failures[1]
     with pytest.raises(DataError, match="no column 'choices'"):
-        model({"question": objects(["Why?"])})
+        model({"question": column(["Why?"])})
 
 
 def test_any_number_of_options_is_scored(loaded):
     many = ("Which number?", [str(n) for n in range(60)])
-    answers = loaded(scoring="text")(batch([many, ("Which?", ["a", "b"])]))
+    answers = loaded(options="text")(question_batch(many, ("Which?", ["a", "b"])))
     assert answers.n_options.tolist() == [60, 2]
     assert np.isfinite(answers.logits[0]).all()
     letters = loaded()
     fits = ("Which number?", [str(n) for n in range(len(LETTERS))])
-    answers = letters(batch([many, fits]))
-    assert answers.failures == {0: "it has 60 options, more than the 52 letters; scoring: text takes any number"}
+    answers = letters(question_batch(many, fits))
+    assert answers.failures.keys() == {0}
     assert np.isfinite(answers.logits[1]).all()
-    assert loaded(scoring="text")(batch([("Which?", ["a", " "])])).failures == {0: "one of its choices is empty"}
-
-
-def test_a_limit_on_tokens_is_the_stages_own(loaded):
-    short, long = ("Why?", ["yes", "no"]), ("Why " * 60 + "?", ["yes", "no"])
-    answers = loaded(max_tokens=50, chat_template=False)(batch([short, long]))
-    assert answers.failures.keys() == {1}
-    assert "the model takes up to 50" in answers.failures[1]
+    assert loaded(options="text")(question_batch(("Which?", ["a", " "]))).failures == {0: "one of its choices is empty"}
 
 
 def test_operations_follow_the_length_and_leave_padding_out(loaded, language_model):
     model = loaded(chat_template=False)
     short, long = ("Why?", ["yes", "no"]), ("Why " * 200 + "?", ["yes", "no"])
-    alone = [measured_gflops(model, batch([q])) for q in (short, long)]
+    alone = [measured_gflops(model, question_batch(q)) for q in (short, long)]
     assert alone[1] > 5 * alone[0]
-    assert measured_gflops(model, batch([short, long])) == pytest.approx(np.mean(alone), rel=1e-6)
+    assert measured_gflops(model, question_batch(short, long)) == pytest.approx(np.mean(alone), rel=1e-6)
     network, config = language_model.network, language_model.network.config
-    n_tokens = len(language_model.tokenizer.encode(letter_prompt(Question("Why?", ("yes", "no")))))
+    n_tokens = len(language_model.tokenizer.encode(question_prompt("Why?", ["yes", "no"])))
     # Two operations for each weight and token, of which one is counted. The embedding is looked up, and the head
     # runs for the last token alone. Attention multiplies each token's queries and values with those of all others.
     inside = [p for n, p in network.named_parameters() if not any(part in n for part in ("embed", "norm", "lm_head"))]
@@ -211,26 +237,60 @@ def test_operations_follow_the_length_and_leave_padding_out(loaded, language_mod
     assert alone[0] == pytest.approx(expected / 1e9, rel=0.005)
 
 
-def test_what_it_says_of_itself(loaded, language_model):
-    facts = loaded().facts
-    assert facts.params_b == pytest.approx(sum(p.numel() for p in language_model.network.parameters()) / 1e9)
-    assert str(language_model.folder) in facts.source
-    assert "float32" in facts.source
-    assert "through its chat template" in facts.source
-
-
-@pytest.mark.parametrize("scoring", ["letter", "text"])
-def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded, language_model, scoring):
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded, language_model, options, monkeypatch):
     """By accelerate's device map, which here has the CPU alone."""
     questions = [("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them", "none"])]
-    spread = spec(language_model.folder, scoring=scoring).load_over_gpus()(batch(questions))
-    assert (spread.logits == loaded(scoring=scoring)(batch(questions)).logits).all()
-
-
-def test_several_gpus_need_accelerate(language_model, monkeypatch):
+    own = spec(language_model.folder, options=options)
+    spread = own.load_over_gpus()(question_batch(*questions))
+    assert (spread.logits == loaded(options=options)(question_batch(*questions)).logits).all()
     monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)  # it is installed here
     with pytest.raises(ConfigError, match="needs accelerate; install it with: pip install"):
-        spec(language_model.folder).load_over_gpus()
+        own.load_over_gpus()
+
+
+def vision_language_model(family, vocabulary):
+    """Return a network of a real architecture that also sees images, with random weights."""
+    import transformers as t
+
+    text = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    text |= {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    sees = {"hidden_size": 16, "intermediate_size": 32, "patch_size": 8}
+    tower = {**sees, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
+    if family == "mistral3":
+        vision = {**tower, "model_type": "pixtral", "head_dim": 8}
+        config = t.Mistral3Config(text_config=t.Ministral3Config(**text), vision_config=vision, image_token_index=3)
+        return t.Mistral3ForConditionalGeneration(config)
+    if family == "qwen3_vl":
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        vision = {**sees, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+        tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        numbers = {name: 3 + n for n, name in enumerate(tokens)}
+        config = t.Qwen3VLConfig(text_config={**text, "rope_scaling": rope}, vision_config=vision, **numbers)
+        return t.Qwen3VLForConditionalGeneration(config)
+    window = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+    config = t.Gemma3Config(
+        text_config={**text, **window}, vision_config=tower, mm_tokens_per_image=4, image_token_index=3
+    )
+    return t.Gemma3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, family, options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = vision_language_model(family, len(language_model.tokenizer)).eval()
+    oracle = replace(language_model, network=network).save(tmp_path)
+    model = spec(tmp_path, options=options, chat_template=False).load()
+    questions = [("Why?", ["yes", "no"]), ("Why, of all things that there are?", ["so", "it depends", "x"])]
+    answers = model(question_batch(*questions))
+    assert_same_answers(one_by_one(model, questions), answers, questions)
+    if options == "letter":
+        prompt = language_model.tokenizer.encode(question_prompt(*questions[0]))
+        letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
+        assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
 
 
 @pytest.mark.slow

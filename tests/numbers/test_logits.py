@@ -1,14 +1,29 @@
-"""Masks are missing options, and options far below the others change no fit."""
+"""Masks and probabilities, options far below the others, and softmax quantities to the bit."""
+
+import math
+from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from synthetic import fit_bias_corrected, planted
+from hypothesis.extra import numpy as hnp
+from scipy.special import log_softmax as scipy_log_softmax
+from scipy.special import softmax as scipy_softmax
+from synthetic import planted
 
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.calibration import FitStatus, fit_pair, fit_temperature
-from cauc_ray.numbers.logits import SumsToOne, as_logits, kind_of, real_options
+from cauc_ray.numbers.logits import (
+    SumsToOne,
+    as_logits,
+    likeliest,
+    log_softmax,
+    real_options,
+    row_sums,
+    softmax,
+    top_option,
+)
 
 MASKS = (-1e4, -65504.0, -1e9, float(np.finfo(np.float32).min))
 
@@ -63,19 +78,6 @@ def test_options_that_no_weight_brings_near_change_no_fit(depth, n_more, scale):
     assert [2 * at for at in found.temperatures] == pytest.approx([0.686 * scale, 0.4 * scale], rel=0.15)
 
 
-def test_a_temperature_with_offsets_is_found_with_an_option_far_below():
-    labels, _, (deep, _) = unreachable(4e3)
-    alone, found = fit_temperature(deep, labels), fit_bias_corrected(deep, labels)
-    assert found.status == FitStatus.CONVERGED
-    assert found.temperature == pytest.approx(alone.temperature, rel=0.05)
-
-
-def test_separable_logits_are_still_found_so_with_an_option_far_below():
-    _, (logits, _), (deep, _) = unreachable(4e3, n=300)
-    for z in (logits, deep):
-        assert fit_temperature(z, z.argmax(axis=1)).status == FitStatus.SEPARABLE
-
-
 @given(st.integers(0, 999), st.booleans())
 def test_probabilities_become_their_logarithms_and_zeros_stay_options(seed, ragged):
     rng = np.random.default_rng(seed)
@@ -124,17 +126,74 @@ def test_a_few_raw_rows_that_sum_to_one_by_accident_are_not_probabilities():
     assert SumsToOne.of(np.eye(4)[np.arange(40) % 4]).certain
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("unknown", "raw"),
-        ("as the model returns them", "raw"),
-        ("raw next-token logits of the options' letters", "raw"),
-        ("log-likelihoods of the options' texts per byte", "log-probabilities"),
-        ("surrogate: log p on the answered option", "surrogate"),
-        ("probabilities", "probabilities"),
-        ("mixed: each model's source says which", None),
-    ],
+matrices = hnp.arrays(
+    np.float64, st.tuples(st.integers(1, 40), st.integers(1, 70)), elements=st.floats(-50, 50, width=32)
 )
-def test_texts_of_earlier_versions_name_their_kind(text, kind):
-    assert kind_of(text) == kind
+
+
+@given(matrices, st.integers(0, 9))
+def test_a_rows_result_depends_on_neither_its_neighbours_nor_its_padding_nor_its_place_in_memory(scores, padding):
+    options, confidences = top_option(scores)
+    padded = np.pad(scores, ((0, 0), (0, padding)), constant_values=-np.inf)
+    for rows in (np.arange(len(scores))[::-1], *np.arange(len(scores))[:, None]):
+        for layout in (padded[rows], np.asfortranarray(padded[rows])):
+            some_options, some_confidences = top_option(layout)
+            assert (some_options == options[rows]).all()
+            assert (some_confidences == confidences[rows]).all()  # to the bit
+
+
+@given(matrices, st.integers(0, 9))
+def test_agrees_with_scipy(scores, padding):
+    padded = np.pad(np.round(scores), ((0, 0), (0, padding)), constant_values=-np.inf)  # with ties
+    before = padded.copy()
+    options, confidences = top_option(padded)
+    expected, found = scipy_softmax(padded, axis=1), softmax(padded)
+    assert (options == padded.argmax(axis=1)).all()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert (found.max(axis=1) == confidences).all()  # to the bit
+    np.testing.assert_allclose(log_softmax(padded), scipy_log_softmax(padded, axis=1), rtol=1e-9, atol=1e-9)
+    assert (padded == before).all()
+
+
+@given(matrices, st.randoms(use_true_random=False))
+def test_permuting_a_rows_options_changes_no_bit_of_its_confidence(scores, random):
+    columns = list(range(scores.shape[1]))
+    random.shuffle(columns)
+    assert (top_option(scores[:, columns])[1] == top_option(scores)[1]).all()
+
+
+# Sums a few roundings from a power of two.
+near_powers_of_two = st.builds(
+    lambda power, gap, tiny: [1.0] * (2**power - 1) + [1 - gap, *tiny],
+    st.integers(1, 4),
+    st.floats(0, 2e-15),
+    st.lists(st.floats(0, 1e-15), min_size=2, max_size=12),
+)
+
+
+@given(near_powers_of_two, st.randoms(use_true_random=False), st.integers(0, 5))
+@example([1.0, 0.999999999999999, 3.704435030739697e-16, 1.9375370466922698e-16, 2.9927717495842355e-16], None, 0)
+def test_sums_near_powers_of_two_do_not_depend_on_the_order_of_their_terms(terms, random, padding):
+    orders = [random.sample(terms, len(terms)) for _ in range(6)] if random else permutations(terms)
+    rows = np.array([terms, *orders])
+    sums = row_sums(np.pad(rows, ((0, 0), (0, padding))))
+    assert (sums == sums[0]).all()  # to the bit
+    assert sums[0] == pytest.approx(math.fsum(terms), rel=1e-14)
+
+
+@given(matrices, st.integers(1, 5), st.integers(0, 3))
+def test_the_likeliest_options_are_those_of_a_stable_sort_and_the_last_one_repeats(scores, n, padding):
+    n_options = scores.shape[1]
+    padded = np.pad(np.round(scores), ((0, 0), (0, padding)), constant_values=-np.inf)
+    given_scores = padded.copy()
+    expected = np.argsort(-np.round(scores), axis=1, kind="stable")[:, np.minimum(np.arange(n), n_options - 1)]
+    for layout in (padded, np.asfortranarray(padded)):
+        assert (likeliest(layout, n) == expected).all()
+    assert (padded == given_scores).all()
+
+
+@pytest.mark.parametrize("row", [[-np.inf, -np.inf], [np.nan, 1.0], [np.inf, 1.0]])
+def test_a_row_without_an_option_to_choose_is_refused(row):
+    for ask in (top_option, softmax):
+        with pytest.raises(DataError, match="row 1: the largest score is not finite"):
+            ask(np.array([[0.0, 1.0], row]))

@@ -1,23 +1,38 @@
-from itertools import permutations
+"""Metrics and areas of curves against scikit-learn and slow loops."""
+
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, kstest, norm
+from scipy.stats import binomtest, norm
 from sklearn.metrics import f1_score, log_loss
-from strategies import answers, seeds
+from synthetic import seeds
 
 from cauc_ray.numbers.metrics import (
     CalibrationSums,
     accuracy,
+    aiq,
+    apgr,
     aurc,
     brier,
     calibration_error,
+    cpt,
+    deferral_area,
     macro_f1,
     nll,
+    oracle_deferral_area,
     reliability_bins,
+    upper_hull,
 )
+
+
+def answers(seed, n=200):
+    """Return confidences, some equal and some on the edges of bins, and which are right, more or less as they say."""
+    rng = np.random.default_rng(seed)
+    confidences = rng.choice(np.r_[np.linspace(0, 1, 31), rng.random(50)], n)
+    return confidences, rng.random(n) < confidences ** rng.uniform(0.5, 2)
 
 
 @given(seeds, st.integers(1, 8))
@@ -95,15 +110,122 @@ def test_spiegelhalters_z_is_the_standardised_excess_of_the_brier_score(seed):
     assert nothing_to_chance.test is None
 
 
-def test_p_values_of_calibrated_confidences_are_uniform_and_of_others_small():
-    rng = np.random.default_rng(0)
+FIRST, LAST = 0.4, 0.7
 
-    def test_of(shift, n):
-        confidences = rng.uniform(0.5, 1, n)
-        return CalibrationSums.of(confidences, rng.random(n) < confidences + shift).test
 
-    assert kstest([test_of(0, 500).p_value for _ in range(300)], "uniform").pvalue > 0.001
-    over, under = test_of(-0.1, 2000), test_of(0.1, 2000)
-    assert over.z > 4
-    assert under.z < -4
-    assert max(over.p_value, under.p_value) < 1e-4
+def pair(seed, n=60):
+    rng = np.random.default_rng(seed)
+    return rng.random(n) < rng.uniform(0.2, 0.8), rng.random(n) < rng.uniform(0.2, 0.9)
+
+
+def deferring(order, first, last):
+    """Return shares and quality where rows are deferred one after the other, by a loop."""
+    points = [(count / len(order), np.where(np.isin(np.arange(len(order)), order[:count]), last, first).mean())
+              for count in range(len(order) + 1)]  # fmt: skip
+    return np.array(points).T
+
+
+def some_points(seed):
+    """Few distinct shares, so that equal ones are common, in any order."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 30))
+    return rng.integers(0, 11, n) / 10, rng.integers(30, 90, n) / 100
+
+
+def extended(shares, quality):
+    means = {s: np.mean([q for t, q in zip(shares, quality, strict=True) if t == s]) for s in shares}
+    return sorted({0.0: FIRST, 1.0: LAST, **means}.items())
+
+
+def line(points, x):
+    """Return the height at x of the line through points in order of x, by a loop."""
+    return next(y0 + (y1 - y0) * (x - x0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points) if x0 <= x <= x1)
+
+
+def fine_area(points, low, high, n=2000):
+    """Integrate by midpoints; n is a multiple of the distances between kinks, so that it is exact."""
+    width = (high - low) / n
+    return sum(line(points, low + (i + 0.5) * width) for i in range(n)) * width
+
+
+@given(seeds)
+def test_the_areas_are_integrals_of_the_extended_curve(seed):
+    shares, quality = some_points(seed)
+    expected = fine_area(extended(shares, quality), 0.0, 1.0)
+    assert deferral_area(shares, quality, FIRST, LAST) == pytest.approx(expected, abs=1e-9)
+    # RouteLLM's ratio: over the areas of both models alone.
+    assert apgr(shares, quality, FIRST, LAST) == pytest.approx((expected - FIRST) / (LAST - FIRST), abs=1e-9)
+
+
+@given(seeds)
+def test_the_oracle_normalises_to_one_the_worst_order_to_minus_one_and_any_lies_between(seed):
+    first, last = pair(seed)
+    models, oracle = (first.mean(), last.mean()), oracle_deferral_area(first, last)
+    order = np.argsort(first.astype(int) - last.astype(int), kind="stable")
+    assert deferral_area(*deferring(order, first, last), *models) == pytest.approx(oracle, abs=1e-12)
+    assert deferral_area(*deferring(order, first, last), *models, oracle) == pytest.approx(1.0, abs=1e-9)
+    assert deferral_area(*deferring(order[::-1], first, last), *models, oracle) == pytest.approx(-1.0, abs=1e-9)
+    drawn = deferring(np.random.default_rng(seed).permutation(len(first)), first, last)
+    assert abs(deferral_area(*drawn, *models, oracle)) <= 1 + 1e-9
+
+
+@given(seeds, st.floats(0.01, 1.0))
+def test_cpt_is_where_the_running_maximum_gets_there_first(seed, q):
+    shares, quality = some_points(seed)
+    points = extended(shares, quality)
+    highest = [(x, max(y for other, y in points if other <= x)) for x, _ in points]
+    got, asked = cpt(shares, quality, FIRST, LAST, q), FIRST + q * (LAST - FIRST)
+    if got is None:
+        assert highest[-1][1] < asked + 1e-12
+        return
+    assert line(highest, got) >= asked - 1e-9
+    assert all(line(highest, x) < asked for x in np.linspace(0, got, 50) if x < got - 1e-6)
+
+
+@pytest.mark.parametrize("last", [FIRST, 0.1 + 0.2 + 0.1, 0.3])
+def test_without_a_gap_nothing_can_be_recovered(last):
+    point = np.array([0.5]), np.array([0.6])
+    assert apgr(*point, FIRST, last) is None
+    assert cpt(*point, FIRST, last, 0.5) is None
+
+
+@given(seeds, st.integers(1, 30), st.booleans())
+def test_hulls_are_concave_and_above_every_point(seed, n, falling):
+    rng = np.random.default_rng(seed)
+    costs, quality = rng.integers(1, 6, n) / 2, rng.integers(0, 9, n) / 8  # many equal and on one line
+    hull = upper_hull(costs, quality, falling=falling)
+    x, y = costs[hull], quality[hull]
+    assert (np.diff(x) > 0).all()
+    assert (np.diff(np.diff(y) / np.diff(x)) < 0).all()
+    assert (np.interp(costs, x, y) >= quality - 1e-12).all()
+    assert x[0] == costs.min()
+    if falling:
+        assert x[-1] == costs.max()
+    else:
+        assert (np.diff(y) > 0).all()
+        assert (x[-1], y[-1]) == (costs[quality == quality.max()].min(), quality.max())
+
+
+@given(seeds)
+def test_aiq_is_the_integral_under_the_level_hull(seed):
+    rng = np.random.default_rng(seed)
+    costs, quality = rng.integers(1, 9, 12).astype(float), rng.random(12)
+    hull = upper_hull(costs, quality)
+    points = [*zip(costs[hull], quality[hull], strict=True), (10.0, quality.max())]
+    # 1 / 280 divides every distance between whole costs, from 2 to 9 of them.
+    n = 280 * int(10 - points[0][0])
+    assert aiq(costs, quality, 10.0) == pytest.approx(fine_area(points, points[0][0], 10.0, n) / 10, abs=1e-9)
+
+
+def test_numbers_of_one_point_are_plain_floats_to_be_stored_as_json():
+    point, area = (np.array([0.25]), np.array([0.7])), 0.25 * 0.6 + 0.75 * 0.65
+    found = [
+        deferral_area(*point, 0.5, 0.6),
+        deferral_area(*point, 0.5, 0.6, 0.7),
+        apgr(*point, 0.5, 0.6),
+        cpt(*point, 0.5, 0.6, 0.5),
+        aiq(*point, np.float64(1)),
+    ]
+    assert found == pytest.approx([area, (area - 0.55) / 0.15, (area - 0.5) / 0.1, 0.25 / 4, 0.75 * 0.7])
+    assert {type(number) for number in [*found, oracle_deferral_area(*pair(2))]} == {float}
+    assert (aiq(*point, largest_cost=0.25), aiq(np.zeros(1), np.ones(1), largest_cost=0.0)) == (0, None)

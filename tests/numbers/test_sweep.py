@@ -1,12 +1,14 @@
+"""Every operating point against a replay, and what calls cost."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import f1_score
-from strategies import seeds
+from synthetic import seeds
 
-from cauc_ray.errors import BudgetError, DataError
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.errors import BudgetError, CaucWarning, DataError
+from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.sweep import STOP_ALL, STOP_NONE, OperatingPoints, reached_shares, sweep
 
 sizes = st.tuples(st.integers(1, 60), st.integers(1, 6))
@@ -64,13 +66,6 @@ def test_the_best_under_a_budget_is_that_of_brute_force(seed, size, budget, per_
     best = frontier.best(budget)
     assert (best.quality, best.cost) == pytest.approx((right, -minus_cost), abs=1e-9)
     assert by_replay(*data, best.threshold)[:2] == pytest.approx((best.cost, best.quality), abs=1e-9)
-
-
-@given(seeds, sizes)
-def test_a_budget_equal_to_a_points_cost_affords_it(seed, size):
-    frontier = sweep(*traces(seed, size))
-    for cost in frontier.cost:
-        assert frontier.best(float(cost)).quality == frontier.quality[frontier.cost <= cost + 1e-12].max()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=30))
@@ -132,3 +127,21 @@ def test_between_adjacent_floats_and_beyond_probabilities_thresholds_still_part_
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="a sweep needs"):
         sweep(np.ones((3, 2)), np.ones((3, 2), int), np.ones(3, int), Costs("s", np.ones(2)))
+
+
+def test_a_cascade_pays_for_every_stage_it_called():
+    per_call = np.array([[1.0, 2.0, 4.0], [10.0, 20.0, 40.0]])
+    assert Costs("USD", per_call).of_stops(np.array([2, 1])).tolist() == [7.0, 30.0]
+    assert Costs("USD", per_call[0]).of_stops(np.array([2, 0, 1])).tolist() == [7.0, 1.0, 3.0]
+    assert Costs("USD", per_call).means.tolist() == [5.5, 11.0, 22.0]
+
+
+@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
+def test_what_is_no_cost_is_refused(bad):
+    with pytest.raises(DataError, match="not a number between 0 and"):
+        Costs("USD", np.array([1.0, bad]))
+
+
+def test_costs_that_do_not_rise_are_named():
+    with pytest.warns(CaucWarning, match="'b' costs 1 s, no more than 'a' before it"):
+        Costs("s", np.array([2.0, 1.0])).warn_unless_rising(("a", "b"))

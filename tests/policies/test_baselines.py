@@ -6,12 +6,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from planted import changed, gain_over_mixture, of_rows, problem, scaled
+from planted import changed, gain_over_mixture, of_rows, problem
 
-from cauc_ray.errors import ConfigError
-from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.baselines import embedllm, graphrouter, routerdc
-from cauc_ray.policies.methods import METHODS, method_named
+from cauc_ray.policies.baselines import graphrouter, model_vectors
+from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.trace import EmbeddingCall
 
 FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts]
@@ -30,11 +28,11 @@ def _training(request):
     fitted.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "quick":
-            patch.setattr(embedllm, "LEARNING_RATE", 1e-3)
-            patch.setattr(embedllm, "N_STEPS", 300)
+            patch.setattr(model_vectors, "EMBED_RATE", 1e-3)
+            patch.setattr(model_vectors, "EMBED_STEPS", 300)
             patch.setattr(graphrouter, "LEARNING_RATE", 3e-3)
             patch.setattr(graphrouter, "EPOCHS", 150)
-            patch.setattr(routerdc, "SCHEDULE", replace(routerdc.SCHEDULE, n_steps=100))
+            patch.setattr(model_vectors, "DC_SCHEDULE", replace(model_vectors.DC_SCHEDULE, n_steps=100))
         yield
 
 
@@ -197,13 +195,6 @@ def test_questions_may_have_more_or_fewer_options_than_any_that_it_was_fitted_on
     np.testing.assert_allclose(other[short], expected[short], atol=1e-5)
 
 
-@routers
-def test_the_length_of_embeddings_makes_no_difference(method):
-    own, fitting, test = small(method)
-    longer = fit(method, changed(fitting, lambda split: scaled(split, 8)))
-    np.testing.assert_allclose(numbers(longer, scaled(test, 8)), numbers(own, test), atol=1e-6)
-
-
 @pytest.mark.parametrize("method", ["frugalgpt", *(name for name in ROUTERS if not name.startswith("routellm"))])
 def test_a_model_that_is_called_for_its_embedding_costs_nothing_more(method):
     fitting, _ = problem(1, n=80, n_test=1)
@@ -216,25 +207,3 @@ def test_a_model_that_is_called_for_its_embedding_costs_nothing_more(method):
 def test_a_handful_of_queries_is_enough(method, n):
     fitting, test = problem(6, n=n, n_test=20)
     assert not np.isnan(numbers(fit(method, fitting), test)).any()
-
-
-@pytest.mark.parametrize(
-    "method", ["benchmark-routing", "oracle", "random"]
-)  # learned routers choose as the first does
-@pytest.mark.parametrize("costs", [(2.0, 2.0), (2.0, 2.0, 2.0), (1.0, 4.0, 4.0), (0.0, 0.0, 3.0)])
-def test_where_costs_are_equal_points_are_what_their_settings_give_on_validation(method, costs):
-    priced = Costs("GFLOPs", np.array(costs))
-    fitting, _ = problem(5, n=200, m=len(costs))
-    fitting = changed(fitting, lambda split: replace(split, chain=replace(split.chain, costs=priced)))
-    own, validation = fit(method, fitting), fitting.validation
-    for point, setting in enumerate(own.points.settings):
-        answers = own.answers(validation, float(setting))
-        assert answers.costs(validation.chain).mean() == pytest.approx(own.points.cost[point])
-        assert np.mean(answers.predictions == validation.chain.labels) == pytest.approx(own.points.quality[point])
-
-
-@pytest.mark.parametrize("method", ["routellm-bert", "routellm-causal"])
-def test_text_routers_are_an_extra_of_their_own_which_errors_name(method, monkeypatch):
-    monkeypatch.setattr("cauc_ray.policies.methods.find_spec", lambda name: None if name == "transformers" else name)
-    with pytest.raises(ConfigError, match=r"needs transformers: pip install 'cauc-ray\[text-routers\]'"):
-        method_named(method)

@@ -3,7 +3,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planted import changed, problem
 from sklearn.linear_model import LogisticRegression
@@ -11,10 +11,9 @@ from sklearn.metrics import log_loss
 from sklearn.preprocessing import StandardScaler
 from synthetic import seeds
 
-from cauc_ray.errors import BudgetError
 from cauc_ray.policies.baselines import frugalgpt
-from cauc_ray.policies.baselines.features import option_features
 from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, search
+from cauc_ray.policies.baselines.routing import option_features
 
 
 def table(seed, n, m, *, levels=6, per_call=False):
@@ -64,32 +63,6 @@ def test_on_a_small_table_the_best_within_every_budget_is_that_of_brute_force(se
         assert max(n_right for cost, n_right in solutions if cost <= budget + 1e-9) == best
 
 
-@given(seeds, st.integers(2, 4))
-@settings(max_examples=10)
-def test_on_a_larger_table_it_is_no_worse_than_a_coarser_grid(seed, m):
-    data = table(seed, 80, m, levels=1000)
-    solutions = found(data)
-    for cost, n_right in all_solutions(data, lambda distances: [*np.sort(distances)[::20], np.inf]):
-        assert max(right for other, right in solutions if other <= cost + 1e-9) >= n_right
-
-
-@given(seeds, st.integers(2, 60), st.integers(1, 4), st.booleans())
-@settings(max_examples=30)
-def test_solutions_form_a_staircase(seed, n, m, per_call):
-    costs, n_right = zip(*found(table(seed, n, m, per_call=per_call)), strict=True)
-    assert (np.diff(costs) > 0).all()
-    assert (np.diff(n_right) > 0).all()
-
-
-def test_the_last_threshold_is_exact_where_the_first_is_a_grid():
-    """Of 300 rows one in the middle of the second model's is wrong by far too low a distance for any grid."""
-    n = 300
-    distances = np.stack([np.full(n, 0.9), (np.arange(n) + 1) / 1000, np.full(n, 0.5)], axis=1)
-    correct = np.stack([np.zeros(n, bool), np.arange(n) < 137, np.arange(n) >= 137], axis=1)
-    solutions = found((distances, correct, np.tile([1.0, 2.0, 4.0], (n, 1))))
-    assert solutions[-1][1] == n
-
-
 def test_many_solutions_are_thinned_but_keep_both_ends(monkeypatch):
     data = table(3, 300, 3, levels=1000)
     everything = found(data)
@@ -119,12 +92,6 @@ def test_centring_thresholds_changes_nothing_where_they_were_found(seed, n, firs
         assert threshold not in distances[asked, model]
 
 
-def test_between_adjacent_numbers_the_threshold_still_parts_them():
-    distances = np.array([[0.5, 0.0], [np.nextafter(0.5, 1), 0.0]])
-    takers, _ = Solution((0, 1), (distances[1, 0],)).centred(distances).replay(distances)
-    assert takers.tolist() == [0, 1]
-
-
 def test_every_budget_is_kept_on_validation_and_the_best_within_it_chosen():
     fitting, _ = problem(1, n=200, n_test=1, m=3, embedded=False)
     fitted = fit_frugalgpt(fitting)
@@ -134,16 +101,6 @@ def test_every_budget_is_kept_on_validation_and_the_best_within_it_chosen():
         assert curve.cost[0] <= budget * (1 + 1e-9)
         assert curve.accuracy[0] == points.quality[points.cost <= budget * (1 + 1e-9)].max()
     assert fitted.default == points.settings[points.quality.argmax()]
-
-
-def test_the_cheapest_models_cost_buys_that_model_alone():
-    fitting, test = problem(2, n=150, n_test=1, m=4, embedded=False)
-    fitted = fit_frugalgpt(fitting)
-    answers = fitted.answers(test.without_labels(), float(test.chain.costs.means[0]))
-    assert (answers.predictions == test.chain.logits[0].argmax(axis=1)).all()
-    assert (answers.calls == (np.arange(4) == 0)).all()
-    with pytest.raises(BudgetError, match="below the cheapest operating point"):
-        fitted.answers(test, float(test.chain.costs.means[0]) * 0.9)
 
 
 def known(part, model):

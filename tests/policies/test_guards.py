@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import chain, seeds, splits
 
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, GuardError
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import Mean, signs_of
 from cauc_ray.policies.checks import FEWEST_EXAMPLES, as_expected, require_quiet
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
@@ -173,11 +175,6 @@ def test_fits_without_labelled_validation_are_guarded_by_calibration():
     assert all(" calibration " in guard.says for guard in guards_of(alone_there, "below-single-model"))
 
 
-def test_one_model_is_guarded_as_far_as_there_is_anything_to_guard():
-    policy = fit_rf(*splits(2, strengths=(2.0,)), ThresholdRule(threshold=0.5))
-    assert {guard.name for guard in policy.guards} == {"few-examples", "separable", "temperature-uncertain"}
-
-
 def test_strictness_names_all_that_have_fired_in_one_line():
     policy = fit_rf(*splits(2, 100))
     fired = [guard for guard in policy.guards if guard.fired]
@@ -189,3 +186,39 @@ def test_strictness_names_all_that_have_fired_in_one_line():
     assert "\n" not in str(error.value)
     assert error.value.guards == tuple(fired)
     require_quiet([guard for guard in policy.guards if not guard.fired])
+
+
+@pytest.mark.parametrize(
+    ("table", "models", "fit", "seen"),
+    [
+        *(
+            (table, ["llama-2-7b-hf", "llama-2-13b-hf"], fit_rf, {"below-single-model", "fusion-within-noise"})
+            for table in ("emotion10k_task_icl1", "emotion10k_base_icl1")
+        ),
+        ("cifar100", ["efs_densenet_bc_100", "efs_wideresnet_16_4"], fit_base, {"cost-above-largest"}),
+        ("priced_mmlu", ["gpt-4o", "llama3.1-405b"], fit_base, {"cost-above-largest"}),
+        ("emotion10k_task_icl1", ["falcon-7b", "qwen-14b"], fit_base, {"uninformative-confidence"}),
+        ("priced_medmcqa", ["llama3.2-3b", "gpt-4o"], fit_rf, {"few-examples"}),
+    ],
+)
+def test_what_goes_wrong_on_saved_outputs_is_seen(shared_logits, table, models, fit, seen):
+    data = LogitTable(shared_logits / table)
+    policy = fit(data.read_chain(models, "calibration"), data.read_chain(models, "validation"))
+    assert seen <= {guard.name for guard in policy.guards if guard.fired}
+    measures = measure_replay(policy, test := data.read_chain(models, "test"))[1]
+    if "below-single-model" in seen:
+        assert measures.accuracy.value < alone(test, 1).mean()
+    if "cost-above-largest" in seen:
+        assert measures.relative_cost > 1.05
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize("budget", [None, 0.05, 0.1, 0.166])
+def test_all_is_quiet_on_resnet_20_to_56_of_cifar10(shared_logits, method, budget):
+    folder = shared_logits / "cifar10"
+    policy = cauc_ray.fit(folder, models=["resnet20", "resnet56"], method=method, budget=budget, strict=True)
+    assert not any(guard.fired for guard in policy.guards)
+    assert {"cost-above-largest", "fusion-within-noise", "few-examples", "separable", "cost-shift"} <= {
+        guard.name for guard in policy.guards
+    }
+    assert [guard.fired for guard in cauc_ray.evaluate(folder, policy).guards] == [False]

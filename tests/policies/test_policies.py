@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import minimize
 from scipy.special import softmax as softmax_of_rows
 from sklearn.isotonic import IsotonicRegression
-from synthetic import chain, fit_bias_corrected, nll, seeds, softmax, splits, steps
+from synthetic import chain, fit_bias_corrected, seeds, softmax, splits, steps
 
-import cauc_ray
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, PolicyError
 from cauc_ray.numbers.calibrators import Calibrator, Isotonic
-from cauc_ray.numbers.costs import Costs
+from cauc_ray.numbers.chain import Costs
+from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import calibration_error
 from cauc_ray.numbers.metrics import nll as mean_nll
-from cauc_ray.numbers.softmax import log_softmax, top_option
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure, measure_replay, replay, trace_policy
@@ -195,36 +193,6 @@ def test_a_fused_answer_is_on_the_last_stages_scale_and_means_cancel(seed):
     assert (shifted.predictions == step.predictions).all()
 
 
-@given(seeds, st.booleans())
-def test_where_nothing_is_fused_each_stage_answers_as_it_is(seed, ragged):
-    policy, test = fit_base(chain(seed, 150, ragged=ragged)), chain(seed, 40, ragged=ragged, shift=1)
-    policy = with_stages(policy, fused=lambda stage: stage is policy.stages[-1])
-    for stage, logits, step in zip(policy.stages, test.logits, steps(policy, test.logits), strict=True):
-        own = logits.astype(np.float64) / stage.temperature
-        assert (step.scores == own).all()
-        assert (step.predictions == logits.argmax(axis=1)).all()
-        assert step.confidences == pytest.approx(softmax_of_rows(own, axis=1).max(axis=1))
-
-
-@given(seeds)
-@settings(max_examples=20)
-def test_two_models_of_rf_that_never_stop_are_the_asymmetric_duo(seed):
-    """Zhou et al. 2025: softmax((z_l / T_l + z_s / T_s) / 2), both temperatures fitted jointly."""
-    calibration, test = splits(seed, 300, k=4, strengths=(1.0, 1.6))
-    policy = fit_rf(calibration, rule=ThresholdRule(threshold=2.0))
-    small, large = (np.float64(z) for z in calibration.logits)
-    duo = minimize(
-        lambda log_t: nll(0.5 / np.exp(log_t), [small, large], calibration.labels), [0.0, 0.0], method="Nelder-Mead",
-        options={"xatol": 1e-8, "fatol": 1e-13, "maxiter": 2000},
-    )  # fmt: skip
-    fused = sum(np.float64(z) / t for z, t in zip(test.logits, np.exp(duo.x), strict=True)) / 2
-    result = replay(policy, test)
-    assert (result.stages == 1).all()
-    assert (result.predictions == fused.argmax(axis=1)).all()
-    assert result.confidences == pytest.approx(softmax_of_rows(fused, axis=1).max(axis=1), abs=1e-4)
-    assert policy.stages[1].pair_diagnostics.nll_after <= duo.fun + 1e-9
-
-
 def replaced(data, place):
     """Return the chain with another model, of another name, in one place."""
     other = np.random.default_rng(place).permutation(chain(99, len(data), strengths=(1.6,)).logits[0])
@@ -256,18 +224,6 @@ def test_a_refit_is_the_fit_of_the_new_chain_and_keeps_to_the_bit_what_does_not_
             assert j == place or now.model_dump(exclude=free) == was.model_dump(exclude=free)
         if "threshold" in rule or (method == "base" and not rule and place < n_models - 1):
             assert new.threshold == old.threshold
-
-
-@methods
-def test_what_to_expect_is_measured_on_validation_at_the_costs_of_its_calls(fit_method):
-    calibration, validation = splits(18, 300, per_call=True)
-    policy = fit_method(calibration, validation, ThresholdRule(budget=9.0))
-    expected = policy.expected
-    assert (policy.costs, expected.split, expected.n) == ("per-call", "validation", 300)
-    assert expected.cost <= 9.0
-    assert expected.accuracy.low < expected.accuracy.value < expected.accuracy.high
-    assert policy.stages[0].cost == pytest.approx(calibration.costs.per_call[:, 0].mean())
-    assert fit_method(calibration, rule=ThresholdRule(threshold=0.5)).expected.split == "calibration"
 
 
 def test_measures_add_up_and_rows_without_a_label_are_answered_but_not_scored():
@@ -373,20 +329,6 @@ def test_offsets_are_each_models_own_fit_and_diagnostics_are_of_all_of_the_calib
         assert at.calibration_error_before == pytest.approx(calibration_error(raw, before == data.labels))
 
 
-@methods
-@given(seed=st.integers(0, 50))
-@settings(max_examples=15)
-def test_models_whose_logits_are_the_corrected_scores_need_no_calibration_and_answer_the_same(fit_method, seed):
-    calibration, validation = (of_kind(KINDS[2], seed, 200, shift) for shift in (0, 1))
-    policy = fit_method(calibration, validation, ThresholdRule(threshold=0.6), calibrator="offsets")
-    scores = tuple(by_hand(s, z) for s, z in zip(policy.stages, validation.logits, strict=True))
-    plain = with_stages(policy, temperature=1.0, offsets=None)
-    one, other = replay(policy, validation), replay(plain, replace(validation, logits=scores))
-    assert (one.predictions == other.predictions).all()
-    assert (one.stages == other.stages).all()
-    np.testing.assert_allclose(one.confidences, other.confidences, rtol=1e-12)
-
-
 def test_base_with_isotonic_maps_accepts_and_reports_how_often_such_answers_are_right():
     calibration, test = (of_kind(KINDS[4], 3, 400, shift) for shift in (0, 2))
     policy, plain = fit_base(calibration, calibrator="isotonic"), fit_base(calibration)
@@ -418,13 +360,3 @@ def test_maps_that_say_never_and_always_leave_probabilities_finite():
     answers, confidences = certain.answers(scores)
     probabilities = softmax_of_rows(certain.rescaled(scores, answers), axis=1)
     np.testing.assert_allclose(probabilities[np.arange(3), answers], confidences, atol=1e-12)
-
-
-def test_offsets_turn_the_pair_that_fusing_hurts_into_a_gain(shared_logits):
-    table, models = shared_logits / "emotion10k_base_icl1", ["llama-2-7b-hf", "llama-2-13b-hf"]
-    plain, shifted = (
-        cauc_ray.fit(table, models=models, method="rf", calibrator=kind) for kind in ("temperature", "offsets")
-    )
-    large = cauc_ray.fit(table, models=models[1:])
-    accuracy = [cauc_ray.evaluate(table, p).measures.accuracy.value for p in (large, plain, shifted)]
-    assert accuracy[1] < accuracy[0] < accuracy[2]

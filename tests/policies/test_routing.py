@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 from synthetic import chain, seeds
 
-from cauc_ray.numbers.costs import Costs
-from cauc_ray.policies.baselines.controls import random_numbers
+from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.baselines.routing import routed
-from cauc_ray.policies.baselines.simple import margins, raw_cascade
+from cauc_ray.policies.baselines.simple import margins, random_numbers, raw_cascade
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import METHODS, Fitting
 from cauc_ray.policies.threshold import ThresholdRule
@@ -90,14 +89,6 @@ def test_margin_sampling_is_the_gap_of_the_two_best(seed):
         assert trace.confidences[:, j] == pytest.approx(ranked[:, -1] - ranked[:, -2], abs=1e-12)
 
 
-def test_margin_at_the_first_models_cost_is_the_first_model_alone():
-    margin, test = fitted("margin")
-    setting = METHODS["margin"].setting(margin, test.chain.costs.means[0])
-    answers = margin.answers(test, setting)
-    assert (answers.predictions == own_answers(test.chain)[:, 0]).all()
-    assert not answers.calls[:, 1:].any()
-
-
 def test_random_choices_cost_what_they_may_and_gain_nothing():
     random, test = fitted("random", strengths=(0.5, 2.5))
     costs = test.chain.costs.means
@@ -141,13 +132,3 @@ def test_shuffled_confidences_keep_the_cascade_s_cost_and_lose_its_gain():
         accuracies.append(np.mean(answers.predictions == test.chain.labels))
     assert costs[1] == pytest.approx(budget, rel=0.15)
     assert accuracies[0] > accuracies[1]
-
-
-def test_what_calls_cost_is_the_sum_of_their_own():
-    per_call = np.array([[1.0, 2.0, 4.0], [3.0, 5.0, 7.0]])
-    calls = np.array([[True, False, True], [False, True, False], [True, True, True]])
-    of_calls = Costs("s", per_call).of_calls(calls)
-    assert of_calls.tolist() == [[5.0, 2.0, 7.0], [10.0, 5.0, 15.0]]
-    assert (
-        Costs("s", per_call[0]).of_calls(np.tri(3, dtype=bool)).tolist() == Costs("s", per_call[0]).cumulative.tolist()
-    )

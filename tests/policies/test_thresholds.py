@@ -1,7 +1,6 @@
 """The threshold of a policy: given, chosen, certified or moved later; the accuracy-cost curve that it carries."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,14 +9,13 @@ from hypothesis import strategies as st
 from scipy.stats import beta, binom
 from synthetic import chain, seeds, splits
 
-from cauc_ray.cli.show_policy import show_policy
 from cauc_ray.errors import BudgetError, ConfigError, DataError, PolicyError, RiskError
-from cauc_ray.numbers.certificates import RiskLimit
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
+from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
 from cauc_ray.policies.fitting import fit_base, fit_rf, refit
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import measure_replay, replay, trace_policy
+from cauc_ray.policies.trace import replay, trace_policy
 
 fits = st.sampled_from([fit_base, fit_rf])
 methods = pytest.mark.parametrize("fit", [fit_base, fit_rf], ids=["base", "rf"])
@@ -87,25 +85,6 @@ def test_another_threshold_later_is_as_if_it_had_been_given_at_once(seed, fit, o
     assert refit(moved, calibration, validation).threshold == threshold
 
 
-@given(seeds, fits, objectives, st.booleans())
-def test_the_points_are_what_a_replay_gives_and_none_is_left_out(seed, fit, objective, ragged):
-    calibration, validation = two_splits(seed, ragged=ragged)
-    policy = fit(calibration, validation, ThresholdRule(budget=12.0, objective=objective))
-    for one, other in pairwise(policy.curve):
-        assert one.cost < other.cost
-        assert one.quality < other.quality
-        assert one.threshold < other.threshold
-    for point in policy.curve:
-        _, measures = measure_replay(policy.with_threshold(point.threshold), validation)
-        assert point.cost == pytest.approx(measures.cost, rel=1e-12)
-        assert point.quality == pytest.approx(quality(measures, objective), abs=1e-9)
-    confidences = trace_policy(policy, validation).confidences[:, :-1]
-    for threshold in (0.0, *np.unique(confidences), 2.0):
-        _, measures = measure_replay(policy.with_threshold(threshold), validation)
-        within = [point for point in policy.curve if point.cost <= measures.cost * (1 + 1e-9)]
-        assert within[-1].quality >= quality(measures, objective) - 1e-9
-
-
 @given(seeds, fits)
 @settings(max_examples=10)
 def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(seed, fit):
@@ -128,24 +107,6 @@ def test_a_thinned_curve_keeps_its_ends_never_exceeds_a_budget_and_loses_little(
 
 
 @methods
-def test_the_threshold_is_the_best_on_validation_by_brute_force(fit):
-    calibration, validation = splits(1, 250)
-    trace = trace_policy(fit(calibration, rule=ThresholdRule(threshold=2.0)), validation)
-    costs = validation.costs.cumulative
-    for budget in (1.0, 3.0, 6.5, 12.0, 20.0):
-        best = (-1.0, 0.0)
-        for threshold in [*np.unique(trace.confidences[:, :-1]), 2.0]:
-            stops = np.array([next((j for j in range(2) if row[j] >= threshold), 2) for row in trace.confidences])
-            cost = costs[stops].mean()
-            if cost <= budget + 1e-12:
-                right = np.mean(trace.predictions[np.arange(len(stops)), stops] == validation.labels)
-                best = max(best, (right, -cost))
-        expected = fit(calibration, validation, ThresholdRule(budget=budget)).expected
-        assert (expected.accuracy.value, -expected.cost) == pytest.approx(best)
-        assert expected.cost <= budget
-
-
-@methods
 def test_without_labels_to_validate_on_there_is_no_curve_and_no_budget(fit):
     calibration, validation = two_splits(1)
     partly = replace(validation, labels=np.where(np.arange(45) == 7, -1, validation.labels))
@@ -155,35 +116,6 @@ def test_without_labels_to_validate_on_there_is_no_curve_and_no_budget(fit):
         with pytest.raises(PolicyError, match="no accuracy-cost curve"):
             policy.with_budget(9.0)
         assert policy.with_threshold(0.8).threshold == 0.8
-
-
-@methods
-def test_what_was_measured_at_one_threshold_is_not_expected_at_another(fit):
-    policy = fit(*two_splits(2), ThresholdRule(budget=9.0))
-    assert None not in (policy.expected, policy.reference)
-    assert policy.guards
-    assert policy.with_budget(9.0) == policy
-    for moved, kept in ((policy.with_threshold(policy.threshold), policy), (policy.with_threshold(0.01), None)):
-        assert moved.expected == (kept and kept.expected)
-        assert moved.reference == (kept and kept.reference)
-        assert moved.guards == (kept.guards if kept else ())
-
-
-@methods
-def test_people_see_the_curve_and_what_is_not_known(fit, capsys):
-    policy, without = fit(*two_splits(6)), fit(two_splits(6)[0], rule=ThresholdRule(threshold=0.7))
-    *before, last = policy.stages
-    unfused = policy.model_copy(update={"stages": (*before, last.model_copy(update={"fused": False}))})
-    for shown, seen, not_seen in (
-        (policy, [f"curve of {len(policy.curve)} points: accuracy "], ["not measured", "not fused"]),
-        (policy.with_threshold(0.123), ["threshold 0.123: given", "was not measured", "curve of"], []),
-        (without, [], ["curve"]),
-        *([(unfused, ["not fused"], [])] if fit is fit_rf else []),
-    ):
-        show_policy(shown)
-        said = capsys.readouterr().out
-        assert all(words in said for words in seen)
-        assert not any(words in said for words in not_seen)
 
 
 @pytest.fixture(scope="module")
@@ -219,29 +151,6 @@ def test_the_certificate_is_of_the_replay_of_validation_and_of_no_other_threshol
     new = [replace(data, models=("m0", "new", "m2"), logits=(data.logits[0], data.logits[1] * 2, data.logits[2]))
            for data in many]  # fmt: skip
     assert refit(policy, *new) == fit(*new, TENTH)
-
-
-@methods
-def test_more_confidence_or_less_risk_costs_coverage(fit, many):
-    accepted = [
-        fit(*many, ThresholdRule(certify=RiskLimit(risk, confidence))).threshold_choice.certificate.n_accepted
-        for risk, confidence in ((0.15, 0.9), (0.1, 0.9), (0.1, 0.99))
-    ]
-    assert accepted == sorted(accepted, reverse=True)
-    assert accepted[0] > accepted[-1]
-
-
-@methods
-def test_which_thresholds_are_tried_does_not_depend_on_validation(fit):
-    """Where early answers are all right, the sequence runs to its end, whatever validation's confidences."""
-    calibration, *others = (chain(9, n, strengths=(1.7, 2.4), shift=n) for n in (800, 500, 900))
-    lowest = []
-    for validation in others:
-        answered = replay(fit(calibration, rule=ThresholdRule(threshold=0.0)), validation).predictions
-        lowest.append(fit(calibration, replace(validation, labels=answered), TENTH))
-    assert lowest[0].threshold == lowest[1].threshold
-    assert early_on(lowest[0], calibration)[0] == len(calibration)
-    assert fit(calibration, others[0], TENTH).threshold > lowest[0].threshold
 
 
 @methods

@@ -71,31 +71,6 @@ def test_the_slider_shows_what_fitting_and_evaluating_at_its_budget_give(homes, 
     assert page.complaints() == []
 
 
-@pytest.mark.parametrize(
-    ("table", "models", "method", "tone"),
-    [
-        ("cifar10", "resnet20,resnet56", "base", "good"),
-        ("emotion10k_base_icl1", "llama-2-7b-hf,llama-2-13b-hf", "rf", "bad"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::cauc_ray.CaucWarning")
-def test_the_slider_is_exact_on_real_tables(shared_logits, opened, tmp_path, table, models, method, tone):
-    own = cauc_ray.fit(shared_logits / table, models=models.split(","), method=method)
-    report = cauc_ray.report(tmp_path, policy=own, logits=shared_logits / table)
-    page = opened(report.page)
-    assert (page.requests(), page.complaints()) == ([page.url], [])
-    assert report.verdict.tone == tone
-    costs = [point.cost for point in report.budgets.points]
-    some = [random.Random(table).uniform(costs[0], costs[-1]), costs[len(costs) // 2]]
-    require_the_slider_exact(page, shared_logits / table, own, some)
-
-
-def test_the_slider_starts_at_the_policys_own_budget(homes, opened):
-    page = opened(homes["rf"] / "report.html")
-    assert page.run("document.getElementById('budget-number').value") == "9"
-    assert float(shown(page)["threshold"][0]) == Policy.load(homes["rf"] / "policy.json").threshold
-
-
 def test_the_mark_stands_on_the_policys_point(homes, opened):
     page = opened(homes["rf"] / "report.html")
     middles = (
@@ -131,13 +106,6 @@ def test_the_page_asks_for_nothing_and_complains_of_nothing(homes, hostile, open
         page.run("document.querySelectorAll('button[data-band][aria-pressed=false]').forEach(b => b.click())")
         assert page.run(drawn) == page.run("document.querySelectorAll('button[data-band]').length") > 3
         assert (page.requests(), page.complaints()) == ([page.url], [])
-
-
-def test_a_page_that_does_ask_and_complain_is_noticed(opened, tmp_path):
-    (tmp_path / "loud.html").write_text("<img src='http://127.0.0.1:9/x.png'><script>console.log(1); oh()</script>")
-    page = opened(tmp_path / "loud.html")
-    assert len(page.requests()) == 2
-    assert len(page.complaints()) >= 2
 
 
 def test_names_are_text_whatever_they_hold(hostile, opened):

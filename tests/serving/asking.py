@@ -1,10 +1,17 @@
 """A saved chain that is served, and how tests ask for its rows."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
+import psutil
 import synthetic
 import yaml
 from runs import saved_pool
@@ -12,6 +19,9 @@ from runs import saved_pool
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
+
+CAUC = Path(sys.executable).with_name("cauc")
+DEADLINE_S = 120.0
 
 
 class Chain:
@@ -46,19 +56,35 @@ def http(method, url, body=None, **headers):
         return error.code, error.read(), error.headers
 
 
+def infer(url, model, columns, outputs=(), parameters=None, **headers):
+    """Ask for rows as JSON: texts or numbers by column. Return the status and the content, whatever they are."""
+    inputs = [
+        {
+            "name": name,
+            "shape": list(np.shape(data)),
+            "datatype": "BYTES" if isinstance(data[0], str) else "FP64",
+            "data": list(data),
+        }
+        for name, data in columns.items()
+    ]
+    body = {"inputs": inputs, "outputs": [{"name": name} for name in outputs], "parameters": parameters or {}}
+    status, text, _ = http("POST", f"{url}/v2/models/{model}/infer", body, **headers)
+    return status, json.loads(text)
+
+
+def outputs_of(content):
+    return {output["name"]: np.array(output["data"]) for output in content["outputs"]}
+
+
 def ask(service, ids, *args, **headers):
-    """Ask for rows as JSON and return the outputs by name, and the response's parameters."""
+    """Ask for rows and return the outputs by name, and the response's parameters."""
     status, content = asked(service, ids, *args, **headers)
     assert status == 200, content
-    return {output["name"]: np.array(output["data"]) for output in content["outputs"]}, content["parameters"]
+    return outputs_of(content), content["parameters"]
 
 
 def asked(service, ids, parameters=None, outputs=("prediction", "stage", "cost", "confidence"), **headers):
-    """Ask for rows as JSON and return the status and the content, whatever they are."""
-    inputs = [{"name": "example_id", "shape": [len(ids)], "datatype": "BYTES", "data": list(ids)}]
-    body = {"inputs": inputs, "outputs": [{"name": name} for name in outputs], "parameters": parameters or {}}
-    status, text, _ = http("POST", f"{service.url}/v2/models/six/infer", body, **headers)
-    return status, json.loads(text)
+    return infer(service.url, "six", {"example_id": list(ids)}, outputs, parameters, **headers)
 
 
 def refused(service, body, path="/v2/models/six/infer", method="POST", **headers):
@@ -79,3 +105,59 @@ def put_policy(service, content, **headers):
     """Ask for a change of the policy; return the status, the content and the tag of the version."""
     status, text, told = http("PUT", f"{service.url}/v2/models/six/policy", content, **headers)
     return status, json.loads(text), told["ETag"]
+
+
+class Command:
+    """`cauc serve` of a folder's pool.yaml, in a process and a session of its own."""
+
+    def __init__(self, folder, *arguments, policy="policy.json", **environment):
+        own = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
+        self.process = subprocess.Popen(
+            [CAUC, "serve", "pool.yaml", "--policy", policy, "--json", *arguments],
+            cwd=folder,
+            env=own | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    @cached_property
+    def said(self):
+        """Return what it prints once it runs."""
+        return json.loads(self.process.stdout.readline())
+
+    @property
+    def url(self):
+        return self.said["url"]
+
+    def ask(self, x=9.0):
+        """Ask for a row; return the status."""
+        return infer(self.url, "test", {"x": [x]})[0]
+
+    def ended(self, *signals, group=False):
+        """Send signals; return the exit code and what was written, once it is over."""
+        for number in signals:
+            (os.killpg if group else os.kill)(self.process.pid, number)
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+    def processes(self):
+        """Return all processes that have come of it and still run."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self):
+        """Leave nothing, whatever a test has not ended."""
+        for process in [*self.processes(), self.process]:
+            process.kill()
+        self.process.communicate()
+
+
+def until(condition, deadline_s=DEADLINE_S):
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

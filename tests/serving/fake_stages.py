@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from cauc_ray.cascade.bundles import Bundle, gathered
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
-from cauc_ray.serving.faults import StageError
+from cauc_ray.serving.metrics import ServingMetrics
+from cauc_ray.serving.request_state import StageError
 
 
 def stage_of(column: str) -> int:
@@ -71,35 +73,24 @@ class Stage:
         return self.alter(Answers(np.array(batch[self.column], dtype=np.float32)), batch)
 
 
-@dataclass
-class Counts:
-    """Counts what an observer is told."""
+class Counts(ServingMetrics):
+    """What a cascade counts of its stages, in memory."""
 
-    outcomes: dict[tuple[int, str], int] = field(default_factory=dict)
-    troubles: dict[tuple[int, str], int] = field(default_factory=dict)
-    calls: list[tuple[int, int]] = field(default_factory=list)
-    cost: float = 0.0
-    shadow_cost: dict[int, float] = field(default_factory=dict)
-    shadows: dict[str, int] = field(default_factory=dict)
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._seen: Counter[tuple[str, ...]] = Counter()
+        super().__init__(self._noted, "m", stages, "")
 
-    def rows(self, stage, outcome, n):
-        self.outcomes[stage, outcome] = self.outcomes.get((stage, outcome), 0) + n
+    def _noted(self, name, kind, tags, says, boundaries):
+        return lambda labels: lambda amount: self._seen.update({(name, *labels.values()): amount})
 
-    def answered(self, stage, confidences, costs, waits_s):
-        assert len(confidences) == len(costs)
-        self.cost += float(costs.sum())
-
-    def called(self, stage, n_rows, call_s):
-        self.calls.append((stage, n_rows))
-
-    def degraded(self, stage, trouble, n):
-        self.troubles[stage, trouble] = self.troubles.get((stage, trouble), 0) + n
-
-    def shadowed(self, stage, costs):
-        self.shadow_cost[stage] = self.shadow_cost.get(stage, 0.0) + float(costs.sum())
-
-    def shadow_rows(self, outcome, n):
-        self.shadows[outcome] = self.shadows.get(outcome, 0) + n
+    def of(self, name):
+        """Return a metric's sums, by its tags but the model and the unit."""
+        self.flush()
+        return {
+            tags[0] if len(tags) == 1 else tags: n
+            for (which, _, *more), n in self._seen.items()
+            if which == f"cauc_serve_{name}" and (tags := tuple(tag for tag in more if tag))
+        }
 
 
 def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Pool:
@@ -115,7 +106,7 @@ def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Po
 
 def cascade_of(pool: Pool, stages: Sequence[Stage]) -> tuple[Cascade, Counts]:
     """Return a cascade of the test's stages and what is counted of it."""
-    counts = Counts()
+    counts = Counts([spec.name for spec in pool.stages])
     cascade = Cascade(pool.stages, pool, stages, counts)
     for stage in stages:
         stage.cascade = cascade

@@ -5,14 +5,22 @@ import pytest
 from fake_stages import Stage, a_pool, cascade_of, columns_of, together
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from routed import routed
 from synthetic import chain
 from virtual_time import run_virtually
 
-from cauc_ray.cascade import health
+from cauc_ray.cascade import request_queue
+from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.trace import replay
-from cauc_ray.serving.faults import RequestError, StageError
+from cauc_ray.serving.inference import Spans
+from cauc_ray.serving.protocol import RequestError
+from cauc_ray.serving.request_state import StageError
 
 DATA = chain(3, n=240, ragged=True)
 NAMES = DATA.models
@@ -66,8 +74,8 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
         seen = [row for batch in own.batches for row in batch]
         assert sorted(seen) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing
         assert max(map(len, own.batches), default=0) <= 8
-        assert counts.outcomes.get((stage, "accepted"), 0) == (expected.stages == stage).sum()
-    assert counts.cost == pytest.approx(expected.costs.sum())
+        assert counts.of("rows").get((NAMES[stage], "accepted"), 0) == (expected.stages == stage).sum()
+    assert sum(counts.of("cost").values()) == pytest.approx(expected.costs.sum())
 
 
 def test_deferred_rows_of_many_requests_are_gathered():
@@ -130,7 +138,7 @@ def test_a_cap_stops_rows_with_the_answer_so_far():
         step = policy.start(DATA.logits[0][rows])
         if last == 0:
             assert np.array_equal(answer.predictions, step.predictions)
-            assert counts.outcomes[0, "capped"] == (~step.accepted).sum()
+            assert counts.of("rows").get((NAMES[0], "capped"), 0) == (~step.accepted).sum()
         assert not answer.degraded.any()
 
 
@@ -148,8 +156,8 @@ def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
     expected = replay(POLICIES["rf"], DATA)
     first_two = np.minimum(expected.stages[rows], 0)
 
-    async def main(on_failure):
-        cascade, counts = cascade_of(a_pool(NAMES, on_failure, timeout_s=0.2), hanging(1))
+    async def main(on_failure, hangs=1):
+        cascade, counts = cascade_of(a_pool(NAMES, on_failure, timeout_s=0.2), hanging(hangs))
         started = asyncio.get_running_loop().time()
         result = (await together(answered(cascade, POLICIES["rf"], rows)))[0]
         first = asyncio.get_running_loop().time() - started
@@ -161,30 +169,22 @@ def test_a_stage_that_hangs_degrades_the_request_or_fails_it():
     assert np.array_equal(answer.stages, first_two)
     assert np.array_equal(answer.predictions, POLICIES["rf"].start(DATA.logits[0][rows]).predictions)
     assert "'m1' has not answered within 0.2 s" in answer.reason
-    assert counts.troubles[1, "timeout"] > 0
-    assert sum(counts.troubles.values()) == answer.degraded.sum() + again.degraded.sum()
+    assert counts.of("degraded")[NAMES[1], "timeout"] > 0
+    assert sum(counts.of("degraded").values()) == answer.degraded.sum() + again.degraded.sum()
     assert 0.15 < first < 1.0
     assert second < 0.1  # the stage is left alone for a while
     assert np.array_equal(again.degraded, answer.degraded)
     assert "is down" in again.reason
 
-    error, again, *_ = run_virtually(main("fail"))
-    assert isinstance(error, RequestError)
-    assert (error.status, again.status) == (503, 503)
-    assert error.retry_after_s > 0
-
-
-def test_without_its_first_stage_a_pool_that_degrades_refuses_too():
-    async def main():
-        cascade, _ = cascade_of(a_pool(NAMES, "degrade", timeout_s=0.1), hanging(0))
-        return (await together(answered(cascade, POLICIES["base"], np.arange(3))))[0]
-
-    error = run_virtually(main())
-    assert (type(error), error.status) == (RequestError, 503)
+    for on_failure, hangs in (("fail", 1), ("degrade", 0)):  # without its first stage, a pool that degrades refuses too
+        error, again, *_ = run_virtually(main(on_failure, hangs))
+        assert isinstance(error, RequestError)
+        assert (error.status, again.status) == (503, 503)
+        assert error.retry_after_s > 0
 
 
 def test_a_stage_is_asked_again_after_a_pause(monkeypatch):
-    monkeypatch.setattr(health, "PAUSE_S", 0.1)
+    monkeypatch.setattr(request_queue, "PAUSE_S", 0.1)
     down = True
 
     async def before(call, batch):
@@ -228,7 +228,7 @@ def test_a_call_that_fails_is_made_again_for_each_request_alone():
     assert [bool(result.degraded.any()) for result in results] == [row == 3 for row in range(8)]
 
 
-def test_a_stage_that_always_fails_is_not_called_for_every_row():
+def test_a_stage_that_always_fails_is_not_called_for_every_row_and_the_reason_given_with_each():
     async def before(call, batch):
         raise StageError("failed", "a logit is NaN")
 
@@ -237,28 +237,14 @@ def test_a_stage_that_always_fails_is_not_called_for_every_row():
         mine[1].before = before
         cascade, _ = cascade_of(a_pool(NAMES, "degrade"), mine)
         answer = await answered(cascade, POLICIES["rf"], np.arange(200))
-        return mine, answer
+        mine[0].before = before
+        return mine, answer, await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200)))
 
-    mine, answer = run_virtually(main())
+    mine, answer, refused = run_virtually(main())
     assert answer.degraded.sum() > 60
     assert len(mine[1].batches) < 20
-
-
-def test_every_refusal_by_a_stage_that_fails_has_the_reason():
-    """The reason has the remedy: how to declare probabilities, say."""
-
-    async def before(call, batch):
-        raise StageError("failed", "declare them")
-
-    async def main():
-        mine = stages()
-        mine[0].before = before
-        cascade, _ = cascade_of(a_pool(NAMES), mine)
-        return await together(*(answered(cascade, POLICIES["rf"], np.array([row])) for row in range(200)))
-
-    refused = run_virtually(main())
     assert {error.status for error in refused} == {503}
-    assert all("declare them" in error.message for error in refused)
+    assert all("a logit is NaN" in error.message for error in refused)  # the reason has the remedy
 
 
 def test_rows_that_a_model_refuses():
@@ -295,46 +281,6 @@ def test_too_much_to_do_is_refused_at_once_and_the_rest_answered():
     assert {error.status for error in refused} == {429}
     assert 100 - 2 * 40 <= len(refused) < 70
     assert all(error.retry_after_s for error in refused)
-
-
-def test_rows_that_would_wait_too_long_are_refused_at_once():
-    async def before(call, batch):
-        await asyncio.sleep(0.05)
-
-    async def main():
-        cascade, _ = cascade_of(a_pool(NAMES, timeout_s=0.5), stages(before=before))
-        await answered(cascade, POLICIES["base"], np.arange(32))  # it learns how long a row takes
-        started = asyncio.get_running_loop().time()
-        results = await together(*(answered(cascade, POLICIES["base"], np.array([row % 240])) for row in range(2000)))
-        return results, asyncio.get_running_loop().time() - started
-
-    results, took_s = run_virtually(main())
-    n_refused = sum(isinstance(result, RequestError) and result.status == 429 for result in results)
-    assert n_refused > 1000
-    assert sum(not isinstance(result, RequestError) for result in results) > 20
-    assert took_s < 2.0
-
-
-def test_a_request_that_is_cancelled_leaves_nothing_behind():
-    async def before(call, batch):
-        await asyncio.sleep(0.05)
-
-    async def main():
-        mine = stages(before=before)
-        cascade, _ = cascade_of(a_pool(NAMES), mine)
-        going = [asyncio.create_task(answered(cascade, POLICIES["rf"], np.arange(60))) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        for task in going[:2]:
-            task.cancel()
-        results = await together(*going)
-        await asyncio.sleep(0.1)
-        return mine, results, cascade.queued(), [at.in_work for at in cascade.scheduler.stages]
-
-    mine, results, queued, busy = run_virtually(main())
-    assert [isinstance(result, asyncio.CancelledError) for result in results] == [True, True, False]
-    assert queued == [0, 0, 0]
-    assert not any(busy)
-    assert sum(map(len, mine[0].batches)) < 3 * 60  # what had not begun never did
 
 
 @pytest.mark.parametrize("other", [np.zeros((1, 2), dtype=np.uint8), np.zeros((1, 3), dtype=np.float32)])
@@ -417,3 +363,112 @@ def test_a_request_has_one_deadline_for_all_stages():
         return asyncio.get_running_loop().time() - started
 
     assert run_virtually(main()) < 4.0
+
+
+# Rows that go to any stage, next to others that take them in turn.
+R_DATA = chain(5, n=300, strengths=(1.0, 1.2, 1.7, 2.4))
+R_FITTED = fit_base(R_DATA, R_DATA, ThresholdRule(threshold=0.9))
+R_NAMES = list(R_DATA.models)
+
+
+@pytest.mark.parametrize("begins", [0, 2])
+def test_rows_of_every_policy_are_answered_as_in_the_replay(begins):
+    policies = [routed(R_FITTED, begins=begins), R_FITTED]
+    rng = np.random.default_rng(begins)
+    requests = [(policies[rng.integers(2)], rng.integers(0, 300, rng.integers(1, 12))) for _ in range(80)]
+
+    async def ask(cascade, policy, rows, after_s):
+        await asyncio.sleep(after_s)
+        return await cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows))
+
+    async def main():
+        mine = stages(4)
+        cascade, _ = cascade_of(a_pool(R_NAMES, batch_wait_s=0.01), mine)
+        answers = await asyncio.gather(*(ask(cascade, *request, rng.uniform(0, 0.1)) for request in requests))
+        return answers, mine
+
+    answers, mine = run_virtually(main())
+    for answer, (policy, rows) in zip(answers, requests, strict=True):
+        expected = replay(policy, R_DATA)
+        for name in ("predictions", "confidences", "stages", "costs"):
+            assert np.array_equal(getattr(answer, name), getattr(expected, name)[rows])
+    assert sum(len(own.batches) for own in mine) < 400  # of some 1,000 rows' calls: they share them
+
+
+def test_rows_of_a_stage_that_fails_keep_the_answer_that_they_have_and_are_refused_without_one():
+    policy = routed(R_FITTED)
+    expected = replay(policy, R_DATA)
+    first = 1 + R_DATA.logits[0].argmax(axis=1) % 3
+    sure = np.flatnonzero((first == 1) & (expected.stages == 1))[:4]
+    onward = np.flatnonzero((first == 1) & (expected.stages != 1))[:4]  # to the third stage, around the corner
+    there = np.flatnonzero(first == 3)[:4]
+
+    assert all(len(rows) > 0 for rows in (sure, onward, there))
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(R_NAMES, "degrade", timeout_s=0.5), stages(4))
+        cascade.replicas(3, [])
+        asked = (cascade.answer(policy, columns_of(R_DATA.logits, rows), len(rows)) for rows in (sure, onward, there))
+        return await together(*asked)
+
+    known, kept, refused = run_virtually(main())
+    assert not known.degraded.any()
+    assert kept.degraded.all()
+    assert (kept.stages == 1).all()
+    assert isinstance(refused, RequestError)
+    assert refused.status == 503
+
+
+def test_no_stage_can_be_the_last_one_where_stages_are_not_called_in_turn():
+    async def main():
+        cascade, _ = cascade_of(a_pool(R_NAMES), stages(4))
+        columns = columns_of(R_DATA.logits, np.arange(3))
+        return (await together(cascade.answer(routed(R_FITTED), columns, 3, last_stage=1)))[0]
+
+    error = run_virtually(main())
+    assert isinstance(error, RequestError)
+    assert error.status == 422
+
+
+EXPORTER = InMemorySpanExporter()
+
+
+def set_up():
+    """What a user's module does."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
+    trace.set_tracer_provider(provider)
+
+
+def test_a_request_is_a_span_of_its_caller_with_one_for_each_stage():
+    spans = Spans.configured("test_cascade:set_up")
+    policy = POLICIES["rf"]
+
+    async def main():
+        cascade, _ = cascade_of(a_pool(DATA.models), stages())
+        return await cascade.answer(policy, columns_of(DATA.logits, np.arange(40)), 40)
+
+    answer = asyncio.run(main())
+    first_ns = min(ready for ready, _ in answer.spans_ns.values())
+    caller = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    spans.report({"traceparent": caller}, first_ns - 1000, answer, {"rows": 40, "policy_id": policy.id})
+    import test_cascade  # as the configuration names it
+
+    found = {span.name: span for span in test_cascade.EXPORTER.get_finished_spans()}
+    request = found["cauc.infer"]
+    assert f"{request.context.trace_id:032x}" == "ab" * 16
+    assert f"{request.parent.span_id:016x}" == "cd" * 8
+    assert request.attributes["cauc.policy_id"] == policy.id
+    of_stages = [found[f"cauc.stage {name}"] for name in DATA.models]
+    for span in of_stages:
+        assert span.parent.span_id == request.context.span_id
+        assert request.start_time < span.start_time <= span.end_time <= request.end_time
+    assert [span.attributes["cauc.rows"] for span in of_stages] == [
+        int((answer.stages >= stage).sum()) for stage in range(3)
+    ]
+
+
+def test_without_a_setting_there_are_no_spans_and_a_bad_one_is_reported():
+    Spans.configured(None).report({}, 0, None, {})
+    with pytest.raises(ConfigError, match="nowhere"):
+        Spans.configured("nowhere:set_up")

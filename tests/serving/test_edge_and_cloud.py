@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from synthetic import chain, write_table
+from synthetic import write_table
 
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
@@ -31,7 +31,6 @@ def seen(tmp_path_factory):
     policies = {
         "rf": fit_rf(chains["calibration"], rule=ThresholdRule(threshold=0.8)),
         "base": fit_base(chains["calibration"], rule=ThresholdRule(threshold=0.6)),
-        "other": fit_rf(chain(), rule=ThresholdRule(threshold=0.8)),
     }
     for name, policy in policies.items():
         policy.save(folder / f"{name}.json")
@@ -61,40 +60,19 @@ def values(answer, name):
 
 
 @pytest.mark.slow
-def test_each_stage_stands_where_the_pool_says(seen):
-    found, *_ = seen
+def test_stages_run_where_the_pool_places_them_and_answers_are_degraded_while_the_cloud_is_gone(seen):
+    found, policies, expected = seen
     edge, cloud = found["nodes"]["edge"], found["nodes"]["cloud"]
     assert found["placement"] == {"Router": [edge], "stage:m0": [edge], "stage:m1": [cloud]}
-
-
-@pytest.mark.slow
-def test_answers_are_those_of_the_replay_before_and_after_a_change_of_policy(seen):
-    found, policies, expected = seen
     for answer, name in ((found["first"], "rf"), (found["changed"], "base"), (found["healed"], "base")):
         assert answer["parameters"]["policy_id"] == policies[name].id
         assert np.array_equal(values(answer, "prediction"), expected[name].predictions)
         assert np.array_equal(values(answer, "stage"), expected[name].stages)
-    assert {status for status, _ in found["while_changing"]} == {200}
-
-
-@pytest.mark.slow
-def test_a_policy_that_does_not_fit_is_refused_and_no_replica_restarts(seen):
-    found, policies, _ = seen
-    status, content = found["refused_put"]
-    assert status == 409
-    assert "the policy is for m0, m1, m2" in content["error"]
-    assert found["after_refusal"] == policies["base"].id
-    assert found["same_processes"]
-
-
-@pytest.mark.slow
-def test_answers_are_degraded_and_fast_while_the_cloud_is_gone(seen):
-    found, _, expected = seen
+    for seen_while in ("while_changing", "until_degraded", "until_healed"):
+        assert set(found[seen_while]) == {200}
     assert np.array_equal(values(found["degraded"], "degraded"), expected["base"].stages == 1)
     assert "m1" in found["degraded"]["parameters"]["reason"]
-    assert {status for status, _ in found["until_degraded"]} == {200}
     statuses, times, degraded = zip(*found["while_gone"], strict=True)
     assert set(statuses) == {200}
     assert all(degraded)
     assert sorted(times)[5] < 1.0  # most do not wait for what is known to be gone
-    assert {status for status, _ in found["until_healed"]} == {200}

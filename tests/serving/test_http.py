@@ -2,17 +2,17 @@
 
 import json
 import re
-import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema
 import numpy as np
 import pytest
 from asking import Chain, ask, http, in_force, put_policy, refused
 from runs import MODELS
 
 import cauc_ray
-from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.errors import PolicyError
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving import inference
 
@@ -46,6 +46,7 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     assert client.is_model_ready("six")
     assert client.get_server_metadata()["name"] == "cauc-ray"
     metadata = client.get_model_metadata("six", "1")
+    assert metadata["parameters"]["stages"] == ",".join(MODELS)
     assert [one["name"] for one in metadata["inputs"]] == ["example_id"]
     ids = InferInput("example_id", [len(chain.ids)], "BYTES")
     ids.set_data_from_numpy(np.array([one.encode() for one in chain.ids], dtype=object), binary_data=binary)
@@ -71,25 +72,6 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     assert (parameters["stage"], parameters["stages_called"]) == (2, "m0,m1,m2")
     with pytest.raises(InferenceServerException, match="there is no model 'seven'"):
         client.infer("seven", [ids])
-
-
-def test_requests_of_many_clients_at_once_are_answered_as_the_replay_does(chain, service):
-    expected = chain.expected("rf")
-    answers = [None] * 40
-
-    def run(number):
-        rows = np.arange(number * 5, number * 5 + 5)
-        answers[number] = rows, *ask(service, chain.ids[rows])
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for rows, outputs, parameters in answers:
-        assert np.array_equal(outputs["prediction"], expected.predictions[rows])
-        assert np.array_equal(outputs["stage"], expected.stages[rows])
-        assert parameters["cost"] == pytest.approx(expected.costs[rows].sum())
 
 
 def test_a_request_may_carry_its_own_cap(chain, service):
@@ -122,27 +104,37 @@ def test_a_request_may_carry_its_own_cap(chain, service):
 
 def test_what_is_malformed_gets_a_sentence_and_a_4xx(chain, service):
     one = {"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}
-    for body, status, says in (
-        (b"", 400, "JSON"),
+    for body, status, reason in (
         (b"\xff\xfe", 400, "JSON"),
-        ({"inputs": []}, 400, "inputs"),
-        ({"inputs": [{**one, "name": "image"}]}, 400, "example_id"),
         ({"inputs": [one, {**one, "name": "image"}]}, 400, "unknown input 'image'"),
-        ({"inputs": [{**one, "datatype": "FP32", "data": [1.0]}]}, 400, "BYTES"),
-        ({"inputs": [{**one, "shape": [0], "data": []}]}, 400, "rows"),
         ({"inputs": [{**one, "data": ["nobody"]}]}, 422, "'nobody' is not in"),
-        ({"inputs": [one], "outputs": [{"name": "logits"}]}, 400, "got 'logits'"),
         ({"inputs": [{**one, "shape": [5000], "data": ["a"] * 5000}]}, 413, "4096 rows"),
+        (b"x" * 65_000_000, 413, "longer"),
     ):
         got, error = refused(service, body)
-        assert (got, says in error) == (status, True), (body, got, error)
-    assert refused(service, b"x" * 65_000_000)[0] == 413
+        assert (got, reason in error) == (status, True), (body, got, error)
     assert refused(service, b"{}", **{"Content-Encoding": "br"})[0] == 415
     assert refused(service, b"{}", **{"Inference-Header-Content-Length": "-1"})[0] == 400
     assert refused(service, b"{}", path="/v2/models/six/versions/2/infer")[0] == 404
     assert refused(service, None, path="/v2/nowhere", method="GET")[0] == 404
     assert refused(service, None, method="DELETE")[0] == 405
+    content = chain.policies["rf"].model_dump(mode="json")
+    for body in ({"policy": {**content, "cost_unit": "USD"}}, {"x": 1}, []):
+        assert refused(service, body, path="/v2/models/six/policy", method="PUT")[0] in (400, 409)
+    with pytest.raises(PolicyError, match="the policy is for m0, m1; the service runs m0, m1, m2"):
+        cauc_ray.set_policy(chain.other, url=service.url)
+    assert in_force(service) == chain.policies["rf"].id
     assert ask(service, chain.ids[:1])  # it is as well as before
+
+
+def test_requests_are_counted_and_their_ids_echoed(chain, service):
+    body = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
+    _, _, headers = http("POST", f"{service.url}/v2/models/six/infer", body, **{"x-request-id": "my-own"})
+    assert headers.get_all("x-request-id") == ["my-own"]
+    assert http("POST", f"{service.url}/v2/models/six/infer", body)[2]["x-request-id"]
+    text = http("GET", f"{service.url}/metrics")[1].decode()
+    for name in ("requests_total", "rows_total", "call_seconds_count", "policy"):
+        assert re.search(rf'^cauc_serve_{name}{{.*model="six".*}} [1-9]', text, re.M), name
 
 
 def test_what_is_read_and_written_in_another_process_is_the_same(chain, service, monkeypatch):
@@ -160,14 +152,6 @@ def test_what_is_read_and_written_in_another_process_is_the_same(chain, service,
     assert refused(service, {**wanted, "inputs": [{**inputs[0], "shape": [1]}]})[0] == 400
 
 
-def test_the_request_id_is_echoed(chain, service):
-    body = {"inputs": [{"name": "example_id", "shape": [1], "datatype": "BYTES", "data": [chain.ids[0]]}]}
-    _, _, headers = http("POST", f"{service.url}/v2/models/six/infer", body, **{"x-request-id": "my-own"})
-    assert headers.get_all("x-request-id") == ["my-own"]
-    _, _, headers = http("POST", f"{service.url}/v2/models/six/infer", body)
-    assert headers["x-request-id"]
-
-
 def test_the_openapi_description_has_the_addresses_and_outputs_that_there_are(service):
     described = json.loads(http("GET", f"{service.url}/openapi.json")[1])
     assert "http://" not in json.dumps(described)
@@ -175,8 +159,12 @@ def test_the_openapi_description_has_the_addresses_and_outputs_that_there_are(se
     named = described["components"]["schemas"]["NamedOutput"]["properties"]["name"]
     assert [one["name"] for one in outputs] == named["enum"]
     for path, operations in described["paths"].items():
-        status, _, headers = http("DELETE", service.url + path.format(name="six", version="1"))
+        url = service.url + path.format(name="six", version="1")
+        status, _, headers = http("DELETE", url)
         assert (status, set(headers["Allow"].lower().split(", ")) - {"head"}) == (405, set(operations))
+        if "get" in operations:
+            schema = operations["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+            jsonschema.validate(json.loads(http("GET", url)[1]), {**schema, "components": described["components"]})
 
 
 def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
@@ -197,25 +185,6 @@ def test_a_budget_and_a_threshold_change_the_policy_in_force(chain, service):
         assert in_force(service) == told["policy_id"]
     finally:
         cauc_ray.set_policy(policy, url=service.url)
-
-
-def test_a_policy_that_does_not_fit_is_refused_and_the_old_one_stays(chain, service):
-    before = in_force(service)
-    with pytest.raises(PolicyError, match="the policy is for m0, m1; the service runs m0, m1, m2"):
-        cauc_ray.set_policy(chain.other, url=service.url)
-    content = chain.policies["rf"].model_dump(mode="json")
-    for body in (
-        {"policy": {**content, "format": "cauc-policy/9"}},
-        {"policy": {**content, "cost_unit": "USD"}},
-        {"x": 1},
-        {},
-        [],
-    ):
-        status, error = refused(service, body, path="/v2/models/six/policy", method="PUT")
-        assert status in (400, 409), error
-    with pytest.raises(ConfigError, match="give a policy"):
-        cauc_ray.set_policy(url=service.url)
-    assert in_force(service) == before
 
 
 def test_changes_of_a_known_version_are_made_once(chain, service):
@@ -245,14 +214,3 @@ def test_changes_of_a_known_version_are_made_once(chain, service):
             assert put_policy(service, {"threshold": 0.5}, **{"If-Match": tag})[0] == status
     finally:
         cauc_ray.set_policy(policy, url=service.url)
-
-
-def test_metrics_are_prometheus_text(chain, service):
-    ask(service, chain.ids[:3])
-    text = http("GET", f"{service.url}/metrics")[1].decode()
-    for name in ("requests_total", "rows_total", "call_seconds_count", "policy"):
-        assert re.search(rf'^cauc_serve_{name}{{.*model="six".*}} [1-9]', text, re.M), name
-
-
-def test_stages_are_named_in_order(chain, service):
-    assert json.loads(http("GET", f"{service.url}/v2/models/six")[1])["parameters"]["stages"] == ",".join(MODELS)

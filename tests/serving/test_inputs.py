@@ -1,31 +1,35 @@
+"""What tensors become before models see them, for every kind of pool, without any model."""
+
 import json
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_stages import a_pool
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cauc_ray.models.pool import pool_of
-from cauc_ray.serving.faults import RequestError
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.tensors import Tensor
+from cauc_ray.serving.protocol import DATATYPES, RequestError, Tensor
 
-IMAGES = {"kind": "torchvision", "arch": "mnasnet0_75", "weights": "IMAGENET1K_V1"}
-QUESTIONS = {"kind": "transformers-choice", "model": "m"}
-SAVED = {"kind": "saved", "logits": "L", "model": "m", "split": "test"}
-OWN = {"kind": "python", "factory": "a:b"}
+MODELS = {
+    "questions": {"kind": "transformers-choice", "model": "m"},
+    "images": {"kind": "torchvision", "arch": "mnasnet0_5", "weights": "DEFAULT"},
+    "saved": {"kind": "saved", "logits": "LOGITS", "model": "m", "split": "test"},
+    "own": {"kind": "python", "factory": "user_models:by_x"},
+}
 
 
 def inputs_of(model, **pool):
-    task = "multiple-choice" if model is QUESTIONS else "image-classification"
-    content = {"name": "p", "task": task, "stages": [{"name": "s", "model": model}], **pool}
-    read = pool_of(content, a_folder)
-    return Inputs(read, read.stages)
+    """Return the inputs of a pool of one stage."""
+    stage = {"name": "one", "model": MODELS[model], "cost": {"gflops": 1.0}}
+    loaded = pool_of({"name": "p", "task": "multiple-choice", "stages": [stage], **pool}, Path.cwd())
+    return Inputs(loaded, tuple(loaded.stages))
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path):
-    global a_folder
-    a_folder = tmp_path
+INPUTS = {name: inputs_of(name) for name in MODELS}
+INPUTS["declared"] = inputs_of("own", inputs={"x": {"datatype": "FP32", "shape": [4, -1]}})
 
 
 def texts(name, *values, shape=None):
@@ -33,38 +37,27 @@ def texts(name, *values, shape=None):
     return Tensor(name, "BYTES", data if shape is None else data.reshape(shape))
 
 
-def columns(inputs, *tensors):
-    return inputs.columns({tensor.name: tensor for tensor in tensors})
-
-
-def refusal(inputs, *tensors):
-    with pytest.raises(RequestError) as error:
-        columns(inputs, *tensors)
-    assert "\n" not in error.value.message
-    return error.value.message
+def columns(name, *tensors):
+    return INPUTS[name].columns({tensor.name: tensor for tensor in tensors})
 
 
 def test_images_come_encoded_or_as_pixels():
-    inputs = inputs_of(IMAGES)
     for shape in (None, (2, 1)):
-        read, n = columns(inputs, texts("image", b"\x89PNG", b"\xff\xd8", shape=shape))
+        read, n = columns("images", texts("image", b"\x89PNG", b"\xff\xd8", shape=shape))
         assert (n, read["image"].tolist()) == (2, [b"\x89PNG", b"\xff\xd8"])
     pixels = np.zeros((3, 4, 5, 3), dtype=np.uint8)
-    read, n = columns(inputs, Tensor("image", "UINT8", pixels))
+    read, n = columns("images", Tensor("image", "UINT8", pixels))
     assert (n, read["image"].shape) == (3, pixels.shape)
-    assert "UINT8" in refusal(inputs, Tensor("image", "FP32", pixels.astype(np.float32)))
-    assert "UINT8" in refusal(inputs, Tensor("image", "UINT8", pixels[:, 0, 0]))
 
 
-def test_questions_are_json_texts_or_texts_beside_their_choices():
-    inputs = inputs_of(QUESTIONS)
+def test_questions_are_json_texts_or_texts_next_to_their_choices():
     asked = [
         {"question": "Which?", "choices": ["a", "b", "c"]},
-        {"question": "Why?", "choices": ["d", "e"], "context": "x"},
+        {"question": "Why?", "choices": ["d", "e"], "context": "x", "subject": "own"},
     ]
-    together, n = columns(inputs, texts("question", *map(json.dumps, asked)))
+    together, n = columns("questions", texts("question", *map(json.dumps, asked)), texts("subject", "s", "t"))
     apart, _ = columns(
-        inputs,
+        "questions",
         texts("question", "Which?", "Why?"),
         texts("choices", '["a", "b", "c"]', '["d", "e"]'),
         texts("context", "", "x"),
@@ -73,76 +66,99 @@ def test_questions_are_json_texts_or_texts_beside_their_choices():
     for read in (together, apart):
         assert read["question"].tolist() == ["Which?", "Why?"]
         assert read["choices"].tolist() == [["a", "b", "c"], ["d", "e"]]
-    assert together["context"].tolist() == [None, "x"]
-    matrix, _ = columns(inputs, texts("question", "Which?"), texts("choices", "a", "b", shape=(1, 2)))
+    assert (together["context"].tolist(), together["subject"].tolist()) == ([None, "x"], ["s", "t"])
+    matrix, _ = columns("questions", texts("question", "Which?"), texts("choices", "a", "b", shape=(1, 2)))
     assert matrix["choices"].tolist() == [["a", "b"]]
 
 
+def test_other_models_have_ids_or_what_comes():
+    assert list(INPUTS["saved"].declared) == ["example_id"]
+    assert columns("saved", texts("example_id", "a", "b"))[0]["example_id"].tolist() == ["a", "b"]
+    read, n = columns("own", Tensor("x", "INT64", np.arange(3)), texts("text", "a", "ü", "c"))
+    assert (n, read["x"].tolist(), read["text"].tolist()) == (3, [0, 1, 2], ["a", "ü", "c"])
+    good = Tensor("x", "FP32", np.zeros((2, 4, 7), np.float32))
+    assert columns("declared", good)[0]["x"] is good.values
+
+
+def floats(*shape, dtype="FP32", value=0.0, name="x"):
+    values = np.zeros(shape, DATATYPES[dtype])
+    values.flat[-1:] = value
+    return Tensor(name, dtype, values)
+
+
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("name", "tensors", "reason"),
     [
-        ("{", "JSON"),
-        ("[]", "row 0"),
-        ('{"choices": ["a", "b"]}', "'question'"),
-        ('{"question": "q"}', "'choices'"),
-        ('{"question": "q", "choices": ["a"]}', "at least 2"),
-        ('{"question": "q", "choices": ["a", 2]}', "choices.1"),
-        ('{"question": "q", "choices": ["a", "b"], "answer": 1}', "unknown key 'answer'"),
-        ('{"question": "q", "choices": ["a", "b"], "context": 3}', "context"),
-        (b"\xff", "not UTF-8"),
+        *(
+            ("questions", [texts("question", text)], reason)
+            for text, reason in [
+                ("{", "row 0: "),
+                ('{"question": "q"}', "'choices'"),
+                ('{"question": "q", "choices": ["a"]}', "at least 2"),
+                ('{"question": "q", "choices": ["a", "b"], "answer": 1}', "unknown key 'answer'"),
+                (b"\xff", "not UTF-8"),
+            ]
+        ),
+        ("questions", [texts("question", "q"), texts("choices", shape=(1, 0))], "BYTES of shape [rows] (JSON"),
+        ("images", [floats(1, 4, 5, 3, name="image")], "UINT8"),
+        ("images", [floats(1, 3, dtype="UINT8", name="image")], "UINT8"),
+        ("declared", [floats(2, 4, 7, dtype="FP64")], "must be FP32, got FP64"),
+        ("declared", [floats(2, 5, 7)], r"shape [rows, 4, -1], got [2, 5, 7]"),
+        ("declared", [floats()], "first dimension"),
+        ("declared", [floats(2, name="y")], "no input 'x'"),
+        ("declared", [floats(2, 4, 7), floats(2, name="y")], "unknown input 'y'"),
+        ("own", [floats(3), floats(2, name="y")], "has 2 rows, input 'x' has 3"),
+        ("own", [floats(5000)], "1 to 4096 rows, got 5000"),
+        *(("own", [floats(3, 2, value=value)], "'x': row 2 has NaN or an inf") for value in (np.nan, np.inf, -np.inf)),
+        ("declared", [floats(3, 4, 1, value=np.nan)], "row 2"),
     ],
 )
-def test_a_question_with_a_fault_is_refused_in_one_line(text, says):
-    assert says in refusal(inputs_of(QUESTIONS), texts("question", text))
+def test_tensors_that_no_model_reads_are_refused_in_one_line(name, tensors, reason):
+    with pytest.raises(RequestError) as error:
+        columns(name, *tensors)
+    assert reason in error.value.message
+    assert "\n" not in error.value.message
 
 
-def test_what_a_pool_declares_is_asked_for():
-    inputs = inputs_of(OWN, inputs={"image": {"datatype": "FP32", "shape": [4, -1]}})
-    good = Tensor("image", "FP32", np.zeros((2, 4, 7), np.float32))
-    read, n = columns(inputs, good)
-    assert (n, read["image"] is good.values) == (2, True)
-    for tensor, says in (
-        (Tensor("image", "FP64", np.zeros((2, 4, 7))), "must be FP32, got FP64"),
-        (Tensor("image", "FP32", np.zeros((2, 5, 7), np.float32)), r"shape [rows, 4, -1], got [2, 5, 7]"),
-        (Tensor("image", "FP32", np.zeros((2, 4), np.float32)), "got [2, 4]"),
-        (Tensor("image", "FP32", np.zeros((), np.float32)), "first dimension"),
-        (Tensor("x", "FP32", np.zeros((2, 4, 7), np.float32)), "no input 'image'"),
-    ):
-        assert says in refusal(inputs, tensor)
-    assert "unknown input 'x'" in refusal(inputs, good, Tensor("x", "FP32", np.zeros((2, 1), np.float32)))
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+choices = st.lists(st.text(max_size=4), max_size=4)
+questions = st.fixed_dictionaries(
+    {"question": st.text(max_size=4) | anything, "choices": choices | anything},
+    optional={"context": st.text() | anything, "subject": st.text(), "task": st.none(), "other": st.text()},
+)
+elements = (anything | choices | questions).map(json.dumps).map(str.encode) | st.binary(max_size=6)
 
 
-def test_models_of_a_users_own_take_what_comes():
-    read, n = columns(inputs_of(OWN), Tensor("x", "INT64", np.arange(3)), texts("text", "a", "ü", "c"))
-    assert n == 3
-    assert read["x"].tolist() == [0, 1, 2]
-    assert read["text"].tolist() == ["a", "ü", "c"]
+@st.composite
+def any_tensors(draw, n):
+    name = draw(st.sampled_from(["question", "choices", "context", "subject", "image", "example_id", "x", "\n"]))
+    rows = draw(st.sampled_from([n, n, n, n, 0, 1, 5000]))
+    shape = draw(st.sampled_from([(rows,), (rows,), (rows, 1), (rows, 2), (rows, 0), (rows, 4, 4, 3), ()]))
+    datatype = draw(st.sampled_from(["BYTES", "BYTES", "BYTES", *DATATYPES]))
+    if datatype != "BYTES":
+        return Tensor(name, datatype, np.zeros(shape, DATATYPES[datatype]))
+    few, size = draw(st.lists(elements, min_size=1, max_size=3)), int(np.prod(shape))
+    return texts(name, *(few * size)[:size], shape=shape)
 
 
-def test_tensors_have_as_many_rows_as_each_other_and_no_more_than_allowed():
-    inputs = inputs_of(OWN, serving={"max_request_rows": 5})
-    assert "has 2 rows, input 'x' has 3" in refusal(
-        inputs, Tensor("x", "INT64", np.arange(3)), Tensor("y", "INT64", np.arange(2))
-    )
-    assert "1 to 5 rows, got 6" in refusal(inputs, Tensor("x", "INT64", np.arange(6)))
-
-
-def test_saved_models_ask_for_ids():
-    inputs = inputs_of(SAVED)
-    assert list(inputs.declared) == ["example_id"]
-    read, _ = columns(inputs, texts("example_id", "a", "b"))
-    assert read["example_id"].tolist() == ["a", "b"]
-    assert a_pool(["x"]).inputs == {}
-
-
-@pytest.mark.parametrize("declared", [{}, {"inputs": {"x": {"datatype": "FP32", "shape": [2]}}}])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_not_finite_are_refused(value, declared):
-    inputs = inputs_of(OWN, **declared)
-    x = np.zeros((3, 2), dtype=np.float32)
-    columns(inputs, Tensor("x", "FP32", x))
-    x[1, 1] = value
-    said = refusal(inputs, Tensor("x", "FP32", x))
-    assert "'x'" in said
-    assert "row 1" in said
-    assert "finite" in said
+@given(
+    st.sampled_from(list(INPUTS)), st.integers(1, 3).flatmap(lambda n: st.lists(any_tensors(n), min_size=1, max_size=4))
+)
+def test_tensors_become_columns_of_rows_or_are_refused(name, tensors):
+    inputs = INPUTS[name]
+    with suppress(RequestError):
+        read, n = inputs.columns({tensor.name: tensor for tensor in tensors})
+        assert 1 <= n <= 4096
+        assert all(len(column) == n for column in read.values())
+        assert inputs.takes_any or set(read) <= {*inputs.names, "choices"}
+        for own in read.get("choices", ()):
+            assert len(own) >= 2
+            assert all(isinstance(choice, str) for choice in own)
+        if name == "questions":
+            assert all(isinstance(question, str) for question in read["question"])
+            for optional in {"context", "subject", "task"} & set(read):
+                assert all(isinstance(one, str | None) for one in read[optional])

@@ -1,12 +1,9 @@
 """A service reads its models' answers as a table's are read, and refuses probabilities that nobody declared."""
 
-import json
-import urllib.error
-import urllib.request
-
 import numpy as np
 import pytest
 import yaml
+from asking import infer, outputs_of
 from masked import MODELS, softmax, splits, write
 
 import cauc_ray
@@ -42,33 +39,18 @@ def served(tmp_path_factory):
         yield service, policy, LogitTable(table, kinds).read_chain(MODELS, "test")
 
 
-def ask(service, ids, **parameters):
-    inputs = [{"name": "example_id", "shape": [len(ids)], "datatype": "BYTES", "data": list(ids)}]
-    outputs = [{"name": "prediction"}, {"name": "confidence"}]
-    body = json.dumps({"inputs": inputs, "outputs": outputs, "parameters": parameters}).encode()
-    try:
-        with urllib.request.urlopen(f"{service.url}/v2/models/kinds/infer", body, timeout=60) as answer:
-            content = json.loads(answer.read())
-            return 200, {output["name"]: np.array(output["data"]) for output in content["outputs"]}
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]
-
-
-def test_declared_probabilities_and_masks_are_answered_as_in_the_replay(served):
+def test_declared_probabilities_are_answered_as_in_the_replay_and_undeclared_ones_refused(served):
     service, policy, chain = served
-    status, answers = ask(service, chain.example_ids, max_stage=0)
+    outputs = ("prediction", "confidence")
+    status, content = infer(service.url, "kinds", {"example_id": chain.example_ids}, outputs, {"max_stage": 0})
+    answers = outputs_of(content)
     expected = policy.start(chain.logits[0])
     assert status == 200
     assert np.array_equal(answers["prediction"], expected.predictions)
     assert np.array_equal(answers["confidence"].astype(np.float32), expected.confidences.astype(np.float32))
-
-
-def test_undeclared_probabilities_are_no_answer(served):
-    service, policy, chain = served
-    deferred = ~policy.start(chain.logits[0]).accepted
-    ids = np.array(chain.example_ids)[deferred]
-    status, says = ask(service, ids[:1])
-    assert status == 503
-    assert "'m1'" in says
-    assert "logit_kind: probabilities" in says
-    assert ask(service, ids[1:20])[0] == 503
+    ids = np.array(chain.example_ids)[~expected.accepted]
+    for own in (ids[:1], ids[1:20]):
+        status, content = infer(service.url, "kinds", {"example_id": own.tolist()})
+        assert status == 503
+    assert "'m1'" in content["error"]
+    assert "logit_kind: probabilities" in content["error"]

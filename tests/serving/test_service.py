@@ -16,7 +16,7 @@ from asking import Chain, ask, asked, http, in_force, put_policy
 from replicas import replicas_of
 
 import cauc_ray
-from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.errors import ExecutionError
 from cauc_ray.policies.trace import replay
 
 with warnings.catch_warnings():
@@ -136,41 +136,6 @@ def test_a_replica_that_cannot_be_asked_delays_a_change_and_answers_by_no_other_
         cauc_ray.set_policy(chain.policies["rf"], url=service.url)
 
 
-@pytest.mark.slow
-def test_a_writer_that_dies_leaves_one_complete_policy(chain, service):
-    policy = chain.policies["rf"]
-    mine = [policy.with_threshold(0.5 + number / 256) for number in range(8)]
-
-    def put(one):
-        try:
-            return put_policy(service, {"policy": one.model_dump(mode="json")})
-        except (OSError, ValueError):  # the connection ended with the replica, or Serve's proxy says so in no JSON
-            return None
-
-    try:
-        with ThreadPoolExecutor(len(mine)) as pool:
-            told = [pool.submit(put, one) for one in mine]
-            os.kill(replicas_of("Router")[0], signal.SIGKILL)
-            told = [one.result() for one in told]
-        last = cauc_ray.set_policy(mine[0], url=service.url)
-        assert in_force_everywhere(service) == {(mine[0].id, last["version"])}
-        assert all(content["version"] < last["version"] for status, content, _ in filter(None, told) if status == 200)
-    finally:
-        cauc_ray.set_policy(policy, url=service.url)
-
-
-def test_a_long_body_is_answered_as_short_ones_are(chain, service):
-    ids = np.resize(chain.ids, 4000)
-    inputs = [{"name": "example_id", "shape": [4000], "datatype": "BYTES", "data": ids.tolist()}]
-    body = json.dumps({"inputs": inputs, "id": "x" * 300_000}).encode()
-    status, text, _ = http("POST", f"{service.url}/v2/models/six/infer", body)
-    assert status == 200
-    answer = json.loads(text)
-    assert answer["id"] == "x" * 300_000
-    (predictions,) = (one["data"] for one in answer["outputs"] if one["name"] == "prediction")
-    assert np.array_equal(predictions, np.resize(chain.expected("rf").predictions, 4000))
-
-
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
     expected = chain.expected("rf")
     answers, stop = [], threading.Event()
@@ -223,19 +188,6 @@ def test_a_policy_that_was_set_outlives_the_replicas_that_took_it(chain, service
             assert parameters["policy_id"] == chain.policies["base"].id
     finally:
         cauc_ray.set_policy(chain.policies["rf"], url=service.url)
-
-
-def test_what_cannot_be_served_is_reported_in_one_line(chain, ray_session, tmp_path):
-    with (
-        pytest.raises(ConfigError, match="cannot listen at"),
-        cauc_ray.serve(chain.pool, chain.policies["rf"], port=1 << 17),
-    ):
-        pass
-    with (
-        pytest.raises(ConfigError, match="part of URLs"),
-        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="a/b"),
-    ):
-        pass
 
 
 def test_a_serve_that_runs_already_is_left_alone(chain, service):

@@ -4,23 +4,20 @@ import os
 import signal
 import threading
 import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import yaml
+from asking import http, infer
 from ray.serve.exceptions import RayServeException
 from replicas import replicas_of
 from runs import python_pool, two_model_policy
-from test_watched_service import Watched, seen, traffic
 
 import cauc_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 DEADLINE_S = 90.0
-ROW = b'{"inputs": [{"name": "x", "shape": [1], "datatype": "FP64", "data": [9.0]}]}'
 
 
 def changed(path, change):
@@ -32,11 +29,11 @@ def changed(path, change):
 
 
 def ready(service):
-    try:
-        with urllib.request.urlopen(f"{service.url}/v2/health/ready", timeout=60) as answer:
-            return answer.status
-    except urllib.error.HTTPError as error:
-        return error.code
+    return http("GET", f"{service.url}/v2/health/ready")[0]
+
+
+def ask(service):
+    return infer(service.url, "six", {"x": [9.0]})[0]
 
 
 def until(condition, deadline_s=DEADLINE_S):
@@ -49,11 +46,8 @@ def until(condition, deadline_s=DEADLINE_S):
 def test_the_first_request_after_a_long_start_is_answered(tmp_path):
     """Models that load for longer than rows wait for a replica; the service is asked as soon as it runs."""
     pool = python_pool(tmp_path, [("loads_slowly", {"seconds": 8.0}), ("by_x", {})], serving={"timeout_s": 4.0})
-    with (
-        cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service,
-        urllib.request.urlopen(f"{service.url}/v2/models/six/infer", ROW, timeout=60) as answer,
-    ):
-        assert answer.status == 200
+    with cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service:
+        assert ask(service) == 200
 
 
 def test_a_replica_that_is_killed_while_another_stage_loads_does_not_end_the_start(tmp_path):
@@ -71,40 +65,10 @@ def test_a_replica_that_is_killed_while_another_stage_loads_does_not_end_the_sta
 
     with ThreadPoolExecutor(1) as killing:
         done = killing.submit(kill)
-        with (
-            cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service,
-            urllib.request.urlopen(f"{service.url}/v2/models/six/infer", ROW, timeout=60) as answer,
-        ):
-            assert answer.status == 200
+        with cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service:
+            assert ask(service) == 200
             done.result()
             assert replicas_of("stage:small") != killed
-
-
-def test_a_fault_in_the_background_does_not_blind_a_router(tmp_path):
-    """Metrics fail at first; the router still hears of a stage that is gone, and of its return."""
-    gone = tmp_path / "gone"
-    pool = changed(
-        python_pool(tmp_path, [("by_x", {}), ("loads_unless", {"path": str(gone)})]),
-        lambda content: content.update(serving={"tracing": "user_models:metrics_that_fail_twice"}),
-    )
-    with cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service:
-        assert ready(service) == 200
-        gone.touch()
-        os.kill(replicas_of("stage:large")[0], signal.SIGKILL)
-        until(lambda: ready(service) == 503)
-        gone.unlink()
-        until(lambda: ready(service) == 200)
-
-
-def test_a_raised_alarm_outlives_a_redeployment_of_the_same_policy(tmp_path):
-    watched = Watched(tmp_path)
-    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as service:
-        traffic(watched, service, watched.ids["other"])
-        raised = seen(service, lambda content: content["holds"] is False)
-        assert raised["holds"] is False
-    with cauc_ray.serve(watched.pool, watched.policy, port=0, name="six") as service:
-        content = seen(service, lambda content: content["holds"] is False)
-        assert (content["holds"], content["n"]) == (False, 0)
 
 
 @pytest.mark.filterwarnings("ignore:`look_back_period_s`:FutureWarning")  # Ray's, of the window that it looks back
@@ -114,12 +78,11 @@ def test_a_stage_that_cannot_keep_up_gets_another_replica_and_gives_it_back(tmp_
     serving = {"batch_size": 1, "timeout_s": 60, "upscale_delay_s": 0, "downscale_delay_s": 2}
     changed(pool, lambda content: content["stages"][0].update(replicas={"min": 1, "max": 2}, serving=serving))
     with cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service:
-        stop, n_answered = threading.Event(), []
+        stop = threading.Event()
 
         def run():
             while not stop.is_set():
-                with urllib.request.urlopen(f"{service.url}/v2/models/six/infer", ROW, timeout=90) as answer:
-                    n_answered.append(answer.status)
+                ask(service)
 
         threads = [threading.Thread(target=run) for _ in range(16)]
         for thread in threads:

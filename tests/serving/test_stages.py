@@ -8,15 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from completion_server import Fault, scripted_server
-from runs import two_model_policy
 from synthetic import chain
 from user_models import hanging
 
 from cauc_ray.cascade.bundles import Part
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.fitting import ThresholdRule, fit_base
-from cauc_ray.serving.packing import StageCall
-from cauc_ray.serving.stages import StageServer
+from cauc_ray.serving.on_serve import StageServer
+from cauc_ray.serving.request_state import StageCall
 
 TIMEOUT_S = 0.02
 DATA = chain(2, n=40)
@@ -83,18 +82,3 @@ def test_a_model_of_our_own_that_hangs_does(model):
     entered, leave = hanging.entered, hanging.leave = threading.Event(), threading.Event()
     with pytest.raises(EndedError):
         answered_while_asked_for_health(model, {"x": np.zeros(1)}, entered, leave)
-
-
-def test_a_call_is_prepared_while_the_model_answers_the_one_before():
-    spec = StageSpec.model_validate({"name": "one", "model": python_model("waits_for_the_next", n_batches=2)})
-    policy = two_model_policy(threshold=0.0)
-
-    async def main():
-        server = StageServer(spec, 0, [])
-        calls = [StageCall({"x": np.array([x])}, [Part(0, slice(0, 1))], {"": policy}) for x in (0.0, 1.0)]
-        return await asyncio.gather(*map(server.answer, calls))
-
-    results = [result for result, _ in asyncio.run(main())]
-    assert [(result.error, result.failures) for result in results] == [(None, {})] * 2
-    steps = [policy.start(np.array([[x, 0.0]], np.float32)) for x in (0.0, 1.0)]
-    assert [result.confidences[0] for result in results] == [step.confidences[0] for step in steps]

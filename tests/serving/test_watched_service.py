@@ -4,14 +4,12 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import synthetic
 import yaml
+from asking import ask, http
 from replicas import replicas_of
 from runs import saved_pool
 
@@ -76,26 +74,18 @@ def two_routers(watched, ray_session):
         yield running
 
 
-def http(service, path, content=None):
+def call(service, path, content=None):
     """Return the status and content of a request: GET, or POST of some JSON."""
-    data = None if content is None else json.dumps(content).encode()
-    try:
-        with urllib.request.urlopen(f"{service.url}/v2/models/six/{path}", data, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    url, method = f"{service.url}/v2/models/six/{path}", "GET" if content is None else "POST"
+    status, text, _ = http(method, url, content)
+    return status, json.loads(text)
 
 
-def ask(service, ids):
-    """Return what feedback says of answers, all but the labels, and their costs."""
-    inputs = [{"name": "example_id", "shape": [len(ids)], "datatype": "BYTES", "data": list(ids)}]
-    names = ("prediction", "confidence", "stage", "cost")
-    status, content = http(service, "infer", {"inputs": inputs, "outputs": [{"name": name} for name in names]})
-    assert status == 200, content
-    outputs = {output["name"]: output["data"] for output in content["outputs"]}
-    costs = outputs.pop("cost")
-    told = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
-    return {**told, **outputs}, costs
+def feedback_of(service, ids):
+    """Ask for rows; return what feedback says of the answers, all but the labels."""
+    outputs, parameters = ask(service, ids, None, ("prediction", "confidence", "stage"))
+    own = {name: parameters[name] for name in ("policy_id", "answer_id")}
+    return {**own, **{name: values.tolist() for name, values in outputs.items()}}
 
 
 def traffic(watched, service, ids, size=20):
@@ -103,9 +93,9 @@ def traffic(watched, service, ids, size=20):
     told = []
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
-        said, _ = ask(service, part)
+        said = feedback_of(service, part)
         label = [int(watched.labels[one]) for one in part]
-        status, content = http(service, "feedback", {**said, "label": label})
+        status, content = call(service, "feedback", {**said, "label": label})
         assert status == 200, content
         told.append(content)
     return told
@@ -115,7 +105,7 @@ def seen(service, ready):
     """Return what is watched once that is as it should be, at the latest when time is over."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        status, content = http(service, "watch")
+        status, content = call(service, "watch")
         assert status == 200, content
         if ready(content) or time.monotonic() > deadline:
             return content
@@ -140,11 +130,11 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
         assert stage["n_compared"] <= (0 if place == 2 else here.sum())
 
     try:
-        said, _ = ask(service, watched.ids["same"][:5])
+        said = feedback_of(service, watched.ids["same"][:5])
         cauc_ray.set_policy(watched.other, url=service.url)
         content = seen(service, lambda content: content["policy_id"] != policy_id)
         assert (content["holds"], content["n"], content["n_labelled"]) == (True, 0, 0)
-        status, late = http(service, "feedback", {**said, "label": [0] * 5})
+        status, late = call(service, "feedback", {**said, "label": [0] * 5})
         assert (status, late["counted"], late["rows"]) == (200, 0, 5)
         assert f"policy {watched.other.id} is active" in late["says"]
         cauc_ray.set_policy(url=service.url, threshold=0.5)
@@ -158,30 +148,6 @@ def test_new_rows_are_quiet_another_policy_begins_anew_and_changed_models_are_an
     assert content["holds"] is False
     assert content["n"] <= N_OTHER
     assert content["says"].startswith("has drifted: ")
-
-
-@pytest.mark.slow
-def test_feedback_of_a_row_counts_once_at_whichever_replica(watched, two_routers):
-    said, _ = ask(two_routers, watched.ids["same"][:10])
-    body = {**said, "label": [0] * 10}
-    first = {**{name: value[:4] if isinstance(value, list) else value for name, value in body.items()}}
-    first["rows"] = [0, 1, 2, 3]
-    with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(lambda one: http(two_routers, "feedback", one), [first, body] * 8))
-    assert {status for status, _ in told} == {200}
-    assert sum(content["counted"] for _, content in told) == 10
-    status, again = http(two_routers, "feedback", body)
-    assert (status, again["counted"], again["rows"]) == (200, 0, 10)
-    assert "10 answers" in again["says"]
-    # Another answer for the same rows is another answer.
-    assert http(
-        two_routers, "feedback", {**body, "answer_id": ask(two_routers, watched.ids["same"][:10])[0]["answer_id"]}
-    )[1]["counted"]
-    without = {name: value for name, value in body.items() if name != "answer_id"}
-    assert [http(two_routers, "feedback", without)[1]["counted"] for _ in range(4)] == [10, 0, 0, 0]
-    for wrong in ({"rows": [0]}, {"rows": [0] * 10}, {"answer_id": "7"}, {"rows": list(range(4090, 4100))}):
-        assert http(two_routers, "feedback", {**body, **wrong})[0] == 400
-    assert http(two_routers, "feedback", {**without, "rows": list(range(10))})[0] == 400
 
 
 @pytest.mark.slow
@@ -211,18 +177,3 @@ def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, t
     cauc_ray.set_policy(watched.policy, url=two_routers.url)
     content = seen(two_routers, lambda content: content["policy_id"] == watched.policy.id and content["holds"])
     assert content["holds"] is True
-
-
-def test_early_answers_are_compared_and_no_answer_depends_on_it(watched, service):
-    said, costs = ask(service, watched.ids["same"])
-    expected = replay(watched.policy, watched.same)
-    assert np.array_equal(said["prediction"], expected.predictions)
-    assert np.allclose(costs, expected.costs)
-
-
-def test_feedback_without_sense_is_refused(watched, service):
-    said, _ = ask(service, watched.ids["same"][:2])
-    for content in ({}, [], {**said, "label": [1]}, {**said, "label": [1, 2], "stage": [7, 0]}):
-        status, error = http(service, "feedback", content)
-        assert (status, list(error)) == (400, ["error"])
-    assert http(service, "watch/other")[0] == 404

@@ -14,10 +14,11 @@ from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 from cauc_ray.serving import watching
-from cauc_ray.serving.faults import RequestError, StageError
-from cauc_ray.serving.feedback import Feedback
+from cauc_ray.serving.local import MemoryStore
+from cauc_ray.serving.protocol import RequestError
+from cauc_ray.serving.request_state import StageError
 from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S
-from cauc_ray.serving.watching import Watching, report_of
+from cauc_ray.serving.watching import Feedback, Reported, Watching, report_of
 
 DATA = chain(3, n=400, ragged=True)
 POLICY = fit_rf(chain(3, n=1000, shift=1), chain(3, n=1000, shift=2), ThresholdRule(budget=12.0))
@@ -57,7 +58,7 @@ def shadowed(share):
         for rows in np.arange(len(DATA)).reshape(-1, 5):
             answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
-            cascade.compare(answers[-1], told.agreements)
+            cascade.shadows.offer(answers[-1], told.agreements)
             assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
         await asyncio.sleep(PATIENCE_S + 1)
         return counts, told, [sum(map(len, stage.batches)) for stage in mine], answers
@@ -73,12 +74,12 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
         zip(EXPECTED.stages[early].tolist(), agreed[early].tolist(), strict=True)
     )
     assert 0 < agreed[early].mean() < 1
-    assert counts.shadows == {"compared": early.sum()}
+    assert counts.of("shadow_rows") == {"compared": early.sum()}
     # A row goes on from where it stopped; what that costs is counted apart, and no answer is another.
     assert had == [len(DATA)] * 3
-    assert counts.cost == pytest.approx(EXPECTED.costs.sum())
-    assert sum(counts.shadow_cost.values()) == pytest.approx(COSTS.sum() * len(DATA) - EXPECTED.costs.sum())
-    assert sum(n for (_, outcome), n in counts.outcomes.items() if outcome == "accepted") == len(DATA)
+    assert sum(counts.of("cost").values()) == pytest.approx(EXPECTED.costs.sum())
+    assert sum(counts.of("shadow_cost").values()) == pytest.approx(COSTS.sum() * len(DATA) - EXPECTED.costs.sum())
+    assert sum(n for (_, outcome), n in counts.of("rows").items() if outcome == "accepted") == len(DATA)
     predictions = np.concatenate([answer.predictions for answer in answers])
     assert np.array_equal(predictions, EXPECTED.predictions)
 
@@ -86,27 +87,14 @@ def test_all_early_answers_are_compared_with_what_the_whole_cascade_makes_of_the
 def test_a_share_is_chosen_at_random_and_always_the_same():
     counts, told, _, _ = shadowed(0.25)
     n_early = int((EXPECTED.stages < 2).sum())
-    n = counts.shadows["compared"]
+    n = counts.of("shadow_rows")["compared"]
     assert abs(n - n_early / 4) < 4 * (n_early * 0.25 * 0.75) ** 0.5
     again, told_again, _, _ = shadowed(0.25)
-    assert (again.shadows, told_again.agreed) == (counts.shadows, told.agreed)
+    assert (again.of("shadow_rows"), told_again.agreed) == (counts.of("shadow_rows"), told.agreed)
     none, told, had, _ = shadowed(0.0)
-    assert none.shadows == {}
+    assert none.of("shadow_rows") == {}
     assert had[0] == len(DATA)
     assert had[2] == (EXPECTED.stages == 2).sum()
-
-
-def test_rows_that_a_request_caps_are_not_compared():
-    async def main():
-        cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), [Stage(f"logits{stage}") for stage in range(3)])
-        answer = await ask(cascade, np.arange(100), last_stage=1)
-        cascade.compare(answer, Recorder().agreements)
-        await asyncio.sleep(PATIENCE_S)
-        return answer, counts
-
-    answer, counts = run_virtually(main())
-    assert answer.capped
-    assert (answer.early, counts.shadows) == ([], {})
 
 
 def test_a_stage_that_is_busy_is_left_alone():
@@ -130,12 +118,12 @@ def test_a_stage_that_is_busy_is_left_alone():
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
         await asyncio.sleep(0.01)
-        cascade.compare(await ask(cascade, early), Recorder().agreements)
+        cascade.shadows.offer(await ask(cascade, early), Recorder().agreements)
         await asyncio.gather(*busy)
         return counts, set(early.tolist())
 
     counts, early = run_virtually(main())
-    assert counts.shadows == {"dropped": 20}
+    assert counts.of("shadow_rows") == {"dropped": 20}
     assert not any(early & set(rows) for rows in calls)
 
 
@@ -147,17 +135,17 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
         told, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
-        cascade.compare(await ask(cascade, early[:10]), told.agreements)
+        cascade.shadows.offer(await ask(cascade, early[:10]), told.agreements)
         await asyncio.sleep(1)
-        assert (counts.shadows, told.agreed) == ({"dropped": 10}, [])
+        assert (counts.of("shadow_rows"), told.agreed) == ({"dropped": 10}, [])
         for _ in range(3 + MOST_WAITING // 20):
-            cascade.compare(await ask(cascade, early[:20]), told.agreements)
-        assert counts.shadows["dropped"] == 10 + 60
+            cascade.shadows.offer(await ask(cascade, early[:20]), told.agreements)
+        assert counts.of("shadow_rows")["dropped"] == 10 + 60
         return counts
 
     counts = run_virtually(main())
-    assert not counts.troubles
-    assert {outcome for (_, outcome), n in counts.outcomes.items() if n} == {"accepted"}
+    assert not counts.of("degraded")
+    assert {outcome for (_, outcome), n in counts.of("rows").items() if n} == {"accepted"}
 
 
 def answered(rows, data=DATA, policy=POLICY, **options):
@@ -168,18 +156,11 @@ def answered(rows, data=DATA, policy=POLICY, **options):
     return run_virtually(main())
 
 
-def test_a_request_state_has_the_likeliest_options_of_its_answers_where_they_are_watched():
-    answer = answered(np.arange(len(DATA)))
-    assert np.array_equal(answer.likeliest, TRACE.likeliest[np.arange(len(DATA)), answer.stages])
-    unwatched = answered(np.arange(20), policy=POLICY.with_threshold(0.5))
-    assert (unwatched.likeliest == -1).all()
-
-
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog, monkeypatch):
     # Whether Serve's logger passes on what it is told is up to Serve, once a test has run it in this process.
     monkeypatch.setattr(watching, "logger", logging.getLogger(__name__))
     told = Recorder()
-    watch = Watching(POLICY, POLICY.id, told, n_routers=1)
+    watch = Watching(POLICY, POLICY.id, told, 1, MemoryStore(), "alarm")
     watch.answered(answered(np.arange(50)), POLICY.id)
     watch.answered(answered(np.arange(50), last_stage=1), POLICY.id)
     watch.answered(answered(np.arange(50)), "another")
@@ -211,7 +192,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
 def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
     without = POLICY.model_copy(update={"reference": None})
     early = answered(np.arange(50), policy=without)
-    watch = Watching(without, without.id, Recorder(), n_routers=1)
+    watch = Watching(without, without.id, Recorder(), 1, MemoryStore(), "alarm")
     watch.begin(POLICY, POLICY.id)
     assert without.id == POLICY.id
     watch.answered(early, without.id)
@@ -220,7 +201,7 @@ def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
 
 
 def test_a_flood_is_watched_in_part():
-    watch = Watching(POLICY, POLICY.id, Recorder(), n_routers=1)
+    watch = Watching(POLICY, POLICY.id, Recorder(), 1, MemoryStore(), "alarm")
     answer = answered(np.arange(len(DATA)))
     for _ in range(20):
         watch.answered(answer, POLICY.id)
@@ -241,30 +222,50 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
     last = Feedback.read(body(stage=[0, 2]), POLICY, 10)
     assert len(last.given_by(POLICY)) == 2
     # The answers of a replay are all its own, also as the float32 that a client is given.
-    said = Feedback(POLICY.id, EXPECTED.stages, EXPECTED.confidences.astype(np.float32).astype(float), DATA.labels > 0)
+    said = Feedback(
+        POLICY.id,
+        "",
+        np.arange(len(DATA)),
+        EXPECTED.stages,
+        EXPECTED.confidences.astype(np.float32).astype(float),
+        DATA.labels > 0,
+    )
     assert len(said.given_by(POLICY)) == len(DATA)
 
 
+def test_feedback_of_a_row_counts_once_at_whichever_router(monkeypatch):
+    store = MemoryStore()
+    routers = [Reported(store, "life") for _ in range(3)]
+    whole = Feedback.read(body(answer_id="0" * 32), POLICY, 10)
+    first = whole.at(np.array([True, False]))
+    assert [len(routers[0].new(first)), len(routers[1].new(whole)), len(routers[2].new(whole))] == [1, 1, 0]
+    assert len(routers[2].new(Feedback.read(body(answer_id="1" * 32), POLICY, 10))) == 2
+    assert [len(router.new(Feedback.read(body(), POLICY, 10))) for router in routers] == [2, 0, 0]  # by its content
+    routers[0].forget("p")
+    assert len(routers[1].new(whole)) == 2
+    monkeypatch.setattr(watching, "MOST_REMEMBERED", 1)
+    one, answers = Reported(store, "life"), [Feedback.read(body(answer_id=each * 32), POLICY, 10) for each in "23"]
+    assert [len(one.new(answer)) for answer in (*answers, answers[0])] == [2, 2, 2]  # the oldest is dropped
+
+
 @pytest.mark.parametrize(
-    ("bad", "status", "says"),
+    ("bad", "status", "reason"),
     [
-        (b"", 400, "feedback is invalid"),
         (b"[]", 400, "feedback is invalid"),
         (body(prediction=[]), 400, "prediction"),
         (body(label=[1]), 400, "2 of prediction, 2 of confidence, 2 of stage, 1 of label"),
         (body(confidence=[0.5, 1.5]), 400, "confidence"),
-        (body(confidence=[0.5, "a"]), 400, "confidence"),
         (body(stage=[0, 3]), 400, "stages are 0 to 2, got 3"),
-        (body(stage=[0, -1]), 400, "stage"),
-        (body(label=[1.5, 1]), 400, "label"),
         (body(label=[2**40, 1]), 400, "label"),
         (body(extra=1), 400, "extra"),
+        (body(rows=[0, 1]), 400, "answer_id"),
+        (body(rows=[1, 1], answer_id="0" * 32), 400, "distinct"),
         (body(prediction=[1] * 11, confidence=[0.5] * 11, stage=[0] * 11, label=[1] * 11), 413, "up to 10 rows"),
     ],
 )
-def test_feedback_that_makes_no_sense_is_refused(bad, status, says):
+def test_feedback_that_makes_no_sense_is_refused(bad, status, reason):
     with pytest.raises(RequestError) as error:
         Feedback.read(bad, POLICY, 10)
     assert error.value.status == status
-    assert says in error.value.message
+    assert reason in error.value.message
     assert "\n" not in error.value.message

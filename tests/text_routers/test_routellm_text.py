@@ -16,15 +16,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from cauc_ray.text_routers import reader as text_reader
-from cauc_ray.text_routers.reader import Labelled, drawn_from, fine_tune, passes
-from cauc_ray.text_routers.routellm import (
+from cauc_ray.text_routers import (
     BERT,
     CAUSAL,
     classifier,
     comparisons,
+    drawn_from,
     fit_routellm_bert,
     fit_routellm_causal,
+    passes,
     qualities,
     scorer,
 )
@@ -114,15 +114,6 @@ def test_a_telling_word_is_learnt(kind, checkpoints):
 
 
 @kinds
-def test_where_words_tell_nothing_nothing_is_gained(kind, checkpoints):
-    fit, recipe = FITS[kind]
-    calibration, validation = (queries(seed, telling=False)[0] for seed in (3, 4))
-    test, _ = queries(5, 1000, telling=False)
-    fitted = fit(Fitting(calibration, validation, 0, checkpoints[kind]), replace(recipe, n_checks=2))
-    assert abs(gain_over_mixture(fitted, test)) < 0.05
-
-
-@kinds
 def test_a_text_is_read_the_same_alone_and_among_others(kind, checkpoints):
     with drawn_from(1):
         reader = READERS[kind](checkpoints[kind])
@@ -162,34 +153,6 @@ def test_the_seed_decides_and_the_global_generators_stay_as_they_were(kind, chec
         assert torch.equal(torch.get_rng_state(), before)
     assert (found[0] == found[1]).all()
     assert (found[0] != found[2]).any()
-
-
-@kinds
-def test_the_weights_of_the_lowest_validation_loss_are_kept(kind, checkpoints):
-    recipe = replace(FITS[kind][1], check_every=5, n_checks=12, patience=2, rate=3e-2)
-    calibration, validation = queries(9, 80, telling=False)[0], queries(10, 60, telling=False)[0]
-    outcomes = comparisons if kind == "bert" else qualities
-    held_out = Labelled(validation.texts, outcomes(validation))
-    with drawn_from(3):
-        reader = READERS[kind](checkpoints[kind])
-        losses = fine_tune(reader, Labelled(calibration.texts, outcomes(calibration)), held_out, recipe, 3)
-    best = int(np.argmin(losses))
-    assert len(losses) == min(best + 1 + recipe.patience, recipe.n_checks)
-    assert best < len(losses) - 1  # or else the last weights would do
-    assert reader.mean_nll(held_out) == losses[best]
-
-
-def test_a_batch_in_parts_is_the_batch_at_once(checkpoints, monkeypatch):
-    data, _ = queries(11, 64)
-    labelled = Labelled(data.texts, qualities(data))
-    found = []
-    for tokens_at_once in (40, 10_000):
-        monkeypatch.setattr(text_reader, "TOKENS_AT_ONCE", tokens_at_once)
-        with drawn_from(4):
-            reader = scorer(checkpoints["causal"])  # it has no dropout
-            fine_tune(reader, labelled, labelled, replace(FAST_CAUSAL, rate=1e-3, n_checks=1), 4)
-        found.append(reader.probabilities(data.texts))
-    assert found[0] == pytest.approx(found[1], abs=1e-4)
 
 
 def test_passes_hold_every_row_once_and_their_tokens_are_bounded():

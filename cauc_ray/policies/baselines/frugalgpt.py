@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints, pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.baselines.features import answer_vectors
+from cauc_ray.policies.baselines.routing import answer_vectors
 from cauc_ray.policies.methods import Curve, Fitted, Fitting
 from cauc_ray.policies.trace import Answers, Examples, costs_to_come, own_answers, with_embedding_paid
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.features import QueryVectors, scaler_of
-from cauc_ray.policies.baselines.routing import Values, fit_router
+from cauc_ray.policies.baselines.routing import QueryVectors, Values, fit_router, scaler_of
 from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
 from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples

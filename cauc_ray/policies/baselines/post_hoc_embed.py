@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.features import answer_vectors
+from cauc_ray.policies.baselines.routing import answer_vectors
 from cauc_ray.policies.baselines.training import Schedule, learned, one_thread, train
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers, with_embedding_paid

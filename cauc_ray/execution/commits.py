@@ -1,0 +1,376 @@
+"""What is committed of a table: parts of several blocks, each with an entry in the manifest, and totals of them all.
+
+A part's entry is written last, and with it the part is committed: files that no entry names are of an attempt that was
+ended before. This holds for run folders and for logit tables, on object stores as on disks.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
+
+from cauc_ray.cascade.rows import Call, CallResult, Owner
+from cauc_ray.errors import CaucError, DataError
+from cauc_ray.files.documents import make_folder, read_model, write_json
+from cauc_ray.files.parquet import open_parquet, read_parquet, write_parquet
+from cauc_ray.files.paths import AnyPath, visible
+from cauc_ray.models.answers import ModelFacts
+from cauc_ray.numbers.types import Ints
+
+# A part is closed once its rows take so many bytes, or the first of them is done for so long.
+COMMIT_BYTES = 100_000_000
+COMMIT_S = 60.0
+
+FAILED_SCHEMA = pa.schema([("example_id", pa.string()), ("stage", pa.string()), ("reason", pa.string())])
+# In the metadata of a file of failed rows: how many are of each block, in their order.
+_FAILED_BLOCKS = b"cauc.failed"
+# Of a part: of the first block in it, or of an attempt that does failed rows again.
+_NAME = re.compile(r"part-\d{6,}|retry-\d{3,}-\d{6,}")
+_READ_AT_ONCE = 16
+
+# What is counted, and of what: {"failed": {"small": 3}}. Those of several parts add up.
+Totals: TypeAlias = dict[str, Counter[str]]
+# So many results may wait to be written before the controller waits, too.
+MOST_WAITING = 512
+# The pauses before each further try at a commit: a disk may be full, or a store out of reach, for a moment.
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+def add_totals(totals: Totals, more: Mapping[str, Mapping[str, float]]) -> None:
+    """Add counts to totals."""
+    for what, counts in more.items():
+        own = totals.setdefault(what, Counter())
+        for key, n in counts.items():
+            own[key] += n  # type: ignore[assignment]  # seconds and costs add up as rows do
+
+
+class Entry(BaseModel):
+    """A part's entry in the manifest.
+
+    blocks: number, rows and the digest of all its ids of each block; "" where it could not be read, and no digest where
+    failed rows of a block that another part has were done again.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    blocks: tuple[tuple[int, int, str | None], ...]
+    totals: dict[str, dict[str, int | float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What is committed.   rows, ids: rows of each block, failed ones too, and the digest of their ids."""
+
+    rows: Mapping[int, int]
+    ids: Mapping[int, str]
+    totals: Totals
+
+
+@dataclass(frozen=True, slots=True)
+class FailedBlock:
+    """A block's failed rows.
+
+    by_stage: how many failed at each stage; at "" those that could not be read.   ids: theirs; None where some could
+    not be read and may have had no names, so that all of the block must be done again.
+    """
+
+    by_stage: Counter[str]
+    ids: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A table in parts.   rows, failed: folders of Parquet files.   manifest: the folder of their entries."""
+
+    rows: AnyPath
+    failed: AnyPath
+    manifest: AnyPath
+
+    def committed(self) -> Committed:
+        """Return what is committed. Raises DataError for a damaged entry and where a part is missing."""
+        rows: dict[int, int] = {}
+        ids: dict[int, str] = {}
+        totals: Totals = {}
+        there = {file.stem for file in _files(self.rows)}
+        for name, entry in self._entries().items():
+            if name not in there:
+                raise DataError(
+                    f"{self.rows / name}.parquet is committed but missing; restore it, or remove "
+                    f"{self.manifest / name}.json to process its rows again"
+                )
+            add_totals(totals, entry.totals)
+            for number, n, digest in entry.blocks:
+                if digest is not None:
+                    rows[number], ids[number] = n, digest
+        return Committed(rows, ids, totals)
+
+    def failed_blocks(self) -> dict[int, FailedBlock]:
+        """Return the failed rows of each block that has some.
+
+        Raises DataError if an id is a duplicate within a block, since the row would be ambiguous.
+        """
+        found = {}
+        for file in _files(self.failed):
+            table, start = read_parquet(file), 0
+            for block, n in _failed_blocks(table.schema).items():
+                own = table.slice(start, n)
+                start += n
+                stages = Counter(stage or "" for stage in own.column("stage").to_pylist())
+                ids = frozenset(own.column("example_id").to_pylist())
+                if not stages[""] and len(ids) < n:
+                    raise DataError(f"{file} has a duplicate example_id, so its rows cannot be tried again")
+                found[block] = FailedBlock(stages, None if stages[""] else ids)
+        return found
+
+    def clean(self) -> None:
+        """Remove what is not committed, and failed rows that were done again.
+
+        Raises DataError for a file that no run has written.
+        """
+        entries = self._entries()
+        for file in (*_files(self.rows), *_files(self.failed)):
+            if not _NAME.fullmatch(file.stem):
+                raise DataError(f"{file} was not written by a run; remove it")
+            if file.stem not in entries:
+                file.unlink()
+        retries = {name: entry for name, entry in entries.items() if name.startswith("retry")}
+        latest = {number: name for name, entry in retries.items() for number, _, _ in entry.blocks}
+        for file in _files(self.failed) if latest else ():
+            with open_parquet(file) as opened:
+                blocks = _failed_blocks(opened.schema_arrow)
+            again = {block for block in blocks if latest.get(block, file.stem) != file.stem}
+            if again:
+                _write_failed(file, *_without(read_parquet(file), blocks, again))
+
+    def next_retry(self) -> int:
+        """Return the number of the next attempt that does failed rows again."""
+        numbers = [int(name.split("-")[1]) for name in self._names() if name.startswith("retry")]
+        return 1 + max(numbers, default=0)
+
+    def _names(self) -> list[str]:
+        """Return the names of what is committed, retries last and in their order."""
+        there = visible(self.manifest) if self.manifest.is_dir() else []
+        return [file.stem for file in there if file.suffix == ".json"]
+
+    def _entries(self) -> dict[str, Entry]:
+        names = self._names()
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            return dict(zip(names, pool.map(self._entry, names), strict=True))
+
+    def _entry(self, name: str) -> Entry:
+        return read_model(self.manifest / f"{name}.json", Entry)
+
+
+class PartWriter:
+    """Gathers blocks that are done, and commits them as one part: whole or not at all."""
+
+    def __init__(self, parts: Parts, retry: int | None = None) -> None:
+        """Take the table.   retry: the number of the attempt, where its failed rows are done again."""
+        self._parts = parts
+        self._prefix = "part" if retry is None else f"retry-{retry:03d}"
+        self._blocks: dict[int, tuple[int, str | None, pa.Table, pa.Table]] = {}
+        self._totals: Totals = {}
+        self.n_bytes = 0
+
+    def add(
+        self,
+        block: int,
+        rows: pa.Table,
+        failed: pa.Table,
+        digest: str | None,
+        totals: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Take a block that is done.   failed: of FAILED_SCHEMA.   digest: as Entry has it."""
+        self._blocks[block] = rows.num_rows + failed.num_rows, digest, rows, failed
+        add_totals(self._totals, totals)
+        self.n_bytes += rows.nbytes + failed.nbytes
+
+    def commit(self) -> None:
+        """Write what was gathered. The file's name is of the first block, so that one that is done again overwrites."""
+        if not self._blocks:
+            return
+        blocks = sorted(self._blocks)
+        name, parts = f"{self._prefix}-{blocks[0]:06d}", self._parts
+        rows, failed = zip(*(self._blocks[block][2:] for block in blocks), strict=True)
+        make_folder(parts.rows)
+        write_parquet(parts.rows / f"{name}.parquet", pa.concat_tables(rows, promote_options="default"))
+        counts = {block: own.num_rows for block, own in zip(blocks, failed, strict=True) if own.num_rows}
+        _write_failed(parts.failed / f"{name}.parquet", pa.concat_tables(failed), counts)
+        make_folder(parts.manifest)
+        entry = Entry(
+            blocks=tuple((block, *self._blocks[block][:2]) for block in blocks),
+            totals={what: dict(counts) for what, counts in self._totals.items()},
+        )
+        write_json(parts.manifest / f"{name}.json", entry.model_dump())
+        self._blocks, self._totals, self.n_bytes = {}, {}, 0
+
+
+def failed_rows(
+    example_ids: Sequence[str], reasons: Iterable[tuple[int, str | None, str]]
+) -> tuple[pa.Table, Counter[str]]:
+    """Return a block's failed rows as a table, and how many there are of each stage.
+
+    reasons: index, stage and reason of each; stage None where the row could not be read.
+    """
+    rows = [{"example_id": example_ids[row], "stage": stage, "reason": why} for row, stage, why in sorted(reasons)]
+    return pa.Table.from_pylist(rows, schema=FAILED_SCHEMA), Counter(row["stage"] or "" for row in rows)
+
+
+def common_reason(parts: Parts) -> str:
+    """Return the most common reason of rows that models failed on."""
+    reasons = Counter[str]()
+    for file in _files(parts.failed):
+        table = read_parquet(file)
+        reasons.update(table.filter(pc.is_valid(table.column("stage"))).column("reason").to_pylist())
+    return reasons.most_common(1)[0][0] if reasons else ""
+
+
+def _files(folder: AnyPath) -> list[AnyPath]:
+    there = visible(folder) if folder.is_dir() else []
+    return [file for file in there if file.suffix == ".parquet"]
+
+
+def _failed_blocks(schema: pa.Schema) -> dict[int, int]:
+    """Return how many failed rows of each block a file has, in their order."""
+    counts = json.loads((schema.metadata or {}).get(_FAILED_BLOCKS, b"{}"))
+    return {int(block): n for block, n in counts.items()}
+
+
+def _without(table: pa.Table, blocks: Mapping[int, int], again: set[int]) -> tuple[pa.Table, dict[int, int]]:
+    """Return failed rows without those of some blocks."""
+    kept = [block not in again for block, n in blocks.items() for _ in range(n)]
+    return table.filter(pa.array(kept)), {block: n for block, n in blocks.items() if block not in again}
+
+
+def _write_failed(path: AnyPath, table: pa.Table, counts: Mapping[int, int]) -> None:
+    """Write failed rows.   counts: of each block; there is no file where there are none."""
+    if counts:
+        make_folder(path.parent)
+        write_parquet(path, table.replace_schema_metadata({_FAILED_BLOCKS: json.dumps(counts)}))
+        return
+    path.unlink(missing_ok=True)
+    if isinstance(path, Path):
+        with suppress(OSError):  # the folder is there only if a row failed
+            path.parent.rmdir()
+
+
+class Sink(Protocol):
+    """Where a run's results go; plain, used in the controller's process.
+
+    commit_s: for how many seconds what it has taken may wait to be written.
+    """
+
+    commit_s: float
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes that wait to be written."""
+
+    def start(self, facts: ModelFacts) -> None:
+        """Take the facts of the first stage's model, from each replica that has loaded it."""
+
+    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+        """Take a call's result.   extra: a reference to the model's answers where these are collected, else None."""
+
+    def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
+        """Take a block that is done."""
+
+    def commit(self) -> None:
+        """Write what has been taken."""
+
+    def close(self) -> None:
+        """Write what is left after the last block."""
+
+
+class Committer:
+    """Gives a sink what happened, in its order, on a thread of its own, so that a slow disk holds up no replica.
+
+    n_rows: rows of the blocks that are done.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._todo: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
+        self._error: BaseException | None = None
+        self.n_rows = 0
+        self._thread = threading.Thread(target=self._work, name="committer", daemon=True)
+        self._thread.start()
+
+    def start(self, facts: ModelFacts) -> None:
+        """Pass the facts of the model to the sink."""
+        self._put(lambda: self._sink.start(facts))
+
+    def add_call(self, call: Call, result: CallResult, extra: Any) -> None:
+        """Give the sink a call's result."""
+        self._put(lambda: self._sink.add_call(call, result, extra))
+
+    def add_block(self, block: Owner, example_ids: pa.Array, labels: Ints | None) -> None:
+        """Give the sink a block that is done."""
+
+        def add() -> None:
+            self._sink.add_block(block, example_ids, labels)
+            self.n_rows += block.n
+
+        self._put(add)
+
+    def close(self) -> None:
+        """Wait until all is written. Raises what the sink has raised."""
+        self._put(self._commit)
+        self._put(self._sink.close)
+        self._put(None)
+        self._thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what the sink has raised, if it has."""
+        if self._error is not None:
+            raise self._error
+
+    def _put(self, what: Callable[[], None] | None) -> None:
+        while True:
+            self.check()
+            try:
+                self._todo.put(what, timeout=1.0)
+                return
+            except queue.Full:
+                continue  # unless what fills it is an error
+
+    def _commit(self) -> None:
+        for pause_s in PAUSES_S:
+            try:
+                self._sink.commit()
+            except CaucError:
+                time.sleep(pause_s)
+            else:
+                return
+        self._sink.commit()
+
+    def _work(self) -> None:
+        pa.array([""])  # Arrow's first array imports pandas, where that is installed: now, while replicas load
+        try:
+            due: float | None = None
+            while True:
+                with suppress(queue.Empty):
+                    what = self._todo.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+                    if what is None:
+                        return
+                    what()
+                    due = due or time.monotonic() + self._sink.commit_s
+                if due is not None and (time.monotonic() >= due or self._sink.n_bytes >= COMMIT_BYTES):
+                    self._commit()
+                    due = None
+        except BaseException as error:
+            self._error = error

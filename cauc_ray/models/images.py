@@ -1,0 +1,101 @@
+"""Images from encoded bytes or pixels, as Pillow reads them."""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from cauc_ray.errors import DataError, one_line
+
+# Not all that Pillow reads: it passes EPS files, which are programs, to Ghostscript.
+Image.init()
+FORMATS = tuple(
+    name for name in ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP") if name in Image.OPEN
+)
+# Preprocessing scales an image by its shorter side: 1 x 60,000 pixels would become 10 GB.
+MAX_ASPECT = 100
+
+
+class ImageError(DataError):
+    """An image that cannot be used."""
+
+
+def decode_image(image: Any) -> Image.Image:
+    """Return an image in RGB from encoded bytes, or from uint8 (H, W, 3) or (H, W).
+
+    Of an animation, the first frame; of 16 bits a channel, the upper 8. Raises ImageError when it is none of
+    these, damaged, or far longer than wide.
+    """
+    if image is None:
+        raise ImageError("there is no image")
+    if isinstance(image, bytes) and not image:
+        raise ImageError("there is no image: the file is empty or cannot be read")
+    try:
+        with _unwarned():
+            decoded = _opened(image)
+            if 0 in decoded.size:
+                raise ImageError("the image has no pixels")
+            if max(decoded.size) > MAX_ASPECT * min(decoded.size):
+                width, height = decoded.size
+                raise ImageError(
+                    f"the image is {width} x {height} pixels, more than {MAX_ASPECT} times as long as wide"
+                )
+            return _eight_bits(decoded).convert("RGB")
+    except ImageError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ImageError("the image cannot be decoded: its format is unknown") from error
+    except Exception as error:  # damaged images raise errors of many types
+        raise ImageError(f"the image cannot be decoded: {one_line(error)}") from error
+
+
+def _opened(image: Any) -> Image.Image:
+    if isinstance(image, bytes):
+        return Image.open(io.BytesIO(image), formats=FORMATS)
+    pixels = np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.shape[2:] not in ((), (3,)) or pixels.ndim < 2:
+        raise ImageError(f"expected an image as uint8 (H, W, 3), got an array of {pixels.dtype}, shape {pixels.shape}")
+    return Image.fromarray(pixels)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image whose channels have 8 bits: Pillow's own conversion cuts off all that is above 255."""
+    # Older Pillows read a PNG of 16 bits as 32.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ImageError(f"pixels of mode {image.mode} are not supported; give 8 or 16 bits per channel")
+    return image
+
+
+_quiet = threading.Lock()
+_n_quiet = 0
+_filters = ExitStack()
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Suppress warnings in a block that several threads may be in.
+
+    Pillow warns about images that it reads all the same: odd metadata, sizes near its limit. Filters belong to the
+    process, so the first thread to enter changes them and the last one to leave restores them.
+    """
+    global _n_quiet
+    with _quiet:
+        if _n_quiet == 0:
+            _filters.enter_context(warnings.catch_warnings(action="ignore"))
+        _n_quiet += 1
+    try:
+        yield
+    finally:
+        with _quiet:
+            _n_quiet -= 1
+            if _n_quiet == 0:
+                _filters.close()

@@ -1,0 +1,328 @@
+"""What language models are asked: the prompt of a row, its options, and the answers that a model chooses among.
+
+A prompt is a Jinja template over the columns of a row. The options are listed for the model by letter or by name, or
+not at all where their texts are compared.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from jinja2 import TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from cauc_ray.errors import first_line
+from cauc_ray.models.answers import Batch, batch_size, require_columns
+from cauc_ray.models.kind import KindSpec, Section
+from cauc_ray.numbers.logits import LogitKind
+
+# The names of options; each is a single token in the vocabularies of common models.
+LETTERS = string.ascii_uppercase + string.ascii_lowercase
+# Up to so many labels have letters unless options are set: models know the alphabet better than its second half in
+# lower case.
+LETTERED = 26
+
+# Tokens by their numbers that vLLM scores in one request.
+IDS_AT_ONCE = 128
+
+OptionsAs: TypeAlias = Literal["letter", "name", "text"]
+
+# The prompt of multiple-choice questions; `task` is the benchmark's, where a dataset has several.
+QUESTION = """\
+{% if task == "mmlu" and subject %}The following is a multiple choice question about {{ subject | replace("_", " ") }}.
+
+{% elif task == "medmcqa" %}The following is a multiple choice question from a medical entrance exam.
+
+{% endif -%}
+{% if context %}{{ {"logiqa": "Passage: ", "socialiqa": "Situation: "}[task] }}{{ context | trim }}
+{% endif -%}
+Question: {{ question | trim }}"""
+# Its columns, of which the first two are required.
+QUESTION_NEEDS = frozenset({"question", "choices"})
+QUESTION_READS = QUESTION_NEEDS | {"context", "subject", "task"}
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    autoescape=False,
+    finalize=lambda value: "" if value is None else value,
+)
+
+
+def _named(labels: Any) -> Any:
+    """Check names of classes, in a list or with their descriptions. Two classes may have one name, as in ImageNet."""
+    if not isinstance(labels, list | tuple | dict):
+        return labels
+    if not labels:
+        raise ValueError("the list of labels is empty")
+    for index, label in enumerate(labels):
+        if not isinstance(label, str):
+            raise ValueError(f"class {index}: a name must be a text, got {label!r}; put it in quotes")
+        if not label.strip():
+            raise ValueError(f"class {index} has an empty name")
+    if isinstance(labels, dict):
+        return {name: "" if about is None else str(about) for name, about in labels.items()}
+    return tuple(labels)
+
+
+# A path in the pool file, names or rows once the file has been read.
+_LABELS_OR_PATH = {
+    "anyOf": [
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1},
+        {"type": "string", "minLength": 1},
+        {"type": "null"},
+    ]
+}
+_ROWS_OR_PATH = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string", "minLength": 1}]}
+Labels: TypeAlias = Annotated[
+    dict[str, str] | tuple[str, ...] | None, BeforeValidator(_named), WithJsonSchema(_LABELS_OR_PATH)
+]
+Examples: TypeAlias = Annotated[tuple[dict[str, Any], ...], WithJsonSchema(_ROWS_OR_PATH)]
+
+
+class PromptSettings(Section):
+    """How language models are asked, for a pool or for one of its stages.
+
+    prompt: a Jinja template over the columns of a row; by default that of a multiple-choice question. Without
+    {{ options }}, the options are listed with it and the model is asked to answer; with it, the template is the whole
+    prompt.   labels: names of the classes, or names with their descriptions, or in the file the path of a text that
+    has a name on each line; in multiple-choice, the choices of a row are its options.   examples: rows with their
+    `label`, which precede each question, or in the file the path of a CSV, JSON Lines or Parquet file of them.
+    options: what the model answers with: "letter", the letter of an option; "name", its name; "text", the likelihood
+    of its text without a list of the options, per byte. By default letter, name for more than 26 labels.
+    """
+
+    prompt: str | None = Field(default=None, min_length=1)
+    labels: Labels = None
+    examples: Examples = ()
+    options: OptionsAs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A row as a question.   text: of the prompt.   options: what the model may answer with, in order."""
+
+    text: str
+    options: tuple[str, ...]
+
+
+# Descriptions of a model's logits.
+LOGITS_ARE: Mapping[OptionsAs, str] = {
+    "letter": "raw next-token logits of the options' letters",
+    "name": "log-probabilities of the options' names",
+    "text": "log-likelihoods of the options' texts per byte",
+}
+
+
+class LanguageSpec(KindSpec, PromptSettings):
+    """A language model that chooses among options.
+
+    chat_template_kwargs: variables of the model's own chat template, such as enable_thinking: false.
+    """
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scoring_has_gone(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "scoring" in value:
+            raise ValueError(f"scoring is called options now: options: {value['scoring']}")
+        return value
+
+    @model_validator(mode="after")
+    def _prompt_is_complete(self) -> LanguageSpec:
+        try:
+            read = meta.find_undeclared_variables(_ENVIRONMENT.parse(self.template))
+        except TemplateError as error:
+            raise ValueError(
+                f"prompt: {first_line(error)} (line {getattr(error, 'lineno', 1)} of the template)"
+            ) from error
+        if self.labels is not None and self.prompt is None:
+            raise ValueError("labels need a prompt: a template over the input's columns such as 'Text: {{ text }}'")
+        if self.prompt is not None and not read - {"options"}:
+            raise ValueError("prompt reads no column: name those of the input, such as {{ text }}")
+        if self.labels is not None and len(self.labels) < 2:
+            raise ValueError("a model needs at least two labels to choose from")
+        if self.labels is not None and len(set(self.labels)) < len(self.labels):
+            raise ValueError("two labels have one name, so a model cannot tell them apart")
+        if self.labels is not None and self.answers_with == "letter" and len(self.labels) > len(LETTERS):
+            raise ValueError(f"options: letter takes up to {len(LETTERS)} labels, not {len(self.labels)}; use name")
+        for index, example in enumerate(self.examples):
+            missing = sorted((self.needs | {"label"}) - example.keys())
+            if missing:
+                raise ValueError(f"example {index} has no {missing[0]!r}; it has {', '.join(sorted(example))}")
+            self.label_of(index, example)
+        return self
+
+    @property
+    def template(self) -> str:
+        """Return the template of a row."""
+        return QUESTION if self.prompt is None else self.prompt
+
+    @property
+    def answers_with(self) -> OptionsAs:
+        """Return what the model answers with."""
+        return self.options or ("name" if self.labels is not None and len(self.labels) > LETTERED else "letter")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns that a prompt cannot do without."""
+        return QUESTION_NEEDS if self.prompt is None else self.reads
+
+    @property
+    def texts(self) -> frozenset[str]:
+        """Return the columns of a prompt that a service takes as texts."""
+        return self.needs - {"choices"}
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Return the columns of a prompt."""
+        if self.prompt is None:
+            return QUESTION_READS
+        read = meta.find_undeclared_variables(_ENVIRONMENT.parse(self.prompt)) - {"options"}
+        return frozenset(read if self.labels is not None else read | {"choices"})
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return the kind of its logits."""
+        return "log-probabilities"
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Return the names of the classes in their order, None where each row has its own choices."""
+        return None if self.labels is None else tuple(self.labels)
+
+    @property
+    def shown(self) -> str:
+        """Return the prompt as one text, with columns by their names: what tables and policies keep of it."""
+        rows = "" if self.lists_itself or self.labels is not None or self.answers_with == "text" else "\n{{ choices }}"
+        return f"{Prompts(self, chat=False).head}{self.template.rstrip()}{rows}\nAnswer: <{self.answers_with}>"
+
+    @property
+    def lists_itself(self) -> bool:
+        """Return whether the template has the options in it, and so is the whole prompt."""
+        return "options" in meta.find_undeclared_variables(_ENVIRONMENT.parse(self.template))
+
+    def label_of(self, index: int, example: Mapping[str, Any]) -> int:
+        """Return the right option of an example, given by its name or its number. Raises ValueError."""
+        names = list(self.label_names or example["choices"])
+        label = example["label"]
+        if label in names:
+            return names.index(label)
+        number = int(label) if str(label).isascii() and str(label).isdigit() else -1
+        if not 0 <= number < len(names):
+            raise ValueError(f"example {index}: there is no label {label!r}; there are {', '.join(map(str, names))}")
+        return number
+
+
+class Prompts:
+    """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
+
+    def __init__(self, spec: LanguageSpec, chat: bool) -> None:
+        self._spec = spec
+        self._chat = chat
+        self._with = spec.answers_with
+        self._whole = spec.lists_itself
+        self._template = _ENVIRONMENT.from_string(spec.template)
+        self._reads = sorted(spec.reads - {"choices"})
+        self.head = self._head()
+
+    def __call__(self, batch: Batch) -> tuple[dict[int, Asked], dict[int, str]]:
+        """Return a batch's questions by row, and why the other rows have none.
+
+        batch: the columns of the prompt, (n,) each; with a prompt of one's own all are required, by default `question`
+        (text) and `choices` (a list of texts). Raises DataError when a required column is missing.
+        """
+        require_columns(batch, *sorted(self._spec.needs))
+        asked: dict[int, Asked] = {}
+        faults: dict[int, str] = {}
+        columns = [name for name in [*self._reads, "choices"] if name in batch]
+        for row in range(batch_size(batch)):
+            question = self._asked({name: _plain(batch[name][row]) for name in columns})
+            if isinstance(question, str):
+                faults[row] = question
+            else:
+                asked[row] = question
+        return asked, faults
+
+    def _asked(self, values: Mapping[str, Any]) -> Asked | str:
+        """Return a row as a question, or why it cannot be asked."""
+        options = self._spec.label_names
+        if options is None:
+            choices = values["choices"]
+            if choices is None or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
+                return "it has no list of at least two choices"
+            options = tuple(choice.strip() for choice in choices)
+            if self._with != "letter" and not all(options):
+                return "one of its choices is empty"
+        if self._spec.prompt is None and not isinstance(values["question"], str):
+            return "it has no question"
+        if all(values[name] is None or not str(values[name]).strip() for name in self._reads if name in values):
+            return f"it has nothing in {', '.join(self._reads)}"
+        if self._with == "letter" and len(options) > len(LETTERS):
+            return f"it has {len(options)} options; letters support up to {len(LETTERS)}, options: text any number"
+        try:
+            text = self._text(values, options)
+            text.encode()
+        except UnicodeEncodeError:
+            return "its text is not valid Unicode"
+        except (TemplateError, TypeError, ValueError, ArithmeticError) as error:  # of the template with these values
+            return f"its prompt cannot be written: {first_line(error)}"
+        return Asked(self.head + text, tuple(LETTERS[: len(options)]) if self._with == "letter" else options)
+
+    def _text(self, values: Mapping[str, Any], options: Sequence[str], answer: str | None = None) -> str:
+        """Return a row's own part of the prompt.   answer: of an example, which ends with it."""
+        if self._whole:
+            text = self._template.render({**values, "options": self._listing(options).rstrip()}).rstrip()
+            return text if answer is None else f"{text} {answer}\n\n"
+        text = f"{self._template.render(values).rstrip()}\n"
+        if self._spec.labels is None:
+            text += self._listing(options)
+        if answer is not None:
+            return f"{text}Answer: {answer}\n\n"
+        return (text + _REQUESTS[self._with]).rstrip() if self._chat else f"{text}Answer:"
+
+    def _listing(self, options: Sequence[str]) -> str:
+        if self._with == "text":
+            return ""
+        labels = self._spec.labels
+        about = labels if isinstance(labels, Mapping) else {}
+        marks = [f"{letter}. " for letter in LETTERS] if self._with == "letter" else ["- "] * len(options)
+        lines = (
+            f"{mark}{name}{': ' if about.get(name) else ''}{about.get(name, '')}\n"
+            for mark, name in zip(marks, options, strict=False)
+        )
+        return "".join(lines)
+
+    def _head(self) -> str:
+        """Return what precedes every row: the list of labels, and the examples."""
+        spec = self._spec
+        names = spec.label_names
+        head = ""
+        if names is not None and self._with != "text" and not self._whole:
+            head = f"Options:\n{self._listing(names)}\n"
+        for index, example in enumerate(spec.examples):
+            options = [option.strip() for option in names or example["choices"]]
+            right = spec.label_of(index, example)
+            answer = LETTERS[right] if self._with == "letter" else options[right]
+            head += self._text({name: _plain(value) for name, value in example.items()}, options, answer)
+        return head
+
+
+# The end of a message to a chat model.
+_REQUESTS: Mapping[OptionsAs, str] = {
+    "letter": "Answer with the letter of the right option only.",
+    "name": "Answer with the right option only, word for word.",
+    "text": "",
+}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a batch as a template takes it, None where there is none."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,127 @@
+"""Prompts and options as tokens of a language model's own vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cauc_ray.errors import ConfigError
+from cauc_ray.models.answers import LITTLE_MASS, Answers, Batch, batch_size, ragged
+from cauc_ray.models.prompts import LETTERS, Asked, Prompts
+from cauc_ray.models.transformers import HubLanguageSpec
+from cauc_ray.numbers.types import Floats
+
+# Tokens of a prompt's beginning that are worth a cache.
+LEAST_HEAD = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A question in tokens.   options: the tokens of each option.   n_bytes: the length of each option's text."""
+
+    row: int
+    prompt: list[int]
+    options: tuple[list[int], ...]
+    n_bytes: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest option."""
+        return max(map(len, self.options))
+
+
+def answered(
+    n: int, found: Mapping[int, Floats], faults: Mapping[int, str], n_little: int, device_s: float | None = None
+) -> Answers:
+    """Return the logits of some of n rows as answers; rows with NaN or infinite ones are failures."""
+    bad = [row for row, logits in found.items() if not np.isfinite(logits).all()]
+    faults = {**faults, **dict.fromkeys(bad, "the model's logits for it are NaN or infinite")}
+    logits, n_options = ragged(n, {row: own for row, own in found.items() if row not in faults})
+    return Answers(logits, n_options, None, faults, {LITTLE_MASS: n_little} if n_little else {}, device_s)
+
+
+class Tokenizing:
+    """Turns rows into tokens by a tokenizer of the transformers library, through its chat template if it has one."""
+
+    def __init__(self, spec: HubLanguageSpec, tokenizer: Any, max_tokens: int) -> None:
+        """Raise ConfigError if the tokenizer lacks a chat template that is asked for, or has no letters."""
+        wanted = spec.answers_with != "text" if spec.chat_template is None else spec.chat_template
+        if spec.chat_template and not tokenizer.chat_template:
+            raise ConfigError(f"chat_template: {spec.model} has no chat template")
+        self.chat = bool(wanted and tokenizer.chat_template)
+        self.how = "through its chat template" if self.chat else "without a chat template"
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._prompts = Prompts(spec, self.chat)
+        self._letters = self._letter_tokens() if spec.answers_with == "letter" else []
+
+    def __call__(self, batch: Batch) -> tuple[list[Tokens], list[int], dict[int, str]]:
+        """Return a batch's questions in tokens, each row's number of options, and why the other rows have none.
+
+        Raises DataError when a column is missing.
+        """
+        questions, faults = self._prompts(batch)
+        asked: list[Tokens] = []
+        for row, question in questions.items():
+            one = self._tokens(row, question)
+            if isinstance(one, str):
+                faults[row] = one
+            else:
+                asked.append(one)
+        n_options = [len(questions[row].options) if row in questions else 0 for row in range(batch_size(batch))]
+        return asked, n_options, faults
+
+    def head(self) -> list[int]:
+        """Return the tokens that the prompts of all rows begin with, none where they are too few to matter."""
+        one, other = (self.prompt(self._prompts.head + text) for text in ("Q", "7 words"))
+        n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+        return one[:n] if n >= LEAST_HEAD else []
+
+    def _tokens(self, row: int, question: Asked) -> Tokens | str:
+        """Return a question in tokens, or why it cannot be asked."""
+        n = len(question.options)
+        if self._letters and n > len(self._letters):
+            return f"it has {n} options, more than the {len(self._letters)} letters; options: text takes any number"
+        lead = "" if self.chat else " "
+        options = self._letters[:n] or [self._encoded(lead + option) for option in question.options]
+        asked = Tokens(
+            row, self.prompt(question.text), tuple(options), tuple(len(o.encode()) for o in question.options)
+        )
+        n_tokens = len(asked.prompt) + asked.longest - 1
+        if n_tokens > self._max_tokens:
+            return f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}"
+        return asked
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt up to where the answer begins."""
+        if not self.chat:
+            return self._encoded(text, add_special_tokens=True)
+        # As text first: what apply_chat_template returns as tokens has changed between versions.
+        turns = [{"role": "user", "content": text}]
+        settings = dict(self._spec.chat_template_kwargs)
+        return self._encoded(
+            self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **settings)
+        )
+
+    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokens
+
+    def _letter_tokens(self) -> list[list[int]]:
+        """Return the letters' tokens at the start of an answer: after a space, or first in a chat's turn.
+
+        Returns as many letters as are single tokens. Raises ConfigError if these are fewer than two.
+        """
+        letters: list[list[int]] = []
+        for letter in LETTERS:
+            last = self._encoded(letter if self.chat else f" {letter}")[-1]
+            if self._tokenizer.decode([last]).strip() != letter:
+                break
+            letters.append([last])
+        if len(letters) < 2:
+            raise ConfigError(f"{self._spec.model}: letters are not single tokens in its vocabulary; use options: text")
+        return letters

@@ -1,0 +1,320 @@
+"""Routers that learn a vector for each model: RouteLLM's matrix factorisation, EmbedLLM and RouterDC.
+
+RouteLLM (Ong et al., ICLR 2025) estimates the probability that the last model of a chain would win over the first, and
+calls the last where that is high enough; models between the two are never called. EmbedLLM (Zhuang et al., ICLR 2025)
+predicts on which queries a model is right. RouterDC (Chen et al., NeurIPS 2024) learns by contrast which are best.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.extmath import randomized_svd
+from torch import nn
+from torch.nn import functional
+
+from cauc_ray.numbers.logits import top_option
+from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.policies.baselines.routing import QueryVectors, Values, fit_first_or_last, fit_router
+from cauc_ray.policies.baselines.training import Schedule, learned, linear, one_thread, train, with_noise
+from cauc_ray.policies.methods import Fitted, Fitting
+from cauc_ray.policies.trace import Examples
+
+# RouteLLM.
+MF_DIMENSION, MF_RATE, MF_DECAY, MF_NOISE = 128, 3e-4, 1e-5, 0.1
+MF_BATCH, MF_EPOCHS, MF_MOST_STEPS, MF_CHECK_WITHIN, MF_PATIENCE = 64, 100, 4000, 100, 20
+
+# EmbedLLM.
+EMBED_DIMENSION, EMBED_RATE, EMBED_DECAY, EMBED_NOISE = 232, 1e-4, 1e-5, 0.05
+EMBED_PAIRS, EMBED_STEPS, EMBED_CHECK_EVERY, EMBED_PATIENCE = 256, 3000, 50, 10
+
+# RouterDC.
+DC_DIMENSION, DC_MODEL_DEVIATION, DC_RATE = 768, 0.78, 1e-3
+DC_SCHEDULE = Schedule(batch_size=64, n_steps=1000, check_every=50, patience=6)
+N_CONTRASTED, WRONG_BELOW, N_OTHERS = 3, 0.5, 3
+N_CLUSTERS, CLUSTER_AXES, ROWS_PER_CLUSTER = 8, 5, 8
+
+
+def _both(fitting: Fitting, vectors: QueryVectors, read: Callable[[Examples], Any]) -> list[torch.Tensor]:
+    """Return query vectors, float32 (N, d), and what is read of the answers: of calibration, then of validation."""
+    splits = fitting.calibration, fitting.validation
+    return [torch.from_numpy(of(split)) for split in splits for of in (vectors, read)]
+
+
+class MatrixFactorisation(nn.Module):
+    """The logit u (P_j * W e) of a model j on a query e; P_j has length 1.
+
+    models: P, float32 (M, D).   projection: W, d to D.   classifier: u, D to 1.
+    """
+
+    def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.models = nn.Parameter(torch.randn((n_models, MF_DIMENSION), generator=generator))
+        self.projection = linear(n_features, MF_DIMENSION, generator, bias=False)
+        self.classifier = linear(MF_DIMENSION, 1, generator, bias=False)
+
+    def forward(self, queries: torch.Tensor, winners: torch.Tensor, losers: torch.Tensor) -> torch.Tensor:
+        """Return the logit of each winner less its loser's, float32 (N,).
+
+        queries: float32 (N, d).   winners, losers: int64 (N,), indices of models.
+        """
+        models = functional.normalize(self.models, dim=1)
+        logits: torch.Tensor = self.classifier((models[winners] - models[losers]) * self.projection(queries))[:, 0]
+        return logits
+
+    def wins(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the probability that the last model wins over the first, float64 (N,)."""
+        first = torch.zeros(len(queries), dtype=torch.int64)
+        return torch.sigmoid(self(queries, torch.full_like(first, len(self.models) - 1), first).double())
+
+
+def fit_routellm_mf(fitting: Fitting) -> Fitted:
+    """Train on the battles of the calibration split: a query and two models, of which only the first is right.
+
+    Battles of all models are used. Optimiser, batch, noise and 100 epochs are the published ones, but training ends
+    after 4,000 steps, or when 20 checks on the validation split's battles, one each epoch or 100 steps, have brought
+    no improvement. Published is to keep the last weights; here they are those of the lowest loss on these battles.
+    """
+    return fit_first_or_last(fitting, _trained_mf)
+
+
+@one_thread()
+def _trained_mf(fitting: Fitting, vectors: QueryVectors) -> Values:
+    generator = torch.Generator().manual_seed(fitting.seed)
+    queries, own, held_out, held_out_own = _both(fitting, vectors, battles)
+    network = MatrixFactorisation(queries.shape[1], len(fitting.calibration.chain.models), generator)
+    if not len(own):
+        nn.init.zeros_(network.classifier.weight)  # nothing to learn from: even odds
+        return learned(vectors, network.wins)
+
+    def nll(logits: torch.Tensor) -> torch.Tensor:
+        return functional.softplus(-logits).sum() / max(len(logits), 1)  # 0 where there are none
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        which, winners, losers = own[rows].T
+        return nll(network(with_noise(queries[which], MF_NOISE, generator), winners, losers))
+
+    def validation_loss() -> torch.Tensor:
+        which, winners, losers = held_out_own.T
+        return nll(network(held_out[which], winners, losers))
+
+    optimiser = torch.optim.Adam(network.parameters(), lr=MF_RATE, weight_decay=MF_DECAY)
+    epoch = math.ceil(len(own) / MF_BATCH)
+    schedule = Schedule(MF_BATCH, min(MF_EPOCHS * epoch, MF_MOST_STEPS), min(epoch, MF_CHECK_WITHIN), MF_PATIENCE)
+    train(network, optimiser, loss, validation_loss, len(own), schedule, generator)
+    return learned(vectors, network.wins)
+
+
+def battles(examples: Examples) -> Ints:
+    """Return every query with every two models of which one is right: query, winner, loser, int64 (B, 3)."""
+    right = examples.correct()
+    found: Ints = np.argwhere(right[:, :, None] & ~right[:, None, :])
+    return found
+
+
+class EmbedLLM(nn.Module):
+    """Correctness logits cls(P_j * (W e + b)) of model j on a query e.
+
+    models: P, float32 (M, D).   projection: W and b, d to D.   classifier: D to 2, wrong and right.
+    """
+
+    def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.models = nn.Parameter(torch.randn((n_models, EMBED_DIMENSION), generator=generator))
+        self.projection = linear(n_features, EMBED_DIMENSION, generator)
+        self.classifier = linear(EMBED_DIMENSION, 2, generator)
+
+    def forward(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the logits of being wrong and right, float32 (N, M, 2).   queries: float32 (N, d)."""
+        logits: torch.Tensor = self.classifier(self.models * self.projection(queries)[:, None, :])
+        return logits
+
+    def probabilities(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return each model's probability of being right, float64 (N, M)."""
+        return functional.softmax(self(queries).double(), dim=2)[:, :, 1]
+
+
+def fit_embedllm(fitting: Fitting) -> Fitted:
+    """Train on the calibration split's correctness, up to the lowest NLL on validation.
+
+    The published rule, the model of the highest logit difference between right and wrong, knows no cost; here the
+    probability of being right, which rises with it, is what a price is set against.
+    """
+    return fit_router(fitting, _trained_embedllm)
+
+
+@one_thread()
+def _trained_embedllm(fitting: Fitting, vectors: QueryVectors) -> Values:
+    """Train with the published optimiser and noise, on batches of all models on some of the queries.
+
+    Published are 50 epochs of batches of 2,048 pairs of a model and a query, over a table of 112 models: tens of
+    thousands of steps. A chain's table has a few thousand pairs; at that batch it would see a few hundred steps, which
+    leave the network where it started. Here a batch has 256 pairs, and training ends after 3,000 steps, or when 10
+    checks on the validation split, one every 50 steps, have brought no improvement.
+    """
+    generator = torch.Generator().manual_seed(fitting.seed)
+    queries, right, held_out, held_out_right = _both(fitting, vectors, lambda split: split.correct().astype(np.int64))
+    n_models = right.shape[1]
+    network = EmbedLLM(queries.shape[1], n_models, generator)
+
+    def nll(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), right.flatten())
+
+    optimiser = torch.optim.Adam(network.parameters(), lr=EMBED_RATE, weight_decay=EMBED_DECAY)
+    train(
+        network,
+        optimiser,
+        lambda rows: nll(network(with_noise(queries[rows], EMBED_NOISE, generator)), right[rows]),
+        lambda: nll(network(held_out), held_out_right),
+        len(queries),
+        Schedule(max(EMBED_PAIRS // n_models, 1), EMBED_STEPS, EMBED_CHECK_EVERY, EMBED_PATIENCE),
+        generator,
+    )
+    return learned(vectors, network.probabilities)
+
+
+class RouterDC(nn.Module):
+    """Cosine similarities of a query's projection W e to a vector of each model.
+
+    projection: W, d to D.   models: float32 (M, D).
+    """
+
+    def __init__(self, n_features: int, n_models: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.projection = linear(n_features, DC_DIMENSION, generator, bias=False)
+        self.models = nn.Parameter(DC_MODEL_DEVIATION * torch.randn((n_models, DC_DIMENSION), generator=generator))
+
+    def projected(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return queries, float32 (N, d), projected and scaled to length 1, float32 (N, D)."""
+        return functional.normalize(self.projection(queries), dim=1)
+
+    def similarities(self, projected: torch.Tensor) -> torch.Tensor:
+        """Return the similarities of projected queries to the models, float32 (N, M)."""
+        return projected @ functional.normalize(self.models, dim=1).T
+
+    def shares(self, queries: torch.Tensor) -> torch.Tensor:
+        """Return the softmax of the similarities over the models, float64 (N, M)."""
+        return functional.softmax(self.similarities(self.projected(queries)).double(), dim=1)
+
+
+def fit_routerdc(fitting: Fitting) -> Fitted:
+    """Train a projection of frozen features, where the original trains its encoder, with both of its losses.
+
+    The weights kept are those of the lowest sample-model loss on validation. Clusters are found by principal
+    components and k-means, where the original takes t-SNE and k-means. Nothing in the method knows of costs: a price
+    is set against the softmax of the similarities.
+    """
+    return fit_router(fitting, _trained_routerdc, "frozen encoder, clusters by PCA")
+
+
+@one_thread()
+def _trained_routerdc(fitting: Fitting, vectors: QueryVectors) -> Values:
+    """Train for the published 1,000 steps of 64 queries, or until 6 checks on validation bring no improvement.
+
+    The published learning rate is for an encoder's weights; Adam's usual one is for a projection's.
+    """
+    generator = torch.Generator().manual_seed(fitting.seed)
+    queries, quality, held_out, held_out_quality = _both(fitting, vectors, answer_quality)
+    neighbours = Neighbours(clusters(queries.numpy(), fitting.seed), generator)
+    network = RouterDC(queries.shape[1], quality.shape[1], generator)
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        if not neighbours.n_others:
+            return sample_model_loss(network.similarities(network.projected(queries[rows])), quality[rows])
+        drawn = torch.cat([rows[:, None], neighbours.draw(rows)], dim=1)
+        projected = network.projected(queries[drawn.flatten()]).unflatten(0, drawn.shape)
+        own, contrast = projected[:, 0], projected[:, 1:]
+        return sample_model_loss(network.similarities(own), quality[rows]) + sample_sample_loss(own, contrast)
+
+    def validation_loss() -> torch.Tensor:
+        return sample_model_loss(network.similarities(network.projected(held_out)), held_out_quality)
+
+    optimiser = torch.optim.Adam(network.parameters(), lr=DC_RATE)
+    train(network, optimiser, loss, validation_loss, len(queries), DC_SCHEDULE, generator)
+    return learned(vectors, network.shares)
+
+
+def answer_quality(examples: Examples) -> Floats:
+    """Return the probability that each model gives its answer where that is right, and 0 elsewhere, float32 (N, M)."""
+    confidences = np.stack([top_option(logits)[1] for logits in examples.chain.logits], axis=1)
+    quality: Floats = np.where(examples.correct(), confidences, 0.0).astype(np.float32)
+    return quality
+
+
+def sample_model_loss(similarities: torch.Tensor, quality: torch.Tensor) -> torch.Tensor:
+    """Return the mean over queries of the contrast between their best models and their worst.
+
+    similarities, quality: float32 (N, M). For each of a query's three best models, -log of its share of a softmax
+    over itself and the three worst; worst ones of quality above 0.5 are left out, best ones of quality 0 do not
+    count. Of fewer than six models half are best and half worst, so that none is both.
+    """
+    n_contrasted = min(N_CONTRASTED, quality.shape[1] // 2)
+    order = quality.argsort(dim=1, descending=True, stable=True)
+    best, worst = order[:, :n_contrasted], order[:, -n_contrasted:]
+    against = similarities.gather(1, worst).masked_fill(quality.gather(1, worst) > WRONG_BELOW, -torch.inf)
+    own = similarities.gather(1, best)[:, :, None]
+    contrast = torch.cat([own, against[:, None, :].expand(-1, n_contrasted, -1)], dim=2)
+    terms = -functional.log_softmax(contrast, dim=2)[:, :, 0]
+    return torch.where(quality.gather(1, best) > 0, terms, 0.0).sum(dim=1).mean()
+
+
+def sample_sample_loss(own: torch.Tensor, contrast: torch.Tensor) -> torch.Tensor:
+    """Return the mean of -log of the share of a query of the same cluster in a softmax with those of others.
+
+    own: float32 (B, D).   contrast: float32 (B, 1 + H, D), the one of the same cluster first. All have length 1, so
+    that products are cosines.
+    """
+    similarities = torch.bmm(contrast, own[:, :, None])[:, :, 0]
+    return -functional.log_softmax(similarities, dim=1)[:, 0].mean()
+
+
+def clusters(vectors: Floats, seed: int) -> Ints:
+    """Return the cluster of each query, int (N,): k-means on the first principal components.
+
+    There are 8, of fewer queries one for every 8 of them, and no more than there are different queries.
+    """
+    n_clusters = min(N_CLUSTERS, len(vectors) // ROWS_PER_CLUSTER)
+    if n_clusters < 2:
+        return np.zeros(len(vectors), dtype=np.int64)
+    left, scales, _ = randomized_svd(vectors - vectors.mean(axis=0), CLUSTER_AXES, random_state=seed)
+    n_clusters = min(n_clusters, len(np.unique(left * scales, axis=0)))
+    with warnings.catch_warnings():
+        # Of queries that are almost the same there may be fewer clusters than asked for, which is fine.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        found: Ints = KMeans(n_clusters, n_init=1, random_state=seed).fit_predict(left * scales).astype(np.int64)
+    return found
+
+
+class Neighbours:
+    """Queries drawn at random from a query's own cluster and from the others.
+
+    n_others: of queries outside the largest cluster.
+    """
+
+    def __init__(self, of_cluster: Ints, generator: torch.Generator) -> None:
+        cluster = torch.from_numpy(of_cluster)
+        sizes = torch.bincount(cluster)
+        self._order = cluster.argsort(stable=True)  # a cluster's queries lie together: a block
+        self._start = (sizes.cumsum(0) - sizes)[cluster]
+        self._size = sizes[cluster]
+        self._generator = generator
+        self.n_others = len(cluster) - int(sizes.max())
+
+    def draw(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return for queries, int64 (B,), one of its cluster each and three of others, int64 (B, 4)."""
+        start, size = self._start[rows, None], self._size[rows, None]
+        same = start + self._below(size)
+        other = self._below((len(self._order) - size).expand(-1, N_OTHERS))
+        other = torch.where(other >= start, other + size, other)  # skip the block
+        return self._order[torch.cat([same, other], dim=1)]
+
+    def _below(self, bounds: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(bounds.shape, generator=self._generator, dtype=torch.float64)
+        return (drawn * bounds).long()

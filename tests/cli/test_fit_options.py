@@ -1,0 +1,197 @@
+"""`cauc fit` with a calibrator, a certificate, guards, --safe and --search; what other verbs say of such policies."""
+
+import json
+from itertools import combinations
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from synthetic import write_table
+
+import cauc_ray
+from cauc_ray.errors import BudgetError, CaucWarning, GuardError
+from cauc_ray.policies.policy import Policy
+from cauc_ray.schemas import schema_path
+
+MODELS = ["m0", "m1", "m2"]
+CHAIN = ["--models", "m0,m1,m2"]
+POOL = [*MODELS, "m3"]
+LIMIT = "risk<=0.1@0.9"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Return tables: enough examples for a certificate, so few that guards warn, of other options, and of a pool."""
+    folder = tmp_path_factory.mktemp("home")
+    write_table(folder / "LOGITS", n=1500)
+    write_table(folder / "FEW", n=150)
+    write_table(folder / "RAGGED", n=60, ragged=True)
+    write_table(folder / "POOL", n=250, strengths=(0.8, 1.4, 1.5, 2.4))
+    return folder
+
+
+@pytest.fixture
+def cauc(home, tmp_path, command):
+    for table in home.iterdir():
+        (tmp_path / table.name).symlink_to(table)
+    return command
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "words"),
+    [
+        ("LOGITS", {"calibrator": "offsets"}, "calibrated by temperature and offsets"),
+        ("LOGITS", {"models": MODELS[:2], "calibrator": "isotonic"}, "calibrated by temperature and isotonic maps"),
+        ("LOGITS", {"certify": LIMIT}, "certified with 90 % confidence: at most 10 % of early answers are wrong"),
+        ("LOGITS", {"method": "rf", "certify": LIMIT}, "certified with 90 % confidence"),
+        ("FEW", {"method": "rf", "safe": True, "budget": 9.0}, "safe: "),
+        ("POOL", {"models": POOL, "method": "rf", "search": True, "budget": 8.0}, "of 15 chains of 4 models"),
+    ],
+    ids=str,
+)
+def test_the_command_writes_and_shows_what_python_fits(cauc, table, options, words):
+    flags = [
+        word
+        for name, value in {"models": MODELS, **options}.items()
+        for word in (f"--{name}", *([] if value is True else [",".join(value) if isinstance(value, list) else value]))
+    ]
+    fit = ["fit", table, *flags, "-o", "p.json"]
+    code, out, _ = cauc(*fit)
+    policy = Policy.load("p.json")
+    assert (code, words in " ".join(out.split())) == (0, True)
+    assert policy == cauc_ray.fit(table, **{"models": MODELS, **options})
+    said = json.loads(cauc(*fit, "--json")[1])
+    assert said["policy_id"] == policy.id
+    content = policy.model_dump(mode="json")
+    assert {key: said[key] for key in content} == content
+    jsonschema.validate(content, json.loads(schema_path("policy").read_text()))
+    assert words in " ".join(cauc("show", "p.json")[1].split())
+    evaluate = ["evaluate", table, "--policy", "p.json"]
+    assert json.loads(cauc(*evaluate, "--json")[1])["policy_id"] == policy.id
+    assert ("certified at most 10 %" in cauc(*evaluate)[1]) == ("certify" in options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("LOGITS --models m0,m1,m2 --calibrator isotonic", "for method base with one or two models"),
+        ("LOGITS --models m0,m1 --method rf --calibrator isotonic", "got rf with 2"),
+        ("LOGITS --models m0,m1,m2 --search --calibrator isotonic", "for method base with one or two models"),
+        ("RAGGED --models m0,m1 --calibrator offsets", "lacks some of the 5 options of model 'm0'"),
+        ("LOGITS --certify risk<=0.0001@0.95", "no threshold is certified: at "),
+        ("LOGITS --certify risk<0.05@0.95", "'risk<0.05@0.95' is not of the form"),
+        ("LOGITS --certify risk<=5@0.95", "a risk to certify must lie between 0 and 1, got 5"),
+        (f"LOGITS --certify {LIMIT} --budget 9", "each decides it alone"),
+        (f"LOGITS --certify {LIMIT} --objective macro-f1", "an objective chooses a threshold"),
+        (f"LOGITS --certify {LIMIT} --validation-split none", "needs a validation split"),
+        (f"LOGITS --safe --certify {LIMIT}", "leave"),
+        ("LOGITS --safe --search", "leave"),
+        ("POOL --search --budget 0.5", "below the cost of the cheapest chain, 1 GFLOPs ('m0' alone)"),
+        ("POOL --search --validation-split nowhere", "validation split"),
+        ("POOL --search --models m0,m0", "is a duplicate"),
+        ("FEW --strict", "few-examples"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line_and_leaves_nothing(cauc, tmp_path, arguments, says):
+    code, out, err = cauc("fit", *arguments.split(), "-o", "p.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+def test_an_evaluation_sets_each_promise_next_to_what_came(cauc, method):
+    cauc("fit", "LOGITS", *CHAIN, "--method", method, "-o", "p.json")
+    result = json.loads(cauc("evaluate", "LOGITS", "--policy", "p.json", "--json")[1])
+    *inner, last = result["stages"]
+    assert last["guarantees"] is None
+    for stage in inner:
+        of = stage["guarantees"]
+        assert of["coverage"] == pytest.approx(stage["answered"] / stage["reached"])
+        assert of["accepted_accuracy"] == pytest.approx(stage["accepted_accuracy"])
+        bound = result["threshold"] - of["epsilon"] / of["coverage"]
+        assert of["accepted_accuracy_bound"] == pytest.approx(bound)
+        assert bound <= stage["accepted_accuracy"] + 1e-9
+        assert of["threshold_regret_bound"] == pytest.approx(of["epsilon"] + of["fallback_variation"])
+        assert -1e-9 <= of["threshold_regret"] <= of["threshold_regret_bound"] + 1e-9
+    early = result["early"]
+    n_wrong = sum(stage["answered"] * (1 - stage["accepted_accuracy"]) for stage in inner)
+    assert early["n"] == sum(stage["answered"] for stage in inner)
+    assert early["risk"] == pytest.approx(n_wrong / early["n"])
+    assert early["risk_interval"][0] < early["risk"] < early["risk_interval"][1]
+    assert early["certified_risk"] is None
+
+
+def test_warnings_are_one_line_each_a_field_of_the_file_and_errors_where_asked(cauc, tmp_path):
+    fit = ["fit", "FEW", *CHAIN, "-o", "p.json"]
+    code, out, err = cauc(*fit)
+    guards = json.loads((tmp_path / "p.json").read_text())["guards"]
+    fired = [guard for guard in guards if guard["fired"]]
+    assert (code, 0 < len(fired) < len(guards)) == (0, True)
+    warned = [f"warning: {guard['name']}: {guard['says']}" for guard in fired]
+    assert err.splitlines() == [f"cauc: {line}" for line in warned]
+    assert f"guards: {len(guards)} looked at, {len(fired)} warnings: " in out
+    assert [line for line in cauc("show", "p.json")[1].splitlines() if line.startswith("warning: ")] == warned
+    with pytest.raises(GuardError) as error:
+        cauc_ray.fit("FEW", models=MODELS, strict=True)
+    assert [guard.model_dump(mode="json") for guard in error.value.guards] == fired
+    write_table(tmp_path / "enough", n=2000, strengths=(3.0,))
+    code, out, _ = cauc("fit", "enough", "--strict", "-o", "strict.json")
+    assert (code, "guards: 3 looked at, no warnings\n" in out) == (0, True)
+
+
+@pytest.mark.parametrize("method", ["base", "rf"])
+@pytest.mark.parametrize("rule", [{}, {"budget": 20.0, "objective": "macro-f1"}, {"threshold": 0.8}], ids=str)
+def test_a_searched_policy_is_the_direct_fit_of_its_models(home, method, rule):
+    costs = {"m0": 30.0, "m1": 9.0, "m2": 2.0, "m3": 1.0} if rule else None
+    policy = cauc_ray.fit(home / "POOL", models=POOL, costs=costs, method=method, search=True, **rule)
+    assert policy.search.pool == tuple(reversed(POOL) if rule else POOL)  # ordered by the costs given
+    assert policy.models == policy.search.chosen.models
+    direct = cauc_ray.fit(home / "POOL", models=policy.models, costs=costs, method=method, **rule)
+    assert policy.model_copy(update={"search": None}) == direct
+    assert policy.id == direct.id
+    assert policy.search.chosen.cost == pytest.approx(policy.expected.cost)
+    if policy.curve:
+        assert policy.with_budget(25.0).search == policy.search
+
+
+@pytest.mark.filterwarnings("ignore:.*the order is used as given")
+@pytest.mark.parametrize(("name", "n_models", "budget"), [("priced_mmlu", 9, 0.2), ("cifar10", 5, 0.08)])
+def test_no_direct_fit_of_the_whole_pool_or_of_a_pair_is_better(shared_logits, name, n_models, budget):
+    names = [model["name"] for model in json.loads((shared_logits / name / "pool.json").read_text())["models"]]
+    fit = {"method": "rf", "budget": budget}
+    found = cauc_ray.fit(shared_logits / name, models=names[:n_models][::-1], search=True, **fit)
+    whole = found.search.pool
+    for models in [whole, *combinations(whole, 2)]:
+        try:
+            other = cauc_ray.fit(shared_logits / name, models=models, **fit)
+        except BudgetError:  # a pair whose first model costs too much
+            continue
+        assert found.expected.accuracy.value >= other.expected.accuracy.value
+    assert found.expected.cost <= budget
+    on_test = cauc_ray.evaluate(shared_logits / name, found).measures.accuracy
+    assert on_test.low <= found.search.chosen.holdout_quality <= on_test.high
+
+
+def test_examples_that_only_other_models_failed_on_count_in_the_policy(tmp_path):
+    """A model that is never chosen, and failed on some examples, changes nothing of the policy of the others."""
+    write_table(tmp_path, n=120, strengths=(-3.0, 1.0, 2.0))
+    for place, split in enumerate(("calibration", "validation")):
+        failed = tmp_path / "failed" / "model=m0" / f"split={split}"
+        failed.mkdir(parents=True)
+        columns = {"example_id": [f"{split}-{place}-{row:05d}" for row in range(5)], "reason": ["damaged"] * 5}
+        pq.write_table(pa.table(columns), failed / "part-0.parquet")
+    with pytest.warns(CaucWarning, match="left out"):
+        policy = cauc_ray.fit(tmp_path, models=MODELS, method="rf", search=True)
+    assert policy.calibration.n == policy.validation.n == 120
+    assert policy.model_copy(update={"search": None}) == cauc_ray.fit(tmp_path, models=policy.models, method="rf")
+
+
+@pytest.mark.parametrize("calibrator", ["offsets", "temperature"])
+def test_a_replaced_model_is_calibrated_as_the_others_are(home, calibrator):
+    told = {"method": "rf", "calibrator": calibrator}
+    changed = cauc_ray.replace_model(
+        cauc_ray.fit(home / "LOGITS", models=["m0", "m2"], **told), home / "LOGITS", {"m0": "m1"}
+    )
+    assert changed == cauc_ray.fit(home / "LOGITS", models=["m1", "m2"], **told)

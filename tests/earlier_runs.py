@@ -1,0 +1,28 @@
+"""Folders of earlier runs, with ledgers of given calls."""
+
+from datetime import UTC, datetime, timedelta
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cauc_ray.execution.ledger import LEDGER_SCHEMA, new_record
+from cauc_ray.files.documents import write_json
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def call(stage, replica, at_s, rows, compute_s, accepted=None):
+    """Return a row of a ledger."""
+    accepted = rows if accepted is None else accepted
+    known = {"stage": stage, "replica": replica, "started_at": START + timedelta(seconds=at_s), "batch": rows}
+    known |= {"accepted": accepted, "deferred": rows - accepted, "compute_s": compute_s}
+    return {"run_id": "r", "node": "n", "queue_s": 0.0, "device_s": None, "cost": 1.0, "attempt": 1, **known}
+
+
+def write_run(folder, calls, policy_id="p"):
+    (folder / "ledger").mkdir(parents=True)
+    half = len(calls) // 2
+    for part, own in enumerate((calls[:half], calls[half:])):
+        pq.write_table(pa.Table.from_pylist(own, schema=LEDGER_SCHEMA), folder / "ledger" / f"part-{part}.parquet")
+    write_json(folder / "run.json", new_record(policy_id, 8, {"a": 1}).model_dump())
+    return folder

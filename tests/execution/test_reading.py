@@ -1,0 +1,198 @@
+"""What the tasks that read an input give, and what is done about those that end or hang."""
+
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import ray
+
+from cauc_ray.data.blocks import InputBlock, ids_digest
+from cauc_ray.errors import DataError, ExecutionError
+from cauc_ray.execution import reading
+from cauc_ray.execution.commits import FailedBlock
+from cauc_ray.execution.reading import LONG_PAUSES_S, PAUSES_S, BlockHeader, Piece, Reading, Work, read_blocks
+
+
+class Source:
+    """Two blocks of five rows; each cannot be read for a number of tries."""
+
+    name = "the input"
+
+    def __init__(self, bad_tries=(0, 0), *, may_return=False):
+        self.left, self.may_return = list(bad_tries), may_return
+
+    def blocks(self, group, seen):
+        for number in range(2):
+            ids = [f"row-{5 * number + row}" for row in range(5)]
+            if number not in seen and self.left[number]:
+                self.left[number] -= 1
+                yield number, InputBlock(ids, None, {}, 0, "damaged", self.may_return)
+            else:
+                yield number, InputBlock(ids, None, {"x": np.arange(5.0) + 5 * number}, 40)
+
+
+def read(source=None, done=(), again=(), piece=Piece(0, {}), n_away=0, chunk_rows=5):  # noqa: B008
+    """Return what a task yields."""
+    return list(read_blocks(Work(source or Source(), dict(done), dict(again)), piece, n_away, chunk_rows))
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    waited = []
+    monkeypatch.setattr(reading.time, "sleep", waited.append)
+    return waited
+
+
+def test_a_block_comes_in_chunks():
+    header, first, second, end, *others = read(chunk_rows=3)
+    assert (header.number, header.unreadable, header.chunks) == (0, None, ((3, 24), (2, 16)))
+    assert header.example_ids.to_pylist() == [f"row-{row}" for row in range(5)]
+    assert header.digest == ids_digest(header.example_ids.to_pylist())
+    assert [first.columns["x"].tolist(), second.columns["x"].tolist()] == [[0, 1, 2], [3, 4]]
+    assert end is None
+    assert others[0].number == 1
+    for piece in (Piece(0, {0: ""}), Piece(0, {}, 1)):
+        header, _, end = read(piece=piece)
+        assert (header.number, end) == (1, None)
+
+
+# Tries that fail for each block, whether what is away may return, blocks that were away before, and the pauses.
+AWAY = {
+    # The first outage passed, and says nothing of the second.
+    "a file that comes back": ((3, 99), True, 0, [*LONG_PAUSES_S[:3], *LONG_PAUSES_S], [None, "damaged"]),
+    "damage": ((99, 0), False, 0, PAUSES_S, ["damaged", None]),
+    "what stays away": ((99, 99), True, 1, [*LONG_PAUSES_S[:-1], *LONG_PAUSES_S[:-2]], ["damaged", "damaged"]),
+}
+
+
+@pytest.mark.parametrize("case", AWAY)
+def test_what_may_return_is_waited_for_and_damage_is_named(pauses, case):
+    bad_tries, may_return, n_away, waited, unreadable = AWAY[case]
+    found = read(Source(bad_tries, may_return=may_return), n_away=n_away)
+    headers = [each for each in found if isinstance(each, BlockHeader)]
+    assert [header.unreadable for header in headers] == unreadable
+    assert pauses == list(waited)
+    for header in headers:
+        assert len(header.example_ids) == 5
+        assert header.unreadable is None or (header.chunks, header.digest) == ((), "")
+
+
+DIGESTS = {number: ids_digest([f"row-{5 * number + row}" for row in range(5)]) for number in range(2)}
+
+
+def numbers(done, again=(), bad_tries=(0, 0)):
+    return [each.number for each in read(Source(bad_tries), done, again) if isinstance(each, BlockHeader)]
+
+
+def test_blocks_that_are_done_are_compared_with_what_was_committed(pauses):
+    assert numbers({0: DIGESTS[0]}) == [1]
+    assert numbers(DIGESTS) == []
+    assert numbers({0: "", 1: DIGESTS[1]}) == []  # it could not be read when it was committed
+    assert numbers(DIGESTS, bad_tries=(9, 0)) == []
+    with pytest.raises(DataError, match=r"the input returned other rows.*block 1 has other rows.*start a new run"):
+        numbers({0: DIGESTS[0], 1: "of other rows"})
+
+
+def test_of_blocks_that_are_done_again_only_failed_rows_come(pauses):
+    failed = FailedBlock(Counter(small=2), frozenset({"row-1", "row-3"}))
+    header, chunk, _ = read(done=DIGESTS, again={0: failed})
+    assert header.example_ids.to_pylist() == ["row-1", "row-3"]
+    assert chunk.columns["x"].tolist() == [1, 3]
+    assert numbers({0: "as it was named", 1: DIGESTS[1]}, {0: FailedBlock(Counter({"": 5}), None)}) == [0]
+    twice = FailedBlock(Counter(small=2), frozenset({"row-1", "row-9"}))
+    for done, again, bad_tries, says in (
+        ({0: "of other rows"}, failed, (0, 0), "block 0 has other rows"),
+        (DIGESTS, twice, (0, 0), "block 0 cannot be tried again: an example_id is a duplicate"),
+        (DIGESTS, failed, (9, 0), "block 0 cannot be tried again: damaged"),
+    ):
+        with pytest.raises(DataError, match=says):
+            numbers(done, {0: again}, bad_tries)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Two groups of three blocks of two rows.
+
+    folder: where the tasks note what they begin; those of the first group die, or hang, at its last block once.
+    """
+
+    folder: object
+    fault: str = ""
+    name: str = "the input"
+    n_groups: int = 2
+    anywhere: bool = True
+    deadline_s: float | None = None
+
+    def blocks(self, group, seen):
+        begun = len(list(self.folder.glob(f"{group}-*")))
+        (self.folder / f"{group}-{begun}").touch()
+        for number in range(3 * group, 3 * group + 3):
+            ids = [f"row-{2 * number + row}" for row in range(2)]
+            if number == 2 and not begun:
+                if self.fault == "dies":
+                    os._exit(1)
+                if self.fault == "hangs":
+                    time.sleep(600)
+            yield number, InputBlock(ids, None, {"x": np.arange(2.0)}, 16)
+
+
+@dataclass
+class Plan:
+    source: object
+    chunk_rows: int = 1
+    n_chunks: int = 2
+    done: dict = field(default_factory=dict)
+    again: dict = field(default_factory=dict)
+
+
+def taken(read, n):
+    """Take so many blocks, or those that there are."""
+    blocks, ends = [], time.time() + 60
+    while len(blocks) < n and time.time() < ends and not (read.exhausted and not read.owes and not read.n_asked):
+        read.ask(time.time())
+        ray.wait(read.streams, timeout=0.1) if read.streams else time.sleep(0.01)
+        for stream in [*read.streams, *read.coming]:
+            try:
+                block = read.take(stream, time.time())
+            except ray.exceptions.RayError as error:
+                read.failed(stream, error)
+                continue
+            blocks += [] if block is None else [block]
+        read.watch(time.time(), starved=False)
+    return blocks
+
+
+def rows_of(block):
+    return [(header_id, chunk.columns["x"].tolist()) for header_id, chunk in
+            zip(block.header.example_ids.to_pylist(), ray.get(block.chunks), strict=True)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("fault", ["", "dies", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_what_a_task_has_not_given_is_read_by_another(tmp_path, fault):
+    read = Reading(Plan(Groups(tmp_path, fault, deadline_s=8.0)), {})
+    blocks = taken(read, 6)
+    assert sorted(block.header.number for block in blocks) == list(range(6))
+    for block in blocks:
+        first = 2 * block.header.number
+        assert rows_of(block) == [(f"row-{first}", [0.0]), (f"row-{first + 1}", [1.0])]
+    assert len(list(tmp_path.glob("0-*"))) == (2 if fault else 1)
+    read.ask_again(blocks[1].header)
+    assert read.owes
+    (again,) = taken(read, 1)
+    assert (again.again, again.header.number) == (True, blocks[1].header.number)
+    assert rows_of(again) == rows_of(blocks[1])
+    assert (taken(read, 1), read.exhausted) == ([], True)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_input_whose_tasks_all_die_ends_the_run(tmp_path):
+    class Deadly(Groups):
+        def blocks(self, group, seen):
+            os._exit(1)
+
+    with pytest.raises(ExecutionError, match="the input cannot be read: a task that reads the input"):
+        taken(Reading(Plan(Deadly(tmp_path)), {}), 1)

@@ -1,0 +1,123 @@
+"""Endpoints that return a probability for every option: only these are read."""
+
+import math
+
+import numpy as np
+import pytest
+from completion_server import Fault, scripted_server
+from pydantic import ValidationError
+
+import cauc_ray
+from cauc_ray.models.openai import DecisionsSpec
+
+LABELS = {"billing": "about invoices", "bug": "", "other": ""}
+# How servers come to the confidence that they report.
+FORMULAS = {
+    "largest": max,
+    "margin": lambda p: sorted(p)[-1] - sorted(p)[-2],
+    "entropy": lambda p: 1 + sum(q * math.log(q) for q in p) / math.log(len(p)),
+}
+
+
+def spec(server, **settings):
+    settings = {"labels": LABELS, "prompt": "Ticket: {{ text }}", **settings}
+    return DecisionsSpec(kind="decisions", model="m", base_url=server.url, **settings)
+
+
+def texts(values):
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return {"text": column}
+
+
+def probabilities(text):
+    """Return what the server's model thinks of a text, float64 (3,)."""
+    odds = np.random.default_rng(int(text.rsplit(" ", 1)[1])).normal(0, 2, 3)
+    return np.exp(odds) / np.exp(odds).sum()
+
+
+def answer(text, confidence=max, order=slice(None)):
+    p = probabilities(text)
+    listed = [{"value": name, "probability": float(q)} for name, q in zip(LABELS, p, strict=True)][order]
+    best = [*LABELS][int(p.argmax())]
+    said = {"type": "choice", "choice": best, "confidence": confidence(list(p)), "probabilities": listed, "name": None}
+    usage = {"input_tokens": 30, "output_tokens": 1, "total_tokens": 31}
+    return {"answers": [said], "model": "m", "usage": usage}
+
+
+def test_a_question_is_asked_as_the_protocol_has_it():
+    with scripted_server(lambda text, before: answer(text)) as server:
+        model = spec(server, prices={"input": 1, "output": 2}, examples=[{"text": "Pay", "label": "billing"}]).load()
+        answers = model(texts(["row 1", "row 2", None]))
+        path, _, body = server.requests[0]
+    assert path == "/v1/decisions"
+    listed = [{"value": "billing", "description": "about invoices"}, {"value": "bug"}, {"value": "other"}]
+    question = {"type": "choice", "instructions": "Choose the right option.", "choices": listed}
+    assert body["questions"] == [question]
+    assert body["input"].startswith("Ticket: Pay\nAnswer: billing\n\nTicket: row ")
+    assert answers.logits[0] == pytest.approx(probabilities("row 1"))
+    assert answers.costs == pytest.approx([32e-6, 32e-6, 0])
+    assert answers.failures.keys() == {2}
+    assert model.facts.logit_kind == "probabilities"
+
+
+def test_servers_with_other_formulas_of_confidence_and_another_order_give_one_policy():
+    rows = [f"row {n}" for n in range(400)]
+    truth = np.array([np.random.default_rng(n + 1000).choice(3, p=probabilities(rows[n])) for n in range(400)])
+    large = np.eye(3)[truth] * 2 + np.random.default_rng(0).normal(0, 1, (400, 3))
+    policies = set()
+    for place, formula in enumerate(FORMULAS.values()):
+        order = slice(None, None, -1 if place else 1)
+        with scripted_server(lambda text, before, f=formula, o=order: answer(text, f, o)) as server:
+            small = spec(server).load()(texts(rows)).logits
+            assert len(server.requests) == 400
+        policy = cauc_ray.fit(
+            {"small": small, "large": large},
+            truth,
+            costs={"small": 1, "large": 10},
+            validation=0.5,
+            budget=5.0,
+            logit_kind={"small": "probabilities", "large": "raw"},
+        )
+        policies.add(policy.to_json())
+    assert len(policies) == 1
+
+
+def test_predicates_and_scores_are_read_by_their_own_probabilities():
+    def script(text, before):
+        if "levels" in server.requests[-1][2]["questions"][0]:
+            listed = [{"label": f"{n}", "value": n, "probability": p} for n, p in ((3, 0.5), (1, 0.2), (2, 0.3))]
+            return {"answers": [{"type": "score", "score": 2.3, "confidence": 0.9, "probabilities": listed}]}
+        return {"answers": [{"type": "predicate", "probability": 0.8}]}
+
+    with scripted_server(script) as server:
+        predicate = spec(server, labels=["no", "yes"], question="predicate", instructions="It is urgent.").load()
+        assert predicate(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.8])]
+        assert server.requests[-1][2]["questions"] == [{"type": "predicate", "instructions": "It is urgent."}]
+        score = spec(server, labels=["1", "2", "3"], question="score").load()
+        assert score(texts(["row 1"])).logits.tolist() == [pytest.approx([0.2, 0.3, 0.5])]
+    with pytest.raises(ValidationError, match="two labels"):
+        spec(server, question="predicate")
+    with pytest.raises(ValidationError, match="a decision lists its own"):
+        spec(server, options="letter")
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"type": "refusal", "name": None}, "refuses"),
+        ({"type": "choice", "choice": "bug", "confidence": 0.9}, "no probability of each option"),
+        ({"type": "choice", "probabilities": [{"value": "bug", "probability": 1.0}]}, "no probability of each option"),
+        (None, "no probability of each option"),
+    ],
+)
+def test_an_answer_without_probabilities_fails_alone(said, says):
+    def script(text, before):
+        return {"answers": [said] if said else []} if text.endswith("row 1") else answer(text)
+
+    with scripted_server(script) as server:
+        answers = spec(server).load()(texts(["row 1", "row 2"]))
+        assert answers.failures.keys() == {0}
+        assert says in answers.failures[0]
+        server.script = lambda text, before: Fault(422, {"detail": "too many choices"})
+        assert "too many choices" in spec(server).load()(texts(["row 3"])).failures[0]

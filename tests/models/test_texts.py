@@ -1,0 +1,85 @@
+"""Classifiers of texts: sequence classification by transformers, tiny checkpoints of real architectures."""
+
+import pytest
+from batches import column, refused
+from language_models import tiny_language_model
+
+from cauc_ray.errors import DataError
+from cauc_ray.models.texts import TransformersClassifierSpec
+
+torch = pytest.importorskip("torch")
+NAMES = {0: "calm", 1: "angry", 2: "glad"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tiny_language_model(tmp_path_factory.mktemp("tokenizer")).tokenizer
+
+
+def network(family, n_tokens, **config):
+    """Return a classifier of an architecture, with random weights."""
+    import transformers as t
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = {
+        "vocab_size": n_tokens,
+        "id2label": NAMES,
+        "label2id": {v: k for k, v in NAMES.items()},
+        **sizes,
+        **config,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if family == "bert":
+            return t.BertForSequenceClassification(t.BertConfig(max_position_embeddings=64, **settings)).eval()
+        settings |= {"num_key_value_heads": 2, "initializer_range": 0.3, "max_position_embeddings": 64}
+        return t.LlamaForSequenceClassification(t.LlamaConfig(**settings)).eval()
+
+
+def saved(net, tokenizer, folder):
+    net.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def spec(folder, **settings):
+    return TransformersClassifierSpec(kind="transformers-classifier", model=str(folder), **settings)
+
+
+TEXTS = ["It broke", "Why was I charged twice for one and the same thing, of all things?", "", "thanks " * 200]
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path, family, pair):
+    net = network(family, len(tokenizer))
+    columns = ("premise", "hypothesis") if pair else ("text",)
+    model = spec(saved(net, tokenizer, tmp_path), text=columns, batch_tokens=100).load()
+    texts = [TEXTS, TEXTS[::-1]][: len(columns)]
+    answers = model({name: column([*own, None]) for name, own in zip(columns, texts, strict=True)})
+    assert answers.failures == {4: "it has no text in 'premise'" if pair else "it has no text in 'text'"}
+    assert model.facts.labels == tuple(NAMES.values())
+    for row in range(4):
+        own = [texts[at][row] for at in range(len(columns))]
+        tokens = tokenizer(*own, truncation=True, max_length=64, return_tensors="pt")
+        tokens.pop("token_type_ids", None) if family == "llama" else None
+        if not tokens["input_ids"].shape[1]:
+            continue
+        with torch.inference_mode():
+            expected = net(**tokens).logits[0].numpy()
+        assert answers.logits[row] == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="no column 'text'"):
+        spec(saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "a")).load()({"title": column(["x"])})
+    language_model = tiny_language_model(tmp_path / "b")
+    many = network("bert", len(tokenizer), problem_type="multi_label_classification")
+    one = network("bert", len(tokenizer), id2label={0: "score"}, label2id={"score": 0})
+    for folder, says in (
+        (language_model.folder, "is not a complete text classifier: it lacks score.weight"),
+        (saved(many, tokenizer, tmp_path / "c"), "does not choose one of several classes"),
+        (saved(one, tokenizer, tmp_path / "d"), "does not choose one of several classes"),
+        (tmp_path / "absent", "there is no such folder"),
+    ):
+        assert says in refused(spec(folder).load)

@@ -1,0 +1,64 @@
+"""Device time of forward passes: by the clock of a GPU that does not exist, and of a real one where there is one."""
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import Gpu
+
+from cauc_ray.models.answers import ModelFacts
+from cauc_ray.models.torch_device import DeviceTime
+from cauc_ray.models.vision import ImageModel
+
+
+def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0):
+    def preprocess(image):
+        if gpu is not None:
+            gpu.now_s += prepare_s
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+
+    time = DeviceTime(torch.device(device), gpu.event) if gpu is not None else None
+    return ImageModel(network, preprocess, ModelFacts("test"), device, device_time=time)
+
+
+class Takes(torch.nn.Module):
+    """Answers after some seconds of a device's time; raises on images that are all 0."""
+
+    def __init__(self, gpu, seconds):
+        super().__init__()
+        self.gpu, self.seconds = gpu, seconds
+
+    def forward(self, images):
+        self.gpu.now_s += self.seconds
+        if not images.any():
+            raise RuntimeError("nothing to see")
+        return images.mean(dim=(2, 3))
+
+
+PIXELS = np.full((3, 4, 4, 3), 7, dtype=np.uint8)
+
+
+def test_only_the_forward_pass_counts_and_each_call_anew():
+    gpu = Gpu()
+    model = image_model(Takes(gpu, 2.0), gpu=gpu, prepare_s=10.0)
+    for _ in range(2):
+        assert model({"image": PIXELS}).device_s == 2.0
+    with pytest.raises(RuntimeError, match="nothing to see"):
+        model({"image": np.zeros_like(PIXELS)})
+    assert model({"image": PIXELS}).device_s == 2.0
+
+
+def test_nothing_is_measured_without_a_gpu():
+    assert image_model(torch.nn.Flatten())({"image": PIXELS}).device_s is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_real_gpu_is_at_work_for_longer_when_the_network_is_deeper():
+    layer = torch.nn.Conv2d(3, 3, 3, padding=1)
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 256, 256, 3), dtype=np.uint8)
+
+    def device_s(depth):
+        network = torch.nn.Sequential(*[layer] * depth, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        model = image_model(network, device="cuda")
+        return min(model({"image": pixels}).device_s for _ in range(4))
+
+    assert 0 < device_s(1) < device_s(64)

