@@ -77,9 +77,31 @@ class _Node:
         for name, amount in needs.amounts.items():
             self.free[name] = self.free.get(name, 0.0) - amount
 
+    def give_back(self, needs: Resources) -> None:
+        for name, amount in needs.amounts.items():
+            self.free[name] = self.free.get(name, 0.0) + amount
+
 
 def _nodes() -> list[_Node]:
     return [_Node(dict(node.get("Labels") or {}), dict(node["Resources"])) for node in live_nodes().values()]
+
+
+def in_the_way(waiting: Resources, placed: Sequence[tuple[Resources, str]]) -> int | None:
+    """Return the number of a placed actor that fits elsewhere and without which its node would take one that waits.
+
+    placed: what each occupies, and the id of its node.   None where the one that waits fits as it is, or no move helps.
+    """
+    free = ray._private.state.available_resources_per_node()  # Ray 2.60 has no public function for it
+    nodes = {id: _Node(dict(node.get("Labels") or {}), dict(free.get(id, {}))) for id, node in live_nodes().items()}
+    if any(node.takes(waiting) for node in nodes.values()):
+        return None
+    for number, (needs, id) in enumerate(placed):
+        if id in nodes and any(node.takes(needs) for other, node in nodes.items() if other != id):
+            without = _Node(nodes[id].labels, dict(nodes[id].free))
+            without.give_back(needs)
+            if without.takes(waiting):
+                return number
+    return None
 
 
 def room_for(needs: Resources, most: int) -> int:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 
 from cauc_ray.cascade.scheduler import Scheduler
 from cauc_ray.execution.actors import explained, kind_of, worker_class
-from cauc_ray.execution.cluster import autoscales, hardest_first
+from cauc_ray.execution.cluster import autoscales, hardest_first, in_the_way
 from cauc_ray.execution.plan import RunPlan
 from cauc_ray.models.answers import ModelFacts
 
@@ -165,7 +165,7 @@ class Replicas:
         self._plan = plan
         self._stages = [_Stage(without_since=now, busy_at=now) for _ in plan.stages]
         self._classes = [worker_class(stage) for stage in plan.stages]
-        self._longest_load_s = self._no_move_before = 0.0
+        self._longest_load_s = self._no_move_before = self._look_for_way_at = 0.0
         self._next = plan.first_replica
         self.by_number: dict[int, Replica] = {}
         self.by_ref: dict[Any, Replica] = {}
@@ -240,12 +240,12 @@ class Replicas:
         often = at.deaths_in_row >= DEATHS_LOADING + self._plan.stages[stage].replicas.min
         return at.why if often and not at.was_live else None
 
-    def rescale(self, scheduler: Scheduler, now: float) -> list[int]:
+    def rescale(self, scheduler: Scheduler, now: float) -> list[Replica]:
         """Start what is missing or wanted by what the scheduler knows of the work that waits.
 
-        Returns the stages that are to let a replica go, once it has no call.
+        Returns the replicas that are to be let go, once they have no call.
         """
-        loads, n_unplaced = [], 0
+        loads, n_unplaced, stuck = [], 0, None
         for replica in list(self.by_number.values()):
             waited_s = now - replica.since
             if replica.phase == "placing" and waited_s > BOOT_S and waited_s > self._node_s:
@@ -254,6 +254,7 @@ class Replicas:
                     self.let_go(replica, now)
                 else:
                     n_unplaced += 1
+                    stuck = stuck if self._is_spare(replica.stage) else replica
             limit_s = self._plan.stages[replica.stage].down_after_s
             if replica.phase == "loading" and now - replica.since > limit_s:
                 self.lost(replica, f"its model was not loaded within {limit_s:g} s", now)
@@ -280,17 +281,28 @@ class Replicas:
         for stage in change.start:
             if now >= self._stages[stage].not_before:
                 self._start(stage, now)
-        return list(change.stop)
+        goes = [self._newest(stage) for stage in change.stop]
+        if not goes and stuck is not None and now >= self._look_for_way_at:
+            self._look_for_way_at = now + BOOT_S
+            goes = [self._in_the_way_of(stuck)]
+        return [replica for replica in goes if replica is not None]
 
     @cached_property
     def _node_s(self) -> float:
         """Return what a node takes to start that an autoscaler starts, 0 where none does."""
         return NODE_S if autoscales() else 0.0
 
-    def newest(self, stage: int) -> Replica | None:
+    def _newest(self, stage: int) -> Replica | None:
         """Return a stage's live replica that was started last."""
         live = [r for r in self.by_number.values() if r.stage == stage and r.phase == "live"]
         return live[-1] if live else None
+
+    def _in_the_way_of(self, stuck: Replica) -> Replica | None:
+        """Return a live replica that can move to another node, and has the place of one that finds no other."""
+        live = [r for r in self.by_number.values() if r.stage != stuck.stage and r.phase == "live"]
+        needs = [stage.resources for stage in self._plan.stages]
+        found = in_the_way(needs[stuck.stage], [(needs[r.stage], r.node) for r in live])
+        return None if found is None else live[found]
 
     def _is_spare(self, stage: int) -> bool:
         return sum(self.counts()[stage]) > self._plan.stages[stage].replicas.min

@@ -323,11 +323,9 @@ class RunController:
         )
 
     def _rescale(self, now: float) -> None:
-        for stage in self._replicas.rescale(self._scheduler, now):
-            replica = self._replicas.newest(stage)
-            if replica is not None:
-                replica.phase = "closing"
-                self._scheduler.stages[stage].close_replica(replica.number)
+        for replica in self._replicas.rescale(self._scheduler, now):
+            replica.phase = "closing"
+            self._scheduler.stages[replica.stage].close_replica(replica.number)
         for replica in [r for r in self._replicas.by_number.values() if r.phase == "closing"]:
             if not self._scheduler.stages[replica.stage].calls_at(replica.number):
                 self._scheduler.stages[replica.stage].drop_replica(replica.number)
