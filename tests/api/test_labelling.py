@@ -4,10 +4,13 @@ import csv
 
 import numpy as np
 import openai
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from asking import infer, outputs_of
+from completion_server import scripted_server
 from language_models import tiny_language_model
+from scipy.special import softmax
 
 import cauc_ray
 from cauc_ray.cli.command import main
@@ -78,9 +81,9 @@ def assert_decided(row, choice, score):
 
 
 @pytest.mark.filterwarnings("ignore:.*uninformative:cauc_ray.errors.CaucWarning")  # random weights know little
-def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(home, capsys):
+def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(home, ray_session, capsys):
     columns = {"label": "category"}
-    cauc_ray.collect(home / "pool.yaml", home / "texts.csv", home / "logits", columns=columns, address="local")
+    cauc_ray.collect(home / "pool.yaml", home / "texts.csv", home / "logits", columns=columns)
     policy = cauc_ray.fit(home / "logits", budget=2.0)
     small, large = policy.stages
     assert "A. billing: about invoices\nB. bug\nC. other" in small.prompt
@@ -114,10 +117,10 @@ def test_texts_are_collected_fitted_and_labelled_and_another_prompt_is_refused(h
             decide(service, "x", model="other")
 
     with pytest.raises(PolicyError, match="another prompt"):
-        cauc_ray.run(home / "other.yaml", policy, home / "texts.csv", home / "refused", address="local")
+        cauc_ray.run(home / "other.yaml", policy, home / "texts.csv", home / "refused")
     (home / "mails.csv").write_text("example_id,mail\n1,hello\n")
     with pytest.raises(DataError, match="needs a column 'text'"):
-        cauc_ray.run(home / "pool.yaml", policy, home / "mails.csv", home / "refused", address="local")
+        cauc_ray.run(home / "pool.yaml", policy, home / "mails.csv", home / "refused")
     assert not (home / "refused").exists()
 
 
@@ -160,3 +163,58 @@ def test_a_policy_counts_the_answers_that_noise_of_its_models_may_flip(tmp_path)
             most = max(most, int(((after.prediction != before.prediction) | (after.stage != before.stage)).sum()))
         assert 0 < most <= policy.noise.may_flip < 300
         assert (policy.noise.n, policy.noise.split) == (300, "validation")
+
+
+def test_a_run_asks_decision_servers_what_the_replay_says(ray_session, tmp_path):
+    """Every row is one question to the first server, and each that the policy defers one to the second."""
+    ids, labels = [f"row {n}" for n in range(300)], [*LABELS]
+    rng = np.random.default_rng(1)
+    truth = rng.integers(0, 3, 300)
+    odds = {name: np.eye(3)[truth] * skill + rng.normal(0, 1, (300, 3)) for name, skill in (("small", 1), ("large", 3))}
+
+    def script(name):
+        def answer(text, before):
+            p = softmax(odds[name][int(text.split()[-1])])
+            listed = [{"value": label, "probability": float(q)} for label, q in zip(labels, p, strict=True)]
+            return {"answers": [{"type": "choice", "confidence": 0.5, "probabilities": listed}], "usage": usage}
+
+        usage = {"input_tokens": 100, "output_tokens": 1, "total_tokens": 101}
+        return answer
+
+    with (tmp_path / "texts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("id", "text", "label"), *zip(ids, ids, np.array(labels)[truth], strict=True)])
+    with scripted_server(script("small")) as small, scripted_server(script("large")) as large:
+        servers = {"small": small, "large": large}
+        stages = [
+            {
+                "name": name,
+                "model": {
+                    "kind": "decisions",
+                    "model": name,
+                    "base_url": server.url,
+                    "prices": {"input": price, "output": 0},
+                },
+                "cost": {"usd": price * 1e-4},
+            }
+            for (name, server), price in zip(servers.items(), (1, 10), strict=True)
+        ]
+        pool = {"name": "p", "task": "classification", "labels": labels, "prompt": "{{ text }}", "stages": stages}
+        (tmp_path / "pool.yaml").write_text(yaml.safe_dump(pool))
+        cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "texts.csv", tmp_path / "logits")
+        assert [server.asked.total() for server in servers.values()] == [300, 300]
+        policy = cauc_ray.fit(tmp_path / "logits", method="rf", budget=5e-4)
+        replay = cauc_ray.evaluate(tmp_path / "logits", policy, split="test").predictions.to_arrow()
+        held_out = replay.column("example_id").to_pylist()
+        with (tmp_path / "new.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("id", "text"), *zip(held_out, held_out, strict=True)])
+        for server in servers.values():
+            server.asked.clear()
+        cauc_ray.run(tmp_path / "pool.yaml", policy, tmp_path / "new.csv", tmp_path / "out")
+    deferred = {id for id, stage in zip(held_out, replay.column("stage").to_pylist(), strict=True) if stage}
+    assert dict(small.asked) == dict.fromkeys(held_out, 1)
+    assert dict(large.asked) == dict.fromkeys(deferred, 1)
+    assert 0 < len(deferred) < len(held_out)
+    answered = pq.read_table(tmp_path / "out" / "predictions").sort_by("example_id")
+    assert answered.select(["prediction", "stage", "cost"]) == replay.sort_by("example_id").select(
+        ["prediction", "stage", "cost"]
+    )
