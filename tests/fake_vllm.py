@@ -30,13 +30,16 @@ class LLM:
         self.started.append({"model": model, **settings})
         self._loaded = Loaded.from_folder(Path(model))
         longest = settings.get("max_model_len", self._loaded.network.config.max_position_embeddings)
-        config = SimpleNamespace(max_model_len=longest, dtype=torch.float32)
+        quantization = settings.get("quantization")
+        config = SimpleNamespace(max_model_len=longest, dtype=torch.float32, quantization=quantization)
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def get_tokenizer(self):
         return self._loaded.tokenizer
 
     def generate(self, prompts, params, *, use_tqdm, lora_request):
+        if lora_request and any(own.prompt_logprobs is not None for own in params):
+            raise RuntimeError("EngineCore encountered an issue")
         return [self._answered(p["prompt_token_ids"], own) for p, own in zip(prompts, params, strict=True)]
 
     def _answered(self, tokens, params):

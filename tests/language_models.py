@@ -75,6 +75,30 @@ class Loaded:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
+def with_adapter(model: Loaded, folder: Path) -> Loaded:
+    """Write a random LoRA adapter for a model's attention in folder/adapter; return the model with it merged in."""
+    import copy
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    rank, alpha, names = 8, 16, ("q_proj", "v_proj")
+    merged, weights = copy.deepcopy(model.network), {}
+    draw = torch.Generator().manual_seed(1)
+    for name, layer in merged.named_modules():
+        if name.endswith(names):
+            down = 0.2 * torch.randn(rank, layer.in_features, generator=draw)
+            up = 0.2 * torch.randn(layer.out_features, rank, generator=draw)
+            weights |= {f"base_model.model.{name}.lora_{part}.weight": w for part, w in (("A", down), ("B", up))}
+            layer.weight.data += alpha / rank * up @ down
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": names}
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "adapter" / "adapter_model.safetensors")
+    return Loaded(folder, model.tokenizer, merged).save(folder / "merged")
+
+
 def question_prompt(question: str, choices: Sequence[str], context: str = "", *, chat: bool = False) -> str:
     """Return what a model is asked for a question with lettered options."""
     listed = "".join(f"{letter}. {choice}\n" for letter, choice in zip(LETTERS, choices, strict=False))

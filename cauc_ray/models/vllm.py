@@ -88,6 +88,8 @@ class VllmModel(PreparingModel):
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
         self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
         precision = str(config.dtype).removeprefix("torch.")
+        if config.quantization:
+            precision = f"{config.quantization} in {precision}"
         adapter = f" with {spec.lora}" if spec.lora else ""
         self.facts = ModelFacts(
             source=f"vllm {spec.model}{adapter}, {precision}, {self._tokenizing.how}",
@@ -103,21 +105,19 @@ class VllmModel(PreparingModel):
     def answer(self, prepared: tuple[list[Tokens], list[int], dict[int, str]]) -> Answers:
         """Answer a batch; rows without a question, or with one that is too long, are failures."""
         asked, n_options, faults = prepared
-        requests = [(one.row, *request) for one in asked for request in _requests(one)]
-        prompts = [{"prompt_token_ids": tokens} for _, tokens, _ in requests]
-        params = [self._params(ids) for _, _, ids in requests]
+        requests = [(one, *request) for one in asked for request in self._requests(one)]
+        prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in requests]
+        params = [self._params(ids) for *_, ids in requests]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora) if prompts else []
-        by_token: dict[int, dict[int, float]] = {one.row: {} for one in asked}
-        by_option: dict[int, list[float]] = {one.row: [] for one in asked}
-        lengths = {one.row: len(one.prompt) for one in asked}
-        for (row, tokens, ids), output in zip(requests, outputs, strict=True):
+        scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in asked}
+        for (one, tokens, ids), output in zip(requests, outputs, strict=True):
             if ids:
                 following = output.outputs[0].logprobs[0]
-                by_token[row] |= {token: following[token].logprob for token in ids}
+                scores[one.row] |= {(*tokens, token): following[token].logprob for token in ids}
             else:
-                own = range(lengths[row], len(tokens))
-                by_option[row].append(sum(output.prompt_logprobs[at][tokens[at]].logprob for at in own))
-        found = {one.row: self._logits(one, by_token[one.row], iter(by_option[one.row])) for one in asked}
+                own = enumerate(tokens, len(one.prompt))
+                scores[one.row][tuple(tokens)] = sum(output.prompt_logprobs[at][token].logprob for at, token in own)
+        found = {one.row: self._logits(one, scores[one.row]) for one in asked}
         finite = [logits for logits in found.values() if np.isfinite(logits).all()]
         compared = self._spec.answers_with != "text"
         n_little = sum(np.exp(logits, dtype=np.float64).sum() < 0.5 for logits in finite) if compared else 0
@@ -128,18 +128,28 @@ class VllmModel(PreparingModel):
             return self._sampling(max_tokens=1, temperature=0, logprob_token_ids=list(ids), detokenize=False)
         return self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
 
-    def _logits(self, asked: Tokens, by_token: dict[int, float], longer: Iterator[float]) -> Floats:
-        found = [by_token[option[0]] if len(option) == 1 else next(longer) for option in asked.options]
+    def _requests(self, asked: Tokens) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield a row's requests: what follows its prompt, and which next tokens are scored, or none but those."""
+        following: dict[tuple[int, ...], set[int]] = {}
+        for part in {part for option in asked.options for part in self._parts(option)}:
+            if len(part) == 1 or self._lora is not None:
+                following.setdefault(part[:-1], set()).add(part[-1])
+            else:
+                yield list(part), []
+        for tokens, own in following.items():
+            ids = sorted(own)
+            for start in range(0, len(ids), IDS_AT_ONCE):
+                yield list(tokens), ids[start : start + IDS_AT_ONCE]
+
+    def _parts(self, option: list[int]) -> list[tuple[int, ...]]:
+        """Return an option's beginnings whose log-probabilities make up its own: it as a whole where that can be had.
+
+        With an adapter, vLLM 0.32 ends when asked for a prompt's log-probabilities: each token is then a next one.
+        """
+        return [tuple(option[:n]) for n in range(1 if self._lora is not None else len(option), len(option) + 1)]
+
+    def _logits(self, asked: Tokens, scores: dict[tuple[int, ...], float]) -> Floats:
+        found = [sum(scores[part] for part in self._parts(option)) for option in asked.options]
         per_byte = self._spec.answers_with == "text"
         logits: Floats = np.array(found) / (np.array(asked.n_bytes) if per_byte else 1)
         return logits.astype(np.float32)
-
-
-def _requests(asked: Tokens) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield a row's requests: the tokens of each, and which next tokens are scored; none of the prompt's own are."""
-    ids = sorted({option[0] for option in asked.options if len(option) == 1})
-    for start in range(0, len(ids), IDS_AT_ONCE):
-        yield asked.prompt, ids[start : start + IDS_AT_ONCE]
-    for option in asked.options:
-        if len(option) > 1:
-            yield asked.prompt + option, []

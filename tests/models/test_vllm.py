@@ -13,7 +13,7 @@ import pytest
 import yaml
 from batches import column, question_batch, refused
 from conftest import SHARED_DATA
-from language_models import tiny_language_model
+from language_models import tiny_language_model, with_adapter
 
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.models.answers import LITTLE_MASS
@@ -44,9 +44,10 @@ ROWS = question_batch(
 
 @pytest.mark.parametrize("options", ["letter", "name", "text"])
 @pytest.mark.parametrize("chat", [True, False])
-def test_it_answers_as_the_same_weights_in_torch(engines, language_model, options, chat):
+@pytest.mark.parametrize("lora", [None, "/adapter"])  # the stand-in does nothing with it, but has its limit
+def test_it_answers_as_the_same_weights_in_torch(engines, language_model, options, chat, lora):
     settings = {"options": options, "chat_template": chat}
-    answers = spec(language_model, **settings).load()(ROWS)
+    answers = spec(language_model, lora=lora, **settings).load()(ROWS)
     oracle = TransformersChoiceSpec(kind="transformers-choice", model=str(language_model.folder), **settings)
     expected = oracle.load()(ROWS)
     assert answers.failures == expected.failures == {3: "it has no question"}
@@ -81,6 +82,7 @@ def test_the_engine_gets_its_settings(engines, language_model):
     assert settings["enable_lora"]
     assert settings["tensor_parallel_size"] == 1
     assert "/adapter" in model.facts.source
+    assert model.facts.dtype == "fp8 in float32"
 
 
 def test_what_cannot_be_loaded_is_one_line(engines, monkeypatch):
@@ -103,9 +105,12 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not Path(VLLM_PYTHON).is_file(), reason="no environment with vLLM: set VLLM_PYTHON")
-@pytest.mark.parametrize("options", ["letter", "text"])
-def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions(tmp_path, options):
-    """With all but ties within what float32 sums in another order differ by, which the table records."""
+@pytest.mark.parametrize(("options", "adapted"), [("letter", True), ("text", False)])
+def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions(tmp_path, options, adapted):
+    """With all but ties within what float32 sums in another order differ by, which the table records.
+
+    Torch has the adapter merged into its weights.
+    """
     if not QUESTIONS.is_dir():
         pytest.skip("the real questions (../shared/data/questions) are not here")
     model = tiny_language_model(tmp_path / "model", head_size=64)  # the smallest that vLLM's CPU kernels take
@@ -113,6 +118,9 @@ def test_a_real_engine_in_a_stage_on_ray_predicts_as_torch_does_on_500_questions
     rows = table.select(["question", "choices", "label"]).append_column("example_id", pa.array(map(str, range(500))))
     pq.write_table(rows, tmp_path / "rows.parquet")
     stage = {"kind": "vllm", "model": str(model.folder), "engine": {"max_model_len": 2048}}
+    if adapted:
+        model = with_adapter(model, tmp_path / "lora")
+        stage["lora"] = str(tmp_path / "lora" / "adapter")
     stages = [{"name": "m", "model": stage, "cost": {"params_b": 1}, "options": options, "resources": {"num_cpus": 1}}]
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump({"name": "p", "task": "multiple-choice", "stages": stages}))
     (tmp_path / "collect.py").write_text(COLLECT)
