@@ -178,8 +178,15 @@ def _visible_folders(folder: AnyPath) -> list[AnyPath]:
 
 
 def _stem(path: AnyPath) -> str:
-    """Return the partition that a file or folder is named after: validation for `val-00000-of-00002.parquet`."""
-    stem = path.name if path.is_dir() else path.stem
+    return partition_name(path.name if path.is_dir() else path.stem)
+
+
+def partition_name(stem: str) -> str:
+    """Return the partition that a file or folder is named after.
+
+    >>> partition_name("val-00000-of-00002")
+    'validation'
+    """
     shard = _SHARD.fullmatch(stem)
     return _canonical(shard["name"] if shard else stem)
 

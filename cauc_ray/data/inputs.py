@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from pathlib import PurePosixPath
 from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
+from cauc_ray.data.benchmarks import partition_name
 from cauc_ray.data.blocks import BlockSource, InputBlock, id_texts, table_block
 from cauc_ray.data.rows import IMAGE_SUFFIXES, TABLES, ImageRows, TableRows, is_image, open_tables, require_one_format
 from cauc_ray.errors import DataError
@@ -92,7 +95,23 @@ def _tables(path: AnyPath, files: Sequence[AnyPath], labels: Sequence[str] | Non
     names = [path_inside(file, path) or file.name for file in files]
     identity = dict(zip(names, np.diff(rows.starts).tolist(), strict=True))
     # A group ends after at least this many blocks, since the last block of a group may be short.
-    return FileInput(path, rows.n_rows, rows.n_bytes / rows.n_rows, identity, rows, rows.ends, 8, labels)
+    row_bytes = rows.n_bytes / rows.n_rows
+    return FileInput(path, rows.n_rows, row_bytes, identity, rows, rows.ends, 8, labels, _row_names(identity))
+
+
+def _row_names(lengths: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return what the ids of each file's rows begin with, and the number of its first row, as a dataset's rows have.
+
+    lengths: numbers of rows by file.
+    """
+    found: list[tuple[str, int]] = []
+    rows = Counter[str]()
+    for file, length in lengths.items():
+        path = PurePosixPath(file)
+        name = str(path.with_name(partition_name(path.stem)))
+        found.append((name, rows[name]))
+        rows[name] += length
+    return found
 
 
 def _images(path: AnyPath, folder: AnyPath, files: Iterable[AnyPath]) -> FileInput:
@@ -108,7 +127,8 @@ class FileInput:
     """Files as a run's input.
 
     ends: int64, the numbers of rows after which a group may end.   group_blocks: the least blocks in a group.
-    labels: names of the options, by which a column of labels may call them.
+    labels: names of the options, by which a column of labels may call them.   row_names: of tables, what the ids of
+    each file's rows begin with if they have none of their own, and the number of its first row.
     """
 
     path: AnyPath
@@ -119,6 +139,7 @@ class FileInput:
     ends: Ints
     group_blocks: int
     labels: Sequence[str] | None = None
+    row_names: Sequence[tuple[str, int]] = ()
 
     @property
     def columns(self) -> Sequence[str]:
@@ -221,11 +242,11 @@ class FileBlocks:
         return pa.chunked_array([self._names(start, end)], pa.string())
 
     def _names(self, start: int, end: int) -> list[str]:
-        """Return ids for rows without ids: their numbers, prefixed with the file's name if there are several files."""
+        """Return ids for rows without ids: the file's name and the row's number, as in a dataset."""
         assert isinstance(self.rows, TableRows)
-        names = list(self.files.identity)
         located = map(self.rows.locate, range(start, end))
-        return [str(row) if len(names) == 1 else f"{names[file]}:{row}" for file, row in located]
+        named = ((*self.files.row_names[file], row) for file, row in located)
+        return [f"{name}-{first + row}" for name, first, row in named]
 
     def _unreadable(self, start: int, end: int, error: UnreadableError) -> InputBlock:
         """Return a block that cannot be read, with its ids if these can be read, else named by file and row."""

@@ -67,7 +67,7 @@ def test_features_are_collected_and_run_under_their_own_names(home, ray_session,
     summary = cauc_ray.run(home / "pool.yaml", policy, home / "new.csv", tmp_path / "out")
     rows = read_all(tmp_path / "out" / "predictions")
     assert (summary["n"], summary["n_failed"]) == (400, 0)
-    assert sorted(map(int, rows["example_id"].to_pylist())) == list(range(400))
+    assert sorted(rows["example_id"].to_pylist()) == sorted(f"new-{row}" for row in range(400))
     named = zip(rows["prediction"].to_pylist(), rows["prediction_label"].to_pylist(), strict=True)
     assert all(NAMES[prediction] == name for prediction, name in named)
     replayed = cauc_ray.evaluate(tmp_path / "logits", policy).to_arrow()

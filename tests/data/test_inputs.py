@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from stored import damage, write
+from stored import damage, values_of, write
 
 from cauc_ray.data import text_files
 from cauc_ray.data.blocks import column_to_numpy, concat_column
+from cauc_ray.data.datasets import DatasetSource, open_dataset
 from cauc_ray.data.inputs import open_input
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import make_folder
@@ -473,13 +474,14 @@ def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, says, files)
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"x.csv": "age,plan\n1,a\n2,b\n3,a\n"}, ["0", "1", "2"]),
+        ({"x.csv": "age,plan\n1,a\n2,b\n3,a\n"}, ["x-0", "x-1", "x-2"]),
         ({"x.csv": "id,age\n7,1\n9,2\n", "y.csv": "id,age\n8,3\n"}, ["7", "9", "8"]),
-        ({"x.csv": "age\n1\n2\n", "y.csv": "age\n3\n"}, ["x.csv:0", "x.csv:1", "y.csv:0"]),
+        ({"a/x.csv": "age\n1\n2\n", "b/x.csv": "age\n3\n"}, ["a/x-0", "a/x-1", "b/x-0"]),
     ],
 )
 def test_rows_without_an_example_id_are_named_by_their_id_or_number(tmp_path, files, expected):
     for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     source = open_input(tmp_path).source(2, frozenset({"age"}))
     blocks = dict(block for group in range(source.n_groups) for block in source.blocks(group))
@@ -490,6 +492,16 @@ def test_rows_without_an_example_id_are_named_by_their_id_or_number(tmp_path, fi
     )
     seen = dict(block for group in range(source.n_groups) for block in source.blocks(group, blocks))
     assert [block.example_ids for block in seen.values()] == [block.example_ids for block in blocks.values()]
+
+
+@pytest.mark.parametrize("files", [["texts.csv"], ["val.csv"], [f"train-0000{n}-of-00002.csv" for n in range(2)]])
+def test_a_files_rows_without_ids_have_the_same_names_in_a_run_and_in_a_collection(tmp_path, files):
+    for name in files:
+        (tmp_path / name).write_text("text,label\n" + "a,0\nb,1\n" * 2)
+    path = tmp_path / files[0] if len(files) == 1 else tmp_path
+    collected = values_of(open_dataset(DatasetSource(str(path), tabular=True)), "id")
+    assert ids(read(path, 3)) == collected
+    assert len(set(collected)) == 4 * len(files)
 
 
 def test_labels_may_be_names_of_classes(tmp_path):
