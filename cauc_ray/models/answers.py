@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,19 +164,29 @@ def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     return padded([rows.get(row, nothing) for row in range(n)]), lengths
 
 
-def bucketed(lengths: Mapping[int, int], most: int) -> Iterator[list[int]]:
-    """Yield rows of like lengths together, so that their padded lengths add up to at most so many; one row always fits.
+# What a pass costs by itself, in tokens: on a GPU, launching its kernels takes as long as computing so many.
+PASS_TOKENS, GPU_PASS_TOKENS = 32, 2048
 
-    lengths: by row.
+
+def bucketed(lengths: Mapping[int, int], most: int, *, on_gpu: bool = False) -> Iterator[list[int]]:
+    """Yield rows of like lengths together, in the cheapest way: few passes, and little padding in each.
+
+    lengths: by row.   most: padded tokens of a pass; one row always fits.   Exact, by dynamic programming over the rows
+    in order of their lengths.
     """
-    together: list[int] = []
-    for row in sorted(lengths, key=lengths.__getitem__):
-        if together and (len(together) + 1) * lengths[row] > most:
-            yield together
-            together = []
-        together.append(row)
-    if together:
-        yield together
+    rows = sorted(lengths, key=lengths.__getitem__)
+    sizes = np.array([lengths[row] for row in rows], dtype=np.int64)
+    cost, begins = np.zeros(len(rows) + 1), [0]  # of the first rows, and where the last pass of them begins
+    for end, size in enumerate(sizes.tolist(), 1):
+        first = max(0, end - max(1, most // max(1, size)))
+        costs = cost[first:end] + size * np.arange(end - first, 0, -1)
+        best = int(costs.argmin())
+        cost[end] = costs[best] + (GPU_PASS_TOKENS if on_gpu else PASS_TOKENS)
+        begins.append(first + best)
+    ends = [len(rows)]
+    while ends[-1]:
+        ends.append(begins[ends[-1]])
+    yield from (rows[begin:end] for begin, end in itertools.pairwise(reversed(ends)))
 
 
 class AsDeclared:

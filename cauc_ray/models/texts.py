@@ -106,7 +106,7 @@ class TextClassifier(PreparingModel):
         encoded = self._tokenizer(*columns, truncation=True, max_length=self._max_tokens)
         lengths = {place: len(tokens) for place, tokens in enumerate(encoded["input_ids"])}
         passes = []
-        for places in bucketed(lengths, self._spec.batch_tokens):
+        for places in bucketed(lengths, self._spec.batch_tokens, on_gpu=self._device.type == "cuda"):
             own = {key: [values[place] for place in places] for key, values in encoded.items()}
             padded = self._tokenizer.pad(own, return_tensors="pt")
             passes.append(([rows[place] for place in places], padded))

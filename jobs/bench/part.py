@@ -24,6 +24,7 @@ PARTS = {
     "controller": "bench.runs",
     "memory": "bench.runs",
     "sink": "bench.runs",
+    "stages": "bench.stages",
     "serving": "bench.serving",
     "bodies": "bench.serving",
     "faults": "faults.trial",

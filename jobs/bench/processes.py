@@ -10,16 +10,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
-import ray
 
 from cauc_ray.errors import ExecutionError
-from cauc_ray.execution.session import keep_store_free, ray_session
 from jobs.bench.part import LeftOut
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +30,8 @@ def scratch(n_cpus: float | None = None) -> Iterator[Path]:
     """Yield an empty folder for the length of the block, with a Ray session of so many CPUs if they are given."""
     with tempfile.TemporaryDirectory(prefix="bench") as folder, ExitStack() as resources:
         if n_cpus is not None:
+            from cauc_ray.execution.session import ray_session
+
             resources.enter_context(ray_session(None, n_cpus))
         yield Path(folder)
 
@@ -42,6 +42,10 @@ def own_session(n_cpus: int, store_mb: float | None = None) -> Iterator[None]:
 
     Raises LeftOut where a session is up.
     """
+    import ray
+
+    from cauc_ray.execution.session import keep_store_free
+
     if ray.is_initialized():
         raise LeftOut("a Ray session is up, and this needs one of its own")
     keep_store_free()
@@ -88,6 +92,16 @@ def served(folder: Path, *, local: bool) -> Iterator[str]:
     """
     command = [str(Path(sys.executable).with_name("cauc")), "serve", "pool.yaml", "--policy", "policy.json"]
     command += ["--port", "0", "--json", *(["--local"] if local else [])]
+    with listening(command, folder) as url:
+        yield url
+
+
+@contextmanager
+def listening(command: Sequence[str], folder: Path = ROOT) -> Iterator[str]:
+    """Run a service for the length of the block; yield the URL that it prints, in JSON, once it listens.
+
+    Raises ExecutionError where it does not start.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with ExitStack() as resources:
         log = resources.enter_context(tempfile.TemporaryFile("w+"))

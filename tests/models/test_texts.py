@@ -1,10 +1,16 @@
 """Classifiers of texts: sequence classification by transformers, tiny checkpoints of real architectures."""
 
+from itertools import combinations, pairwise
+from math import inf
+
 import pytest
 from batches import column, refused
+from hypothesis import given
+from hypothesis import strategies as st
 from language_models import tiny_language_model
 
 from cauc_ray.errors import DataError
+from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
 from cauc_ray.models.texts import TransformersClassifierSpec
 
 torch = pytest.importorskip("torch")
@@ -83,3 +89,18 @@ def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_pa
         (tmp_path / "absent", "there is no such folder"),
     ):
         assert says in refused(spec(folder).load)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(20, 200), st.booleans())
+def test_no_other_passes_are_cheaper(lengths, most, on_gpu):
+    def cost(passes):
+        sizes = [(len(rows), max(lengths[row] for row in rows)) for rows in passes]
+        fits = all(n == 1 or n * longest <= most for n, longest in sizes)
+        return sum(n * longest + (GPU_PASS_TOKENS if on_gpu else PASS_TOKENS) for n, longest in sizes) if fits else inf
+
+    passes = list(bucketed(dict(enumerate(lengths)), most, on_gpu=on_gpu))
+    assert sorted(row for rows in passes for row in rows) == list(range(len(lengths)))
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    cuts = [at for n in range(len(lengths)) for at in combinations(range(1, len(lengths)), n)]
+    splits = ([by_length[a:b] for a, b in pairwise([0, *own, len(lengths)])] for own in cuts)
+    assert cost(passes) == min(map(cost, splits))
