@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel
+from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, bucketed
 from cauc_ray.models.prompts import LOGITS_ARE
 from cauc_ray.models.tokens import Tokenizing, Tokens, answered
 from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
@@ -54,16 +54,64 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
 
 
 @dataclass(frozen=True, slots=True)
+class _Pass:
+    """Questions that share a forward pass, as tensors on the host, in pinned memory for a GPU.
+
+    All are int64.   tokens, mask: (n, width), of the prompts without the head, padded on the left.   head: tokens that
+    the cache has.   owners, starts: (m,), each option's question, and its first token.   distinct: (d,), one option for
+    each token that a question's options begin with.   longer: (l,), options of several tokens.   continued: (l, w), the
+    tokens of these, padded on the right.   rest: (l,), how many of these follow the first.
+    """
+
+    together: list[Tokens]
+    head: int
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    owners: torch.Tensor
+    starts: torch.Tensor
+    distinct: torch.Tensor
+    longer: torch.Tensor
+    continued: torch.Tensor
+    rest: torch.Tensor
+
+    @classmethod
+    def of(cls, together: list[Tokens], head: int, *, pinned: bool) -> _Pass:
+        """Return questions as a pass."""
+        prompts = [one.prompt[head:] for one in together]
+        width = max(map(len, prompts))
+        options = [(row, tokens) for row, one in enumerate(together) for tokens in one.options]
+        begun = {(row, tokens[0]): index for index, (row, tokens) in enumerate(options)}
+        longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
+        widest = max((len(options[index][1]) for index in longer), default=1)
+        tensors = (
+            [[0] * (width - len(prompt)) + prompt for prompt in prompts],
+            [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts],
+            [row for row, _ in options],
+            [tokens[0] for _, tokens in options],
+            list(begun.values()),
+            longer,
+            [options[index][1] + [0] * (widest - len(options[index][1])) for index in longer],
+            [len(options[index][1]) - 1 for index in longer],
+        )
+        made = (torch.tensor(values, dtype=torch.long) for values in tensors)
+        return cls(together, head, *(one.pin_memory() if pinned else one for one in made))
+
+    def on(self, device: torch.device) -> _Pass:
+        """Return the pass with its tensors on a device; the host does not wait for them."""
+        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), torch.Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
 class _Questions:
     """A batch in tokens.
 
-    n_options: of each row, 0 for those that cannot be asked; faults has the reasons.   passes: questions that share a
-    forward pass.
+    n_options: of each row, 0 for those that cannot be asked; faults has the reasons.
     """
 
     n_options: list[int]
     faults: dict[int, str]
-    passes: list[list[Tokens]]
+    passes: list[_Pass]
 
 
 class ChoiceModel(PreparingModel):
@@ -76,12 +124,13 @@ class ChoiceModel(PreparingModel):
         self._network = network
         self._accepts = set(inspect.signature(network.forward).parameters)
         self._device = next(network.parameters()).device
+        self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         self._device_time = device_time or DeviceTime(self._device)
         self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
         if spec.answers_with != "letter" and "past_key_values" not in self._accepts:
             raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
         self._head = self._tokenizing.head() if "past_key_values" in self._accepts else []
-        self._head_cache: Any = None  # of the tokens that all prompts begin with, once they have been run
+        self._head_cache = self._run_head()  # of the tokens that all prompts begin with
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
         precision = dtype_name(network.dtype)
         self.facts = ModelFacts(
@@ -99,115 +148,93 @@ class ChoiceModel(PreparingModel):
 
     def answer(self, prepared: _Questions) -> Answers:
         """Answer a batch; rows without a question, or with one that is too long, are failures."""
-        scores: dict[int, Floats] = {}
-        n_little = 0
         self._device_time.start()
         with torch.inference_mode():
-            for together in prepared.passes:
-                found, little = self._score(together)
-                scores |= found
-                n_little += little
+            # All passes are launched before any result is taken, so that a GPU goes from one to the next.
+            launched = [(one.together, self._score(one)) for one in prepared.passes]
+            per_byte = self._spec.answers_with == "text"
+            scores: dict[int, Floats] = {}
+            n_little = 0
+            for together, (totals, mass) in launched:
+                found = iter(totals.cpu().numpy())
+                for one in together:
+                    own = [next(found) / (n if per_byte else 1) for n in one.n_bytes]
+                    scores[one.row] = np.array(own, dtype=np.float32)
+                n_little += 0 if per_byte else int((mass < 0.5).sum())
         return answered(len(prepared.n_options), scores, prepared.faults, n_little, self._device_time.seconds())
 
-    def _passes(self, asked: Sequence[Tokens]) -> Iterator[list[Tokens]]:
-        """Yield questions of like length together, padded within the bounds of a pass."""
-        together: list[Tokens] = []
-        n_options = longest = 0
-        vocabulary = self._network.config.get_text_config().vocab_size
-        for one in sorted(asked, key=lambda one: (len(one.prompt), one.longest)):
-            n_options, longest = n_options + len(one.options), max(longest, one.longest - 1)
-            n = len(together) + 1
-            n_tokens = n * (len(one.prompt) - len(self._head)) + n_options * longest
-            if together and (
-                n_tokens > self._spec.batch_tokens or (n + n_options * longest) * vocabulary > _LOGITS_AT_ONCE
-            ):
-                yield together
-                together, n_options, longest = [], len(one.options), one.longest - 1
-            together.append(one)
-        if together:
-            yield together
+    def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Pass]:
+        """Yield questions of like lengths as passes of a bounded number of tokens and of logits."""
+        on_gpu, head = self._device.type == "cuda", len(self._head)
+        scored = max((1 + len(one.options) * (one.longest - 1) for one in asked), default=1)
+        most_rows = max(1, _LOGITS_AT_ONCE // (scored * self._network.config.get_text_config().vocab_size))
+        lengths = {
+            index: max(1, len(one.prompt) - head) + len(one.options) * (one.longest - 1)
+            for index, one in enumerate(asked)
+        }
+        for own in bucketed(lengths, self._spec.batch_tokens, on_gpu=on_gpu):
+            for start in range(0, len(own), most_rows):
+                together = [asked[index] for index in own[start : start + most_rows]]
+                begins = all(len(one.prompt) > head and one.prompt[:head] == self._head for one in together)
+                yield _Pass.of(together, head if begins else 0, pinned=on_gpu)
 
-    def _ask(self, together: Sequence[Tokens]) -> tuple[torch.Tensor, Any, torch.Tensor]:
-        """Run the prompts. Returns the next token's logits (n, vocabulary), the cache, the mask of real tokens."""
-        head = len(self._head) if self._runs_head_once(together) else 0
-        prompts = [one.prompt[head:] for one in together]
-        width = max(map(len, prompts))
-        tokens = torch.zeros(len(together), width, dtype=torch.long)
-        mask = torch.zeros_like(tokens)
-        for row, prompt in enumerate(prompts):
-            tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        tokens, mask = tokens.to(self._device), mask.to(self._device)
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + head
-        settings: dict[str, Any] = {"use_cache": any(one.longest > 1 for one in together)}
-        if head:
-            cache = copy.deepcopy(self._head_cache)
-            cache.batch_repeat_interleave(len(together))
-            settings = {"use_cache": True, "past_key_values": cache}
-            mask = torch.cat([mask.new_ones(len(together), head), mask], dim=1)
-        output = self._run(tokens, mask, positions, logits_to_keep=1, **settings)
-        return output.logits[:, -1], getattr(output, "past_key_values", None), mask
+    def _run_head(self) -> Any:
+        """Run what all prompts begin with, and return its cache; None where there is nothing that they can share."""
+        if not self._head:
+            return None
+        head = torch.tensor([self._head], device=self._device)
+        positions = torch.arange(len(self._head), device=self._device)[None]
+        with torch.inference_mode():
+            cache = self._run(head, torch.ones_like(head), positions, logits_to_keep=1, use_cache=True).past_key_values
+        # A window over the last tokens would count the padding between the head and a prompt.
+        if any(getattr(layer, "is_sliding", True) for layer in getattr(cache, "layers", [None])):
+            self._head, cache = [], None
+        return cache
 
-    def _runs_head_once(self, together: Sequence[Tokens]) -> bool:
-        """Return whether what all prompts begin with is in a cache that these can share; run it at the first call."""
-        n = len(self._head)
-        if not n or any(len(one.prompt) <= n or one.prompt[:n] != self._head for one in together):
-            return False
-        if self._head_cache is None:
-            head = torch.tensor([self._head], device=self._device)
-            positions = torch.arange(n, device=self._device)[None]
-            self._head_cache = self._run(head, torch.ones_like(head), positions, logits_to_keep=1, use_cache=True)
-            self._head_cache = self._head_cache.past_key_values
-            # A window over the last tokens would count the padding between the head and a prompt.
-            if any(getattr(layer, "is_sliding", True) for layer in getattr(self._head_cache, "layers", [None])):
-                self._head = []
-        return bool(self._head)
-
-    def _score(self, together: Sequence[Tokens]) -> tuple[dict[int, Floats], int]:
-        """Return each row's logits, and in how many rows the options have less than half of the probability.
+    def _score(self, given: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each option's logit, float64 (m,), and the probability of each question's options, float64 (n,).
 
         A letter's logit is the next token's. A longer option's is its log-likelihood: its first token's after the
         prompt, the others' from there on. The prompt is run once; what it leaves in the cache serves every option.
         """
-        first, cache, mask = self._ask(together)
-        options = [(row, tokens) for row, one in enumerate(together) for tokens in one.options]
-        owners = torch.tensor([row for row, _ in options], device=self._device)
-        starts = torch.tensor([tokens[0] for _, tokens in options], device=self._device)
-        logits = first.float()
-        raw = logits[owners, starts]
-        totals = (raw - torch.logsumexp(logits, dim=1)[owners]).double()
-        mass = _mass(totals, owners, starts, len(together))
+        own = given.on(self._device)
+        n, mask = len(own.together), own.mask
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + own.head
+        settings: dict[str, Any] = {"use_cache": len(own.longer) > 0}
+        if own.head:
+            cache = copy.deepcopy(self._head_cache)
+            cache.batch_repeat_interleave(n)
+            settings = {"use_cache": True, "past_key_values": cache}
+            mask = torch.cat([mask.new_ones(n, own.head), mask], dim=1)
+        output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
+        logits = output.logits[:, -1].float()
+        raw = logits[own.owners, own.starts]
+        totals = (raw - torch.logsumexp(logits, dim=1)[own.owners]).double()
+        first = own.distinct
+        mass = totals.new_zeros(n).index_add(0, own.owners[first], totals[first].exp())
         if self._spec.answers_with == "letter":
-            totals = raw
-        longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
-        if longer:
-            rest = torch.tensor(longer, device=self._device)
-            cache.batch_select_indices(owners[rest].cpu())  # its layers may be on several devices
-            own_tokens = [options[index][1] for index in longer]
-            totals[rest] += self._continuations(own_tokens, cache, mask[owners[rest]])
-        found = iter(totals.cpu().numpy())
-        per_byte = self._spec.answers_with == "text"
-        scores = {
-            one.row: np.array([next(found) / (n if per_byte else 1) for n in one.n_bytes], dtype=np.float32)
-            for one in together
-        }
-        return scores, 0 if per_byte else int((mass < 0.5).sum())
+            return raw.double(), mass
+        if len(own.longer):
+            owners = own.owners[own.longer]
+            kept = given.owners[given.longer] if self._over_gpus else owners  # a cache of many devices takes the host's
+            output.past_key_values.batch_select_indices(kept)
+            totals[own.longer] += self._continuations(own, output.past_key_values, mask[owners])
+        return totals, mass
 
-    def _continuations(self, options: Sequence[list[int]], cache: Any, before: torch.Tensor) -> torch.Tensor:
-        """Return the log-likelihood of each option's tokens after its first, float64 (m,).
+    def _continuations(self, own: _Pass, cache: Any, before: torch.Tensor) -> torch.Tensor:
+        """Return the log-likelihood of each longer option's tokens after its first, float64 (l,).
 
-        before: the mask of what the cache holds, (m, width).
+        before: the mask of what the cache holds, (l, width).
         """
-        width = max(map(len, options)) - 1
-        padded_tokens = torch.tensor([o + [0] * (width + 1 - len(o)) for o in options], device=self._device)
-        inputs, targets = padded_tokens[:, :-1], padded_tokens[:, 1:]
-        own = torch.arange(width, device=self._device) < torch.tensor([[len(o) - 1] for o in options]).to(self._device)
-        positions = before.sum(dim=1, keepdim=True) + torch.arange(width, device=self._device)
-        mask = torch.cat([before, own.long()], dim=1)
+        inputs, targets = own.continued[:, :-1], own.continued[:, 1:]
+        steps = torch.arange(inputs.shape[1], device=inputs.device)
+        own_mask = steps < own.rest[:, None]
+        positions = before.sum(dim=1, keepdim=True) + steps
+        mask = torch.cat([before, own_mask.long()], dim=1)
         output = self._run(inputs, mask, positions, past_key_values=cache, use_cache=True)
         logits = output.logits.float()
         chosen = logits.gather(2, targets[:, :, None])[:, :, 0] - torch.logsumexp(logits, dim=2)
-        return torch.where(own, chosen, 0.0).double().sum(dim=1)
+        return torch.where(own_mask, chosen, 0.0).double().sum(dim=1)
 
     def _run(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, **settings: Any) -> Any:
         given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, **settings}
@@ -218,12 +245,3 @@ class ChoiceModel(PreparingModel):
 def _context_length(config: Any) -> int:
     text = config.get_text_config()
     return int(getattr(text, "max_position_embeddings", None) or 10**9)
-
-
-def _mass(logprobs: torch.Tensor, owners: torch.Tensor, starts: torch.Tensor, n: int) -> torch.Tensor:
-    """Return each row's probability of the tokens that its options begin with, float64 (n,); equal ones count once."""
-    pairs = torch.stack([owners, starts], dim=1)
-    distinct, index = torch.unique(pairs, dim=0, return_inverse=True)
-    probability = torch.zeros(len(distinct), dtype=torch.float64, device=logprobs.device)
-    probability[index] = logprobs.exp()
-    return torch.zeros(n, dtype=torch.float64, device=logprobs.device).index_add(0, distinct[:, 0], probability)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Tokenizing:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._prompts = Prompts(spec, self.chat)
+        self._options: dict[str, list[int]] = {}
         self._letters = self._letter_tokens() if spec.answers_with == "letter" else []
 
     def __call__(self, batch: Batch) -> tuple[list[Tokens], list[int], dict[int, str]]:
@@ -65,9 +66,10 @@ class Tokenizing:
         Raises DataError when a column is missing.
         """
         questions, faults = self._prompts(batch)
+        prompts = self.prompts([question.text for question in questions.values()])
         asked: list[Tokens] = []
-        for row, question in questions.items():
-            one = self._tokens(row, question)
+        for (row, question), prompt in zip(questions.items(), prompts, strict=True):
+            one = self._tokens(row, question, prompt)
             if isinstance(one, str):
                 faults[row] = one
             else:
@@ -77,38 +79,47 @@ class Tokenizing:
 
     def head(self) -> list[int]:
         """Return the tokens that the prompts of all rows begin with, none where they are too few to matter."""
-        one, other = (self.prompt(self._prompts.head + text) for text in ("Q", "7 words"))
+        one, other = self.prompts([self._prompts.head + text for text in ("Q", "7 words")])
         n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
         return one[:n] if n >= LEAST_HEAD else []
 
-    def _tokens(self, row: int, question: Asked) -> Tokens | str:
+    def _tokens(self, row: int, question: Asked, prompt: list[int]) -> Tokens | str:
         """Return a question in tokens, or why it cannot be asked."""
         n = len(question.options)
         if self._letters and n > len(self._letters):
             return f"it has {n} options, more than the {len(self._letters)} letters; options: text takes any number"
-        lead = "" if self.chat else " "
-        options = self._letters[:n] or [self._encoded(lead + option) for option in question.options]
-        asked = Tokens(
-            row, self.prompt(question.text), tuple(options), tuple(len(o.encode()) for o in question.options)
-        )
+        options = self._letters[:n] or [self._option(option) for option in question.options]
+        asked = Tokens(row, prompt, tuple(options), tuple(len(o.encode()) for o in question.options))
         n_tokens = len(asked.prompt) + asked.longest - 1
         if n_tokens > self._max_tokens:
             return f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}"
         return asked
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a prompt up to where the answer begins."""
-        if not self.chat:
-            return self._encoded(text, add_special_tokens=True)
-        # As text first: what apply_chat_template returns as tokens has changed between versions.
-        turns = [{"role": "user", "content": text}]
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of prompts up to where the answer begins."""
         settings = dict(self._spec.chat_template_kwargs)
-        return self._encoded(
-            self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **settings)
-        )
+        if self.chat:  # as texts first: what apply_chat_template returns as tokens has changed between versions
+            texts = [
+                self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, **settings
+                )
+                for text in texts
+            ]
+        # At once: the tokenizer then works in threads of its own.
+        tokens = self._tokenizer(list(texts), add_special_tokens=not self.chat)["input_ids"] if texts else []
+        return list(tokens)
 
-    def _encoded(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _option(self, option: str) -> list[int]:
+        """Return an option's tokens; those of labels are the same in every row."""
+        if option in self._options:
+            return self._options[option]
+        tokens = self._encoded(option if self.chat else f" {option}")
+        if self._spec.labels is not None:
+            self._options[option] = tokens
+        return tokens
+
+    def _encoded(self, text: str) -> list[int]:
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
     def _letter_tokens(self) -> list[list[int]]:

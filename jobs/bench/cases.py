@@ -81,7 +81,7 @@ class Maker:
 
         folder = self._saved("ViTForImageClassification", "ViTImageProcessor", 192, 1024, num_labels=100)
         processor = AutoImageProcessor.from_pretrained(folder)
-        network = AutoModelForImageClassification.from_pretrained(folder).eval()
+        network = AutoModelForImageClassification.from_pretrained(folder, dtype="float32").eval()
         preprocess = partial(_pixels, processor)
         model = {"kind": "transformers-image", "model": str(folder), "device": self.device}
         return Case(model, partial(self._seen, network, preprocess), "image", random_pictures)

@@ -64,7 +64,7 @@ def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes:
         settings |= {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
     network = getattr(transformers, kind)
-    network(network.config_class(**settings)).save_pretrained(folder)
+    network(network.config_class(**settings)).bfloat16().save_pretrained(folder)
     return folder
 
 

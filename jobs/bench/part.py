@@ -25,10 +25,12 @@ PARTS = {
     "memory": "bench.runs",
     "sink": "bench.runs",
     "stages": "bench.stages",
+    "gpu": "bench.gpu",
     "serving": "bench.serving",
     "bodies": "bench.serving",
     "faults": "faults.trial",
 }
+OFFLINE = "or without a network `pip download -d wheels` elsewhere and `pip install --no-index -f wheels` here"
 T = TypeVar("T")
 Measure: TypeAlias = Callable[..., dict[str, Any]]
 
@@ -76,7 +78,7 @@ def measured(name: str, words: Sequence[str]) -> dict[str, Any]:
     except LeftOut as error:
         figures = {"left_out": str(error)}
     except ModuleNotFoundError as error:
-        figures = {"left_out": f"{error.name} is not installed; pip install -e '.[dev]' installs it"}
+        figures = {"left_out": f"{error.name} is not installed; pip install {error.name}, {OFFLINE}"}
     except CaucError as error:  # the figures of the other parts have cost minutes
         figures = {"failed": str(error)}
     show(figures)

@@ -95,6 +95,25 @@ def planted_logits(
     return logits
 
 
+def drawn_labels(logits: Mapping[str, Floats]) -> Ints:
+    """Draw labels of rows from the models' own answers, (N, K) each: each model is right about as often."""
+    rng = np.random.default_rng(1)
+    chosen = np.stack([own.argmax(axis=1) for own in logits.values()])
+    n = chosen.shape[1]
+    labels: Ints = chosen[rng.integers(0, len(chosen), n), np.arange(n)].astype(np.int32)
+    labels[rng.random(n) < 0.1] = 0
+    return labels
+
+
+def fit_deferring(logits: Mapping[str, Floats], labels: Ints, costs: Mapping[str, float], deferral: float) -> Policy:
+    """Fit CAUC-RF with the threshold at which the first model defers a share of the rows; with none, its least."""
+    accepting = cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=0.0)
+    if not deferral:
+        return accepting
+    threshold = float(np.quantile(accepting.predict(logits).confidence, deferral))
+    return cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=threshold)
+
+
 def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[float], **splits: PlantedRows) -> Policy:
     """Write planted rows as a logit table and fit CAUC-RF on as many calibration rows of their own.
 

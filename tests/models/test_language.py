@@ -115,12 +115,12 @@ def test_what_all_prompts_begin_with_is_run_once(language_model, options, chat):
     from cauc_ray.models.language import ChoiceModel
 
     own_spec = spec(language_model.folder, chat_template=chat, **settings)
-    model = ChoiceModel(own_spec, language_model.tokenizer, language_model.network)
     texts = column(["It broke", "Why was I charged twice for the very same thing?", "x"])
     n_tokens = []
     hook = language_model.network.register_forward_pre_hook(
         lambda module, args, given: n_tokens.append(given["input_ids"].shape[1]), with_kwargs=True
     )
+    model = ChoiceModel(own_spec, language_model.tokenizer, language_model.network)
     answers = [model({"text": texts}).logits, np.concatenate([model({"text": texts[[n]]}).logits for n in range(3)])]
     hook.remove()
     head = max(n_tokens)

@@ -1,0 +1,146 @@
+"""What is to be measured on a GPU, on one machine without Ray and without a network."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeAlias
+
+from cauc_ray.cascade.bundles import Bundle, Part, packed
+from cauc_ray.cascade.preparing import PreparingWorker
+from cauc_ray.cascade.rows import Call, CallResult, Owner
+from cauc_ray.cascade.scheduler import Chunk, Scheduler
+from cauc_ray.cascade.stage_queue import StageLimits, queue_rows
+from cauc_ray.cascade.worker import prepare_process
+from cauc_ray.models.answers import Batch
+from cauc_ray.models.pool import StageSpec
+from cauc_ray.policies.policy import Policy
+from jobs.bench.cases import Maker, language
+from jobs.bench.checkpoints import random_texts
+from jobs.bench.part import LeftOut, by_turns
+from jobs.bench.planted import drawn_labels, fit_deferring, stage
+from jobs.bench.processes import scratch
+from jobs.bench.stages import KINDS, require_answers, stages
+
+NAMES = ("small", "large")
+# Hidden sizes on a CPU and on a GPU.
+SIZES = {"small": (96, 768), "large": (384, 2048)}
+COSTS = {"small": 1.0, "large": 10.0}
+# What a call has come to: the call, and its batches' results with what goes on.
+Ending: TypeAlias = tuple[Call, "Future[tuple[list[CallResult], Bundle]]"]
+
+
+def gpu(
+    rows: int = 30_000,
+    batch: int = 256,
+    deferral: float = 0.5,
+    turns: int = 3,
+    stage_rows: int = 1024,
+    kinds: tuple[str, ...] = KINDS,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """Measure what needs a GPU: how busy a cascade keeps it, what a policy's step takes, and each kind's stage.
+
+    The cascade is of two language models with random weights, of 0.2 and 1.6 billion parameters, on one GPU. They are a
+    run's workers under a run's scheduler, in threads of this one process. busy_share is the large one's share of the
+    run's time: of the GPU by its own clock, which counts what the small one computes in between, and of the wall
+    clock. The policy's step is set against the large one's time for its batches. The stages are those of the part
+    `stages`.
+
+    It needs neither Ray nor a network, but numpy, scipy, pyarrow, pydantic, pyyaml, jinja2, psutil, torch, torchvision,
+    transformers and pillow. --device cpu runs the same with small models. On a GPU it has never been run.
+
+    rows: that the cascade answers.   batch: rows of one.   deferral: share of the rows that the large one answers.
+    turns: of each side of a stage, and of the cascade.   stage_rows, kinds: of `stages`.   device: cuda or cpu.
+    """
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LeftOut("there is no GPU here; --device cpu runs the same on the CPU")
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "cascade": cascade(rows, batch, deferral, turns, device),
+        "stages": stages(kinds, stage_rows, min(batch, 64), turns, device),
+    }
+
+
+def cascade(rows: int, batch: int, deferral: float, turns: int, device: str) -> dict[str, Any]:
+    """Return how busy two language models are, one behind the other."""
+    with scratch() as folder, ExitStack() as resources:
+        specs = []
+        for name in NAMES:
+            own = Maker(folder / name, device, batch, resources).language_model(*SIZES[name])
+            settings = stage(name, language(own, kind="transformers-choice", device=device), batch)
+            settings["resources"]["num_gpus"] = 0.5 if device == "cuda" else 0
+            specs.append(StageSpec.model_validate(settings))
+        prepare_process(specs[0], ())
+        texts = {"text": random_texts(max(4 * batch, 400), seed=0)}
+        logits = {spec.name: spec.load()(texts).logits for spec in specs}
+        policy = fit_deferring(logits, drawn_labels(logits), COSTS, deferral)
+        workers = [PreparingWorker(spec, number, policy) for number, spec in enumerate(specs)]
+        with ThreadPoolExecutor(len(workers)) as loading:
+            prepares = [facts.prepares for facts in loading.map(PreparingWorker.load, workers)]
+        assert all(prepares)
+        answered(workers, policy, texts, batch)
+
+        def turn(number: int) -> dict[str, Any]:
+            return figures(answered(workers, policy, {"text": random_texts(rows, seed=1 + number)}, batch), rows)
+
+        found = by_turns({"cascade": turn}, turns, lambda of: f"{of['rows_per_s']:.1f} rows/s")["cascade"]
+    return {what: median(of[what] for of in found) for what in found[0] if found[0][what] is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A run's seconds, and the results of each stage's batches."""
+
+    run_s: float
+    results: Sequence[Sequence[CallResult]]
+
+
+def figures(run: Answered, rows: int) -> dict[str, float | None]:
+    """Return what a run of two stages over so many rows shows."""
+    large = run.results[-1]
+    of_gpu = [result.device_s for result in large if result.device_s is not None]
+    compute_s, policy_s = (sum(getattr(result, what) or 0.0 for result in large) for what in ("compute_s", "policy_s"))
+    on_gpu_s = sum(of_gpu) if of_gpu else None
+    return {
+        "rows_per_s": rows / run.run_s,
+        "deferral": sum(len(result.accepted) for result in large) / rows,
+        "large_gpu_busy_share": None if on_gpu_s is None else on_gpu_s / run.run_s,
+        "large_busy_share": compute_s / run.run_s,
+        "step_to_large_batch": policy_s / (on_gpu_s or compute_s),
+    }
+
+
+def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch, batch: int) -> Answered:
+    """Have workers answer rows under a run's scheduler, in threads: two calls at a time each."""
+    n = len(next(iter(columns.values())))
+    limits = StageLimits(batch, 1.0, queue_rows(batch, 1, n), float("inf"))
+    scheduler = Scheduler([limits] * len(workers), n)
+    for number in range(len(workers)):
+        scheduler.stages[number].add_replica(number)
+    sources, ended = [Bundle(packed(columns))], queue.SimpleQueue[Ending]()
+    results: list[list[CallResult]] = [[] for _ in workers]
+    with ThreadPoolExecutor(2 * len(workers)) as senders:
+        began = time.perf_counter()
+        scheduler.submit(Owner(0, n), [Chunk(0, n, 0.0)], time.time(), policy.first(n))
+        scheduler.end_input()
+        while not scheduler.finished:
+            while (call := scheduler.next_call(time.time())) is not None:
+                held = list(dict.fromkeys(rows.source for rows in call.rows))
+                parts = [Part.of(held.index(rows.source), rows.positions) for rows in call.rows]
+                sent = senders.submit(workers[call.stage].decide, parts, None, *(sources[at] for at in held))
+                sent.add_done_callback(lambda done, call=call: ended.put((call, done)))  # type: ignore[misc]
+            call, done = ended.get()
+            batches, goes_on = done.result()
+            require_answers(batches)
+            results[call.stage] += batches
+            sources.append(goes_on)
+            scheduler.ended(call, CallResult.joined(batches), len(sources) - 1, time.time())
+        return Answered(time.perf_counter() - began, results)
