@@ -53,6 +53,7 @@ def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     folder = folder / kind
     settings = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "initializer_range": 0.1, **sizes}
     settings["intermediate_size"] = 4 * settings["hidden_size"]

@@ -137,7 +137,10 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
                 parts = [Part.of(held.index(rows.source), rows.positions) for rows in call.rows]
                 sent = senders.submit(workers[call.stage].decide, parts, None, *(sources[at] for at in held))
                 sent.add_done_callback(lambda done, call=call: ended.put((call, done)))  # type: ignore[misc]
-            call, done = ended.get()
+            try:
+                call, done = ended.get(timeout=scheduler.wait_s(time.time()))
+            except queue.Empty:  # a partial batch is due
+                continue
             batches, goes_on = done.result()
             require_answers(batches)
             results[call.stage] += batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 
 import cauc_ray
 from cauc_ray.data.writing import PoolModel, TableInfo, write_info, write_logits
+from cauc_ray.errors import GuardWarning
 from cauc_ray.files.documents import write_text
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats, Ints
@@ -107,11 +109,12 @@ def drawn_labels(logits: Mapping[str, Floats]) -> Ints:
 
 def fit_deferring(logits: Mapping[str, Floats], labels: Ints, costs: Mapping[str, float], deferral: float) -> Policy:
     """Fit CAUC-RF with the threshold at which the first model defers a share of the rows; with none, its least."""
-    accepting = cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=0.0)
-    if not deferral:
-        return accepting
-    threshold = float(np.quantile(accepting.predict(logits).confidence, deferral))
-    return cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=threshold)
+    with warnings.catch_warnings(action="ignore", category=GuardWarning):  # random models are none to be used
+        fitted = cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=0.0)
+        if not deferral:
+            return fitted
+        threshold = float(np.quantile(fitted.predict(logits).confidence, deferral))
+        return cauc_ray.fit(logits, labels, costs=costs, method="rf", threshold=threshold)
 
 
 def write_table(path: Path, models: Mapping[str, float], deferral: Sequence[float], **splits: PlantedRows) -> Policy:

@@ -21,10 +21,10 @@ from jobs.bench.serving import compare, plant_requests, require_same_answers
 ROOT = Path(__file__).parents[2]
 
 
-def bench(*words):
+def bench(*words, start=("-m", "jobs.bench")):
     """Run the job and return its JSON object by part, and what else it printed."""
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.bench", *map(str, words)],
+        [sys.executable, *start, *map(str, words)],
         cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "RAY_ADDRESS": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,6 +104,37 @@ def test_networks_on_the_cpu():
     assert saving["time_to_predicted"] == pytest.approx(saving["time_ratio"] / saving["predicted_ratio"])
     assert saving["time_ratio"] == pytest.approx(saving["cascade"]["run_s"] / saving["largest"]["run_s"])
     assert 0 < saving["cascade"]["deferral"] < 1
+
+
+WITHOUT_RAY = """
+import runpy, sys
+class NoRay:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, NoRay())
+runpy.run_module("jobs.bench", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_what_a_gpu_is_asked_runs_on_a_cpu_without_ray():
+    pytest.importorskip("transformers")
+    results, _ = bench(
+        "gpu", "--device", "cpu", "--rows", 96, "--batch", 8, "--stage-rows", 12, "--turns", 1,
+        start=["-c", WITHOUT_RAY],
+    )  # fmt: skip
+    found = results["gpu"]
+    cascade = found["cascade"]
+    assert cascade["deferral"] == pytest.approx(0.5, abs=0.2)
+    assert 0.5 < cascade["large_busy_share"] <= 1
+    assert 0 < cascade["step_to_large_batch"] < 0.1
+    measured = {kind: own for kind, own in found["stages"].items() if "left_out" not in own}
+    assert {"torchvision", "transformers-classifier", "transformers-choice", "shared-prefix", "python"} <= set(measured)
+    for kind, own in measured.items():
+        assert own["same_answers"] > 0.9, kind  # both sides have done the same
+        assert own["ratio"] == own["stage_rows_per_s"] / own["bare_rows_per_s"]
+    assert "no GPU" in bench("gpu")[0]["gpu"]["left_out"]
 
 
 @pytest.mark.slow
