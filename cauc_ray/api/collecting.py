@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from cauc_ray.api.online import require_usable
 from cauc_ray.api.options import CollectOptions
 from cauc_ray.data.datasets import Dataset, DatasetSource, open_dataset
 from cauc_ray.data.logits import LogitTable
@@ -85,6 +86,7 @@ def collect(
     table = absolute(out)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
+    require_usable([work.stage for work in works.values()], rows.columns, rows.name, pool)
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], table)
     plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows)) is not None}
@@ -150,7 +152,9 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     if not embedding or not (os.path.exists(here / embedding) or "/" in embedding):
         raise ConfigError(f"{unknown_name('encoder', embedding, names)}, or a hub id ORG/NAME or a folder")
     images = pool.task == "image-classification"
-    encoder = (ImageEncoderSpec if images else TextEncoderSpec)(model=embedding).located(here)
+    encoder = (ImageEncoderSpec if images else TextEncoderSpec).model_validate(
+        {"model": embedding}, context={"folder": here}
+    )
     prompted = next((stage.model.reads for stage in pool.stages if isinstance(stage.model, LanguageSpec)), None)
     if isinstance(encoder, TextEncoderSpec) and pool.task == "classification" and prompted:
         encoder = encoder.model_copy(update={"columns": tuple(sorted(prompted)), "required": ()})

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -79,7 +79,7 @@ def run(
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
     rows = _opened(input, pool)
-    _require_columns(stages, rows, pool)
+    require_usable(stages, rows.columns, str(rows.path), pool)
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
@@ -129,14 +129,21 @@ def _opened(input: str | AnyPath | Dataset, pool: Pool) -> RunInput:
     return DatasetInput(input)
 
 
-def _require_columns(stages: tuple[StageSpec, ...], rows: RunInput, pool: Pool) -> None:
+def require_usable(stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool) -> None:
+    """Refuse models that cannot be loaded as far as their settings tell, and rows without the columns that they need.
+
+    columns: those of the rows, None where they are unknown.   rows: where these are, for messages. Raises DataError and
+    ConfigError.
+    """
+    there = None if columns is None else frozenset(columns)
     for stage in stages:
+        stage.model.check()
         # A model that does not tell what it reads is given the inputs that the pool declares.
         needed = stage.model.needs | (pool.inputs.keys() if stage.model.reads is None else frozenset())
-        missing = sorted(needed.difference(rows.columns or needed))
+        missing = sorted(needed.difference(there or needed))
         if missing:
-            has = ", ".join(sorted(rows.columns or ()))
-            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows.path} has only {has}")
+            has = ", ".join(sorted(there or ()))
+            raise DataError(f"stage {stage.name!r} needs a column {missing[0]!r}, and {rows} has only {has}")
 
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:

@@ -89,6 +89,8 @@ def serve(
     policy = policy_of(policy)
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
+    for stage in stages:
+        stage.model.check()
     port = _free_port(host, port)
     model = require_name(pool.name if name is None else name)
     if local:

@@ -34,7 +34,7 @@ from cauc_ray.models.answers import (
     choices_in,
     matched,
 )
-from cauc_ray.models.costs import measured_gflops, measured_noise
+from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.numbers.chain import UNNAMED_UNIT
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -226,8 +226,8 @@ class Worker:
         if self._gflops is None and answers.costs is None:
             assert self._model is not None
             batch = gathered(parts, bundles)
-            self._gflops = measured_gflops(self._model, batch) or 0.0
-            self._noise = measured_noise(self._model, batch, answers)
+            found_alone = measured(self._model, batch, answers)
+            self._gflops, self._noise = found_alone.gflops or 0.0, found_alone.noise
         n = len(answers.logits)
         result = CallResult(
             predictions=np.full(n, -1, dtype=np.int32),

@@ -145,11 +145,31 @@ def read_block(reading: Reading, table: pa.Table, rows: Ints, part: Rows, name: 
             columns["task"] = np.full(len(rows), reading.benchmark, dtype=object)
     labels = None
     if "label" in own:
-        _require_plain(own["label"][0], "the column of labels", "numbers or letters of options", part.source)
-        label = partial(_label, first=reading.published.first_label, names=reading.names)
         options = columns.get("choices", [None] * len(rows))
-        labels = np.array(read_rows(label, own["label"][0].to_pylist(), options), dtype=np.int32)
+        read_label = _reader_of_labels(reading, own["label"][0], part)
+        labels = np.array(read_rows(read_label, own["label"][0].to_pylist(), options), dtype=np.int32)
     return InputBlock(ids, labels, columns, table.nbytes)
+
+
+def require_known_labels(reading: Reading, part: Rows) -> None:
+    """Raise DataError naming the first row whose label is none of those that the pool names."""
+    if reading.names is None or "label" not in reading.own:
+        return
+    (name,) = reading.own["label"]
+    (table,) = part.tables([name], np.arange(part.n_rows), part.n_rows)
+    read_label = _reader_of_labels(reading, table.column(name), part)
+    for value in pc.unique(table.column(name)):
+        try:
+            read_label(value.as_py())
+        except ValueError as error:
+            row = pc.index(table.column(name), value).as_py()
+            raise DataError(f"{part.name_of(row)}: {error}") from error
+
+
+def _reader_of_labels(reading: Reading, column: pa.ChunkedArray, part: Rows) -> Callable[..., int]:
+    """Return what reads a column's labels. Raises DataError for one that has none."""
+    _require_plain(column, "the column of labels", "numbers or letters of options", part.source)
+    return partial(_label, first=reading.published.first_label, names=reading.names)
 
 
 def read_ids(column: pa.ChunkedArray, part: Rows) -> pa.ChunkedArray:

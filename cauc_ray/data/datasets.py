@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.data.benchmarks import FoundDataset, find_dataset, typed
 from cauc_ray.data.blocks import InputBlock, ids_digest
-from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids
+from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids, require_known_labels
 from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
     RULE_PARTITIONS,
@@ -67,6 +67,11 @@ class Dataset:
     def task(self) -> str:
         """Return "image-classification", "multiple-choice" or "classification"."""
         return next(iter(self.readings.values())).task
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Return the columns that models get of every row."""
+        return frozenset.intersection(*(frozenset(reading.own) for reading in self.readings.values())) | {"example_id"}
 
     @property
     def is_remote(self) -> bool:
@@ -138,6 +143,8 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
         )
         for name, part in parts.items()
     }
+    for name, part in parts.items():
+        require_known_labels(readings[name], part)
     if len({reading.task for reading in readings.values()}) > 1:
         raise DataError(f"{found.name}: the partitions {' and '.join(names)} have different tasks")
     return Dataset(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from cauc_ray.numbers.types import Floats, Ints
 
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
 Batch: TypeAlias = Mapping[str, npt.NDArray[Any]]
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,34 @@ def require_columns(batch: Batch, *names: str) -> None:
             raise DataError(f"the input has no column {name!r}; it has {', '.join(sorted(batch))}")
 
 
-def spread(n: int, rows: Sequence[int], values: Floats) -> Floats:
-    """Return values of some rows, (m, K), as float32 (n, K), -inf in the other rows."""
-    whole = np.full((n, values.shape[1]), -np.inf, dtype=np.float32)
-    whole[rows] = values
-    return whole
+class Unusable(str):
+    """Why a row cannot be used, in place of what it would give."""
+
+    __slots__ = ()
+
+
+def parted(found: Mapping[int, Row | Unusable]) -> tuple[dict[int, Row], dict[int, str]]:
+    """Return what rows give, and why the others give nothing."""
+    faults = {row: str(one) for row, one in found.items() if isinstance(one, Unusable)}
+    return {row: one for row, one in found.items() if not isinstance(one, Unusable)}, faults
 
 
 def as_answers(output: object, n: int) -> Answers:
     """Check what a user's callable returned for n rows: logits (n, K), or n vectors if K differs.
 
     Raises DataError if the number of rows differs, a row is empty, or a logit is NaN or +inf.
+    """
+    logits, n_options = logits_of(output, n)
+    bad = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
+    if len(bad):
+        raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has no logits")
+    return Answers(logits, n_options)
+
+
+def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
+    """Return what a model returned for n rows as float32 (n, K), and how many of them are each row's, None for K.
+
+    Raises DataError if that are no numbers, or not of n rows.
     """
     if not isinstance(output, np.ndarray | list | tuple):
         raise DataError(
@@ -134,10 +152,7 @@ def as_answers(output: object, n: int) -> Answers:
         raise DataError(f"the model's logits are not numbers: {error}") from error
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise DataError(f"the model returned logits of shape {logits.shape}; expected ({n}, number of options)")
-    bad = np.flatnonzero(~np.isfinite(logits.max(axis=1)))
-    if len(bad):
-        raise DataError(f"row {bad[0]} of the batch: a logit is NaN or +inf, or the row has no logits")
-    return Answers(logits, n_options)
+    return logits, n_options
 
 
 def _numbers(values: npt.NDArray[Any]) -> Floats:
@@ -162,6 +177,31 @@ def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     nothing = np.full(1, -np.inf, np.float32)  # later steps need at least one column
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
     return padded([rows.get(row, nothing) for row in range(n)]), lengths
+
+
+def answered(
+    n: int,
+    found: Mapping[int, Floats],
+    faults: Mapping[int, str],
+    counts: Mapping[str, int],
+    dtype: str | None = None,
+    **more: Any,
+) -> Answers:
+    """Return the logits of some of n rows as answers; rows whose logits are NaN or infinite are failures.
+
+    faults: why the other rows have none.   counts, more: as Answers has them.   dtype: of the computation.
+    """
+    why = f"the model's logits for it are NaN or infinite{f' in {dtype}' if dtype else ''}"
+    bad = {row: why for row, logits in found.items() if not np.isfinite(logits).all()}
+    faults = {**faults, **bad}
+    logits, n_options = ragged(n, {row: own for row, own in found.items() if row not in faults})
+    return Answers(logits, n_options, failures=faults, counts=dict(counts), **more)
+
+
+def little(logprobs: Iterable[Floats]) -> dict[str, int]:
+    """Count rows that give their options less than half of the probability."""
+    n = sum(float(np.exp(own, dtype=np.float64).sum()) < 0.5 for own in logprobs)
+    return {LITTLE_MASS: n} if n else {}
 
 
 # What a pass costs by itself, in tokens: on a GPU, launching its kernels takes as long as computing so many.

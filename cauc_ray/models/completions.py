@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, value_at
 from cauc_ray.models.openai import OpenAISpec
-from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked
+from cauc_ray.models.prompts import LETTERS, Asked
+from cauc_ray.models.tokens import at_once
 from cauc_ray.numbers.types import Floats
 
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -47,6 +48,10 @@ class CompletionsModel(EndpointModel):
     def __init__(self, spec: OpenAISpec, key: str, deadline_s: float) -> None:
         super().__init__(spec, key, deadline_s, chat=spec.endpoint == "chat")
         self._has_logprobs = False
+        self._never_any = (
+            f", and none of {spec.url} had any so far: a model of kind 'openai' needs a server that returns them for "
+            f"{spec.model!r}"
+        )
         self._options: dict[str, list[int]] = {}
         self._probing = asyncio.Lock()
         # Whether the server scores given tokens; unknown before the first question.
@@ -59,26 +64,24 @@ class CompletionsModel(EndpointModel):
             logits, n_below = await self._scored(question, tokens, bill)
         else:
             logits, n_below = letter_logits(await self._likeliest(question, bill), len(question.options))
-        return Reply(logits, n_below, 1.0 if self._spec.answers_with == "text" else float(np.exp(logits).sum()))
+        return Reply(logits, n_below)
 
     async def _likeliest(self, question: Asked, bill: Bill, ids: Sequence[int] = ()) -> Alternatives:
         """Return the likeliest first tokens of an answer with their log-probabilities, or those of tokens by number."""
         spec = self._spec
-        body: dict[str, Any] = {"temperature": 0, self._limit: 1}
+        body = {"temperature": 0, self._limit: 1, **self._prompt_of(question)}
         if ids:
             body |= {"logprob_token_ids": list(ids), "return_tokens_as_token_ids": True}
         if spec.endpoint == "completions":
-            body |= {"prompt": question.text, "logprobs": 1 if ids else spec.top_logprobs}
+            body |= {"logprobs": 1 if ids else spec.top_logprobs}
         else:
-            body |= {"messages": [{"role": "user", "content": question.text}], "logprobs": True}
-            body |= {} if ids else {"top_logprobs": spec.top_logprobs}
-            body |= {"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}
+            body |= {"logprobs": True} | ({} if ids else {"top_logprobs": spec.top_logprobs})
         answer = await self.post(_PATHS[spec.endpoint], body, bill)
         if thinks(answer):
             raise DataError(_THINKING) if self._has_logprobs else ConfigError(f"{spec.source}: {_THINKING}")
         alternatives = first_alternatives(answer, spec.endpoint)
         if alternatives is None:
-            raise DataError(self._no_logprobs())
+            raise DataError(f"the answer has no log-probabilities{'' if self._has_logprobs else self._never_any}")
         self._has_logprobs = True
         return alternatives
 
@@ -127,9 +130,7 @@ class CompletionsModel(EndpointModel):
     async def _scored(self, question: Asked, options: list[list[int]], bill: Bill) -> tuple[Floats, int]:
         """Return the log-probability of each option: of its token, or of its tokens after the prompt."""
         logprobs: dict[int, float] = {}
-        ids = sorted({tokens[0] for tokens in options if len(tokens) == 1})
-        for start in range(0, len(ids), IDS_AT_ONCE):
-            asked = ids[start : start + IDS_AT_ONCE]
+        for asked in at_once(tokens[0] for tokens in options if len(tokens) == 1):
             names = {f"token_id:{token}": token for token in asked}
             given = {names[token]: lp for token, lp in await self._likeliest(question, bill, asked) if token in names}
             if len(given) < len(asked):
@@ -137,25 +138,25 @@ class CompletionsModel(EndpointModel):
                 await self._tokens_of(question.options, bill)  # letters can be bounded, others cannot
                 return letter_logits(await self._likeliest(question, bill), len(options))
             logprobs |= given
-        logits = np.array([logprobs.get(tokens[0], -np.inf) for tokens in options])
-        longer = [index for index, tokens in enumerate(options) if len(tokens) > 1]
+        longer = [tokens for tokens in options if len(tokens) > 1]
+        totals: Iterator[float] = iter(())
         if longer:
-            prompt = await self._tokenized(self._prompt_of(question), bill)
+            generating = {} if self._spec.endpoint == "completions" else {"add_generation_prompt": True}
+            prompt = await self._tokenized(self._prompt_of(question) | generating, bill)
             if prompt is None:
                 raise DataError("the server does not tokenise its prompt")
-            for index in longer:
-                logits[index] = await self._continued(prompt, options[index], bill)
-        if self._spec.answers_with == "text":
-            logits /= [len(option.encode()) for option in question.options]
-        return logits, 0
+            totals = iter([await self._continued(prompt, tokens, bill) for tokens in longer])
+        n_bytes = [len(option.encode()) if self._spec.answers_with == "text" else 1 for option in question.options]
+        found = [logprobs[tokens[0]] if len(tokens) == 1 else next(totals) for tokens in options]
+        return np.array(found) / n_bytes, 0
 
     def _prompt_of(self, question: Asked) -> dict[str, Any]:
+        """Return a question as the server's endpoint has it."""
         if self._spec.endpoint == "completions":
             return {"prompt": question.text}
-        turns = {"messages": [{"role": "user", "content": question.text}], "add_generation_prompt": True}
-        return turns | (
-            {"chat_template_kwargs": self._spec.chat_template_kwargs} if self._spec.chat_template_kwargs else {}
-        )
+        settings = self._spec.chat_template_kwargs
+        turns = {"messages": [{"role": "user", "content": question.text}]}
+        return turns | ({"chat_template_kwargs": settings} if settings else {})
 
     async def _continued(self, prompt: list[int], option: list[int], bill: Bill) -> float:
         """Return the log-probability of an option's tokens after a prompt's."""
@@ -167,14 +168,6 @@ class CompletionsModel(EndpointModel):
         if len(values) < len(option) or not all(isinstance(value, int | float) for value in values):
             raise DataError("the answer has no log-probabilities of the prompt")
         return math.fsum(values)
-
-    def _no_logprobs(self) -> str:
-        if self._has_logprobs:
-            return "the answer has no log-probabilities"
-        return (
-            f"the answer has no log-probabilities, and none of {self._spec.url} had any so far: "
-            f"a model of kind 'openai' needs a server that returns them for {self._spec.model!r}"
-        )
 
 
 def letter_logits(alternatives: Alternatives, n_options: int) -> tuple[Floats, int]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -50,50 +53,46 @@ def cost_far_off(stage: str, cost: float, measured: float | None) -> str | None:
     return f"stage {stage!r}: its cost of {cost:.4g} GFLOPs is {ratio:.2g} times the measured {measured:.4g}{habit}"
 
 
-# Enough rows for a mean where lengths differ; each is counted alone, so that no padding is.
+# Enough rows for a mean where lengths differ; each is answered alone, so that there is no padding.
 MEASURED_ROWS = 8
 
 
-def measured_gflops(model: Model, batch: Batch) -> float | None:
-    """Return the GFLOPs of one example: the mean over the first rows of a batch, each answered by itself.
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the first rows of a batch show, each answered by itself; None where there is nothing to see.
 
-    A multiply-add counts as one operation, as in TorchVision's metadata and the paper's tables. Returns None
-    where torch is not in use, has seen no operation that it can count, or cannot follow the model.
+    gflops: the mean of one row. A multiply-add counts as one operation, as in TorchVision's metadata and the paper's
+    tables.   noise: by how much a row's numbers depend on its neighbours, in units of the logits: the largest
+    difference from the answers of the whole call, of a model that says in which precision it computes.
     """
+
+    gflops: float | None = None
+    noise: float | None = None
+
+
+def measured(model: Model, batch: Batch, together: Answers | None = None) -> Measured:
+    """Measure a model on the first rows of a batch.   together: its answers to the whole of it."""
+    totals: list[float] = []
+    off: list[float] = []
+    for row in range(min(MEASURED_ROWS, batch_size(batch))):
+        try:
+            with _flops() as counter:
+                alone = model({name: column[row : row + 1].copy() for name, column in batch.items()})
+        except Exception:  # the answers are valid; only what is measured is missing, which raises where it is needed
+            return Measured()
+        if not alone.failures:
+            totals.append(counter.get_total_flops() / 2e9 if counter is not None else 0.0)
+            if together is not None and row not in together.failures:
+                own = alone.logits[0][np.isfinite(alone.logits[0])]
+                off.append(float(np.abs(own - together.logits[row, : len(own)]).max(initial=0.0)))
+    gflops = float(np.mean(totals)) if totals else 0.0
+    return Measured(gflops or None, max(off, default=None) if model.facts.dtype is not None else None)
+
+
+def _flops() -> Any:
+    """Return what counts operations, where torch is in use."""
     if "torch" not in sys.modules:
-        return None
+        return nullcontext()
     from torch.utils.flop_counter import FlopCounterMode
 
-    totals: list[float] = []
-    for row in range(min(MEASURED_ROWS, batch_size(batch))):
-        try:
-            with FlopCounterMode(display=False) as counter:
-                answers = model({name: column[row : row + 1].copy() for name, column in batch.items()})
-        except Exception:  # the answers are valid; only the count is missing, which raises where it is needed
-            return None
-        if not answers.failures:
-            totals.append(counter.get_total_flops() / 2e9)
-    mean = float(np.mean(totals)) if totals else 0.0
-    return mean or None
-
-
-def measured_noise(model: Model, batch: Batch, together: Answers) -> float | None:
-    """Return by how much a row's numbers depend on its neighbours, in units of the logits.
-
-    That is the largest difference between the answers of a call and those of its first rows, each by itself. Returns
-    None for a model that does not say in which precision it computes, as one of user code.
-    """
-    if model.facts.dtype is None:
-        return None
-    largest = 0.0
-    for row in range(min(MEASURED_ROWS, batch_size(batch))):
-        if row in together.failures:
-            continue
-        try:
-            alone = model({name: column[row : row + 1].copy() for name, column in batch.items()})
-        except Exception:  # the answers are valid; only the measurement is missing
-            return None
-        if not alone.failures:
-            own = alone.logits[0][np.isfinite(alone.logits[0])]
-            largest = max(largest, float(np.abs(own - together.logits[row, : len(own)]).max(initial=0.0)))
-    return largest
+    return FlopCounterMode(display=False)

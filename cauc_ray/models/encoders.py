@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, batch_size, require_columns, spread
-from cauc_ray.models.kind import KindSpec, require
+from cauc_ray.models.answers import EMBEDDING, Batch, Model, ModelFacts, Unusable, batch_size, parted, require_columns
+from cauc_ray.models.kind import ImageSpec, KindSpec
 from cauc_ray.models.kinds import ModelSpec
-from cauc_ray.models.transformers import HubModelSpec, HubSpec, image_model, load_network, loading, refuse_missing
+from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.transformers import HubModelSpec, HubSpec, image_model, load_network, loading
+from cauc_ray.numbers.types import Floats
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
@@ -32,14 +34,15 @@ class FeaturesSpec(KindSpec):
         return features
 
 
-class ImageEncoderSpec(HubSpec):
+class ImageEncoderSpec(HubSpec, ImageSpec):
     """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
 
+    COMPLETE: ClassVar[tuple[str, str]] = ("image encoder", "")
     kind: Literal["image-encoder"] = "image-encoder"
 
     def load(self) -> ImageModel:
         """Load the encoder. Raises ConfigError if it cannot be loaded."""
-        require("transformers", "torch", "transformers", "PIL")
+        self.require("transformers", "torch", "transformers", "PIL")
         from torch import nn
         from transformers import AutoModel
 
@@ -49,10 +52,10 @@ class ImageEncoderSpec(HubSpec):
             A classifier's weights often lack the pooler, which transformers then initialises at random: it is unused.
             """
 
-            def __init__(self, encoder: nn.Module, missing: frozenset[str]) -> None:
+            def __init__(self, encoder: Any) -> None:
                 super().__init__()
                 self.encoder = getattr(encoder, "vision_model", encoder)
-                self.pools = not missing
+                self.pools = not encoder.lacks_optional
 
             def forward(self, images: Any) -> Any:
                 output = self.encoder(pixel_values=images)
@@ -62,9 +65,7 @@ class ImageEncoderSpec(HubSpec):
                 patches = output.last_hidden_state  # (N, patches, C), or (N, C, H, W) of a convolution
                 return patches.mean(dim=1 if patches.ndim == 3 else (2, 3))
 
-        network, missing = load_network(AutoModel, self)
-        refuse_missing(self.model, "image encoder", [name for name in missing if not name.startswith("pooler.")])
-        return image_model(self, Pooled(network, missing))
+        return image_model(self, Pooled(load_network(AutoModel, self, optional="pooler.")))
 
 
 class TextEncoderSpec(HubModelSpec):
@@ -79,7 +80,7 @@ class TextEncoderSpec(HubModelSpec):
 
     def load(self) -> Model:
         """Load the encoder. Raises ConfigError if it cannot be loaded."""
-        require("embeddings", "torch", "sentence_transformers")
+        self.require("embeddings", "torch", "sentence_transformers")
         from sentence_transformers import SentenceTransformer
 
         from cauc_ray.models.torch_device import choose_device
@@ -89,7 +90,7 @@ class TextEncoderSpec(HubModelSpec):
         return TextEncoder(self, encoder, ModelFacts(f"sentence-transformers {self.model}", EMBEDDING))
 
 
-class TextEncoder:
+class TextEncoder(LocalModel):
     """A sentence encoder that reads text columns."""
 
     def __init__(self, spec: TextEncoderSpec, encoder: Any, facts: ModelFacts) -> None:
@@ -97,25 +98,22 @@ class TextEncoder:
         self._encoder = encoder
         self.facts = facts
 
-    def __call__(self, batch: Batch) -> Answers:
-        """Return each row's embedding, float32 (n, d); rows without a text are failures.
-
-        Raises DataError if the batch has none of the columns.
-        """
+    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
+        """Return each row's text; rows without one are failures. Raises DataError if the batch has no such column."""
         columns = [name for name in self._spec.columns if name in batch]
         require_columns(batch, *(self._spec.required or columns or self._spec.columns))
-        texts, faults = {}, {}
+        found: dict[int, str | Unusable] = {}
         for row in range(batch_size(batch)):
-            texts[row] = "\n".join(_texts(batch[name][row] for name in columns))
+            text = "\n".join(_texts(batch[name][row] for name in columns))
             missing = [name for name in self._spec.required if not any(_texts([batch[name][row]]))]
-            if missing or not texts[row]:
-                faults[row] = f"it has no text in {', '.join(missing or columns)}"
-        asked = {row: text for row, text in texts.items() if row not in faults}
-        vectors = np.zeros((0, 1), np.float32)
-        if asked:
-            given = self._encoder.encode([*asked.values()], convert_to_numpy=True, show_progress_bar=False)
-            vectors = given.astype(np.float32)
-        return Answers(spread(batch_size(batch), list(asked), vectors), failures=faults)
+            found[row] = Unusable(f"it has no text in {', '.join(missing or columns)}") if missing or not text else text
+        texts, faults = parted(found)
+        return [([*texts], [*texts.values()])] if texts else [], faults
+
+    def launch(self, inputs: list[str]) -> Floats:
+        """Return the embeddings of texts, float32 (m, d)."""
+        vectors: Floats = self._encoder.encode(inputs, convert_to_numpy=True, show_progress_bar=False)
+        return vectors.astype(np.float32)
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:

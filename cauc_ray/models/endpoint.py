@@ -17,7 +17,7 @@ import numpy as np
 import openai
 
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
-from cauc_ray.models.answers import BELOW, LITTLE_MASS, Answers, Batch, Model, ModelFacts, batch_size, ragged
+from cauc_ray.models.answers import BELOW, Answers, Batch, Model, ModelFacts, answered, batch_size, little
 from cauc_ray.models.openai import DecisionsSpec, EndpointSpec
 from cauc_ray.models.prompts import Asked, Prompts
 from cauc_ray.numbers.types import Floats
@@ -44,13 +44,11 @@ class Bill:
 class Reply:
     """The result of one question.
 
-    logits: float (K,), of the model's kind, all -inf if it failed.   n_below: how many are only bounds.   mass: the
-    options' probability.
+    logits: float (K,), of the model's kind; meaningless if it failed.   n_below: how many are only bounds.
     """
 
     logits: Floats
     n_below: int = 0
-    mass: float = 1.0
     cost_usd: float = 0.0
     failure: str | None = None
 
@@ -97,13 +95,13 @@ class EndpointModel(Model):
         replies = asyncio.run_coroutine_threadsafe(self._ask_all(questions), self._loop).result()
         n = batch_size(batch)
         refused = {row: reply.failure for row, reply in replies.items() if reply.failure is not None}
-        logits, n_options = ragged(n, {row: reply.logits for row, reply in replies.items()})
+        found = {row: reply.logits for row, reply in replies.items() if row not in refused}
         costs = np.zeros(n)
         costs[list(replies)] = [reply.cost_usd for reply in replies.values()]
         n_below = sum(reply.n_below for reply in replies.values())
-        n_little = sum(reply.mass < 0.5 for reply in replies.values())
-        counts = {name: count for name, count in ((BELOW, n_below), (LITTLE_MASS, n_little)) if count}
-        return Answers(logits, n_options, costs if self._spec.prices else None, faults | refused, counts)
+        counts = {BELOW: n_below} if n_below else {}
+        counts |= {} if self._spec.answers_with == "text" else little(found.values())
+        return answered(n, found, faults | refused, counts, costs=costs if self._spec.prices else None)
 
     async def _ask_all(self, questions: Mapping[int, Asked]) -> dict[int, Reply]:
         """Ask all questions. After an error that concerns all of them, wait for those under way and ask no more."""
@@ -136,7 +134,7 @@ class EndpointModel(Model):
         try:
             return replace(await self.ask(question, bill), cost_usd=bill.usd)
         except DataError as error:
-            return Reply(np.full(len(question.options), -np.inf), cost_usd=bill.usd, failure=str(error))
+            return Reply(np.empty(0), cost_usd=bill.usd, failure=str(error))
         finally:
             self._spent_usd += bill.usd
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from cauc_ray.errors import DataError, one_line
+from cauc_ray.models.answers import Batch, Unusable, parted, require_columns
 
 # Not all that Pillow reads: it passes EPS files, which are programs, to Ghostscript.
 Image.init()
@@ -25,6 +26,24 @@ MAX_ASPECT = 100
 
 class ImageError(DataError):
     """An image that cannot be used."""
+
+
+def read_images(
+    batch: Batch, preprocess: Callable[[Image.Image], Any], apply: Callable[..., Iterable[Any]] = map
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Return a batch's images, preprocessed, by row, and why the other rows have none.
+
+    apply: the map that reads them. Raises DataError without a column `image`.
+    """
+    require_columns(batch, "image")
+
+    def read(image: Any) -> Any:
+        try:
+            return preprocess(decode_image(image))
+        except ImageError as error:
+            return Unusable(error)
+
+    return parted(dict(enumerate(apply(read, batch["image"]))))
 
 
 def decode_image(image: Any) -> Image.Image:

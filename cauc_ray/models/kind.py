@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from abc import abstractmethod
-from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.errors import require_packages, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from
 from cauc_ray.models.answers import Model
 from cauc_ray.numbers.logits import LogitKind
@@ -43,6 +39,31 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def folder_of(info: ValidationInfo) -> AnyPath | None:
+    """Return the folder of the file that is being read, None where settings come from elsewhere."""
+    return (info.context or {}).get("folder")
+
+
+def beside(name: str, info: ValidationInfo) -> str:
+    """Return the path that a string in a file names. Raises ValueError for a URI, which no library can load."""
+    folder = folder_of(info)
+    path = name if folder is None else path_from(folder, name)
+    if isinstance(path, RemotePath):
+        raise ValueError(f"weights must be local files on the nodes, not {path}; give an absolute path")
+    return str(path)
+
+
+def _here_or_hub(name: str, info: ValidationInfo) -> str:
+    folder = folder_of(info)
+    return beside(name, info) if folder is not None and path_from(folder, name).exists() else name
+
+
+# Relative paths are those from the file's folder.
+LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(beside)]
+# A folder if there is one of that name, else a hub id.
+HubModel: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_here_or_hub)]
+
+
 class KindSpec(Section):
     """The settings of a model in a pool file: plain until load() is called, in the process that will run it."""
 
@@ -50,26 +71,29 @@ class KindSpec(Section):
     HOW: ClassVar[frozenset[str]] = frozenset({"device"})
     # Whether a model may span several GPUs.
     SPANS_GPUS: ClassVar[bool] = False
-    # Required columns, and all columns that it reads in addition to example_id; None for all that exist.
-    NEEDS: ClassVar[frozenset[str]] = frozenset()
-    READS: ClassVar[frozenset[str] | None] = None
     # Whether a call has its own timeout and must be awaited until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
+    kind: str
 
     @property
     def needs(self) -> frozenset[str]:
         """Return the columns that an input must have."""
-        return self.NEEDS
+        return frozenset()
 
     @property
     def reads(self) -> frozenset[str] | None:
         """Return all columns that are read in addition to example_id; None for all that exist."""
-        return self.READS
+        return self.needs or None
 
     @property
     def texts(self) -> frozenset[str]:
         """Return the columns that every row must have as texts."""
         return frozenset()
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Return the names of its classes in their order, None where they are not among its settings."""
+        return None
 
     @property
     def shown(self) -> str | None:
@@ -83,12 +107,6 @@ class KindSpec(Section):
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
-    def files(self) -> frozenset[AnyPath]:
-        """Return the local files that its settings name, and the folders that they name by absolute paths."""
-        paths = map(Path, _texts(self.model_dump(mode="json")))
-        return frozenset(path for path in paths if os.path.isfile(path) or (path.is_absolute() and os.path.isdir(path)))
-
-    @property
     def answers_kind(self) -> LogitKind:
         """Return the kind of its logits."""
         return "raw"
@@ -98,9 +116,18 @@ class KindSpec(Section):
         """Return the unit of the costs that calls report, None if calls report none."""
         return None
 
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same settings with relative paths resolved against the pool file's folder."""
-        return self
+    @property
+    def least_gpus(self) -> int:
+        """Return how many GPUs its settings require."""
+        return int(getattr(self, "device", "auto") == "cuda")
+
+    def require(self, extra: str, *packages: str) -> None:
+        """Raise ConfigError with the install command where packages of an extra are missing."""
+        require_packages(f"a model of kind {self.kind!r}", extra, *packages)
+
+    def check(self) -> None:
+        """Raise ConfigError for what can be known of the model without loading it, where its files are here."""
+        return
 
     @abstractmethod
     def load(self) -> Model:
@@ -115,6 +142,15 @@ class KindSpec(Section):
         return self.load()
 
 
+class ImageSpec(KindSpec):
+    """A model that reads the column `image`."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the column that it reads."""
+        return frozenset({"image"})
+
+
 class DeclaringSpec(KindSpec):
     """A model of user code.   logit_kind: what its logits are, raw ones unless declared."""
 
@@ -126,33 +162,3 @@ class DeclaringSpec(KindSpec):
     def answers_kind(self) -> LogitKind:
         """Return the declared kind, raw without one."""
         return self.logit_kind or "raw"
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts(list(value.values()))
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each)
-
-
-def require(extra: str, *packages: str) -> None:
-    """Raise ConfigError with the install command if a package of an extra is missing."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise ConfigError(f"this kind of model needs {package}; install it with: pip install 'cauc-ray[{extra}]'")
-
-
-def local_or_hub(name: str, folder: AnyPath) -> str:
-    """Return a model's path relative to folder if it exists there, else its hub id. Raises ConfigError."""
-    path = path_from(folder, name)
-    return require_here(path) if path.exists() else name
-
-
-def require_here(path: AnyPath) -> str:
-    """Return the path of weights. Raises ConfigError for a URI, which no library can load."""
-    if isinstance(path, RemotePath):
-        raise ConfigError(f"weights must be local files on the nodes, not {path}; give an absolute path")
-    return str(path)

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import DeclaringSpec
+from cauc_ray.models.kind import DeclaringSpec, KindSpec
 from cauc_ray.models.onnx import OnnxSpec
 from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
+from cauc_ray.models.prompts import PromptSettings
 from cauc_ray.models.python import PythonSpec, python_model
 from cauc_ray.models.saved import SavedSpec
 from cauc_ray.models.texts import TransformersClassifierSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersChoiceSpec, TransformersImageSpec
 from cauc_ray.models.vllm import VllmSpec
+from cauc_ray.models.zero_shot import TransformersZeroShotSpec
 
 # A package registers a kind as an entry point of this group: its name, and a factory as `python` takes one.
 ENTRY_POINTS = "cauc_ray.model_kinds"
-# Those that take a prompt.
-LANGUAGE_KINDS = ("decisions", "openai", "transformers-choice", "vllm")
-BUILT_IN = (
-    "decisions",
-    "onnx",
-    "openai",
-    "python",
-    "saved",
-    "torchvision",
-    "transformers-choice",
-    "transformers-classifier",
-    "transformers-image",
-    "vllm",
+_SPECS: tuple[type[KindSpec], ...] = (
+    DecisionsSpec,
+    OnnxSpec,
+    OpenAISpec,
+    PythonSpec,
+    SavedSpec,
+    TorchvisionSpec,
+    TransformersChoiceSpec,
+    TransformersClassifierSpec,
+    TransformersImageSpec,
+    TransformersZeroShotSpec,
+    VllmSpec,
 )
+_BY_KIND = {str(get_args(spec.model_fields["kind"].annotation)[0]): spec for spec in _SPECS}
+BUILT_IN = tuple(_BY_KIND)
+# The settings of a pool or a stage on how its models are asked, by the kinds that take them.
+ASKED = {
+    kind: own for kind, spec in _BY_KIND.items() if (own := PromptSettings.model_fields.keys() & spec.model_fields)
+}
 
 
 class RegisteredSpec(DeclaringSpec):
@@ -66,17 +73,16 @@ def _tag(value: Any) -> str:
     return kind if kind in BUILT_IN else "registered"
 
 
-ModelSpec: TypeAlias = Annotated[
-    Annotated[DecisionsSpec, Tag("decisions")]
-    | Annotated[OnnxSpec, Tag("onnx")]
-    | Annotated[OpenAISpec, Tag("openai")]
-    | Annotated[PythonSpec, Tag("python")]
-    | Annotated[SavedSpec, Tag("saved")]
-    | Annotated[TorchvisionSpec, Tag("torchvision")]
-    | Annotated[TransformersChoiceSpec, Tag("transformers-choice")]
-    | Annotated[TransformersClassifierSpec, Tag("transformers-classifier")]
-    | Annotated[TransformersImageSpec, Tag("transformers-image")]
-    | Annotated[VllmSpec, Tag("vllm")]
-    | Annotated[RegisteredSpec, Tag("registered")],
-    Discriminator(_tag),
-]
+def _known(value: Any) -> Any:
+    """Refuse an unknown kind with the nearest one, which the schema's own message lacks."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known_kinds():
+        raise ValueError(unknown_name("kind", kind, known_kinds()))
+    return value
+
+
+if TYPE_CHECKING:
+    ModelSpec: TypeAlias = KindSpec
+else:
+    _TAGGED = [Annotated[spec, Tag(kind)] for kind, spec in (*_BY_KIND.items(), ("registered", RegisteredSpec))]
+    ModelSpec = Annotated[Union[tuple(_TAGGED)], Discriminator(_tag), BeforeValidator(_known)]  # noqa: UP007

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ import numpy as np
 import torch
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, bucketed
+from cauc_ray.models.answers import Batch, ModelFacts, bucketed
+from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.prompts import LOGITS_ARE
-from cauc_ray.models.tokens import Tokenizing, Tokens, answered
-from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
-from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, load_network, refuse_missing
+from cauc_ray.models.tokens import Tokenizing, Tokens, scored
+from cauc_ray.models.torch_device import DeviceTime, dtype_name, params_b
+from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, load_placed
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
@@ -41,16 +43,12 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
         AutoTokenizer,
     )
 
-    device = choose_device(spec.device)
-    dtype = choose_dtype(spec.dtype, device)
-    device_map = "auto" if over_gpus else None
-    config = fetched(AutoConfig, spec.model, revision=spec.revision, gguf_file=spec.gguf_file)
+    more = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
+    config = fetched(AutoConfig, spec.model, revision=spec.revision, **more)
     # Those that also see images answer texts as others do.
     factory = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    tokenizer = fetched(AutoTokenizer, spec.model, revision=spec.revision, gguf_file=spec.gguf_file)
-    network, missing = load_network(factory, spec, dtype=dtype, device_map=device_map, gguf_file=spec.gguf_file)
-    refuse_missing(spec.model, "causal language model", missing)
-    return ChoiceModel(spec, tokenizer, network.eval() if over_gpus else network.eval().to(device))
+    tokenizer = fetched(AutoTokenizer, spec.model, revision=spec.revision, **more)
+    return ChoiceModel(spec, tokenizer, load_placed(factory, spec, over_gpus=over_gpus, **more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +56,9 @@ class _Pass:
     """Questions that share a forward pass, as tensors on the host, in pinned memory for a GPU.
 
     All are int64.   tokens, mask: (n, width), of the prompts without the head, padded on the left.   head: tokens that
-    the cache has.   owners, starts: (m,), each option's question, and its first token.   distinct: (d,), one option for
-    each token that a question's options begin with.   longer: (l,), options of several tokens.   continued: (l, w), the
-    tokens of these, padded on the right.   rest: (l,), how many of these follow the first.
+    the cache has.   owners, starts: (m,), each option's question, and its first token.   longer: (l,), options
+    of several tokens.   continued: (l, w), the tokens of these, padded on the right.   rest: (l,), how many of these
+    follow the first.
     """
 
     together: list[Tokens]
@@ -69,7 +67,6 @@ class _Pass:
     mask: torch.Tensor
     owners: torch.Tensor
     starts: torch.Tensor
-    distinct: torch.Tensor
     longer: torch.Tensor
     continued: torch.Tensor
     rest: torch.Tensor
@@ -80,7 +77,6 @@ class _Pass:
         prompts = [one.prompt[head:] for one in together]
         width = max(map(len, prompts))
         options = [(row, tokens) for row, one in enumerate(together) for tokens in one.options]
-        begun = {(row, tokens[0]): index for index, (row, tokens) in enumerate(options)}
         longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
         widest = max((len(options[index][1]) for index in longer), default=1)
         tensors = (
@@ -88,7 +84,6 @@ class _Pass:
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts],
             [row for row, _ in options],
             [tokens[0] for _, tokens in options],
-            list(begun.values()),
             longer,
             [options[index][1] + [0] * (widest - len(options[index][1])) for index in longer],
             [len(options[index][1]) - 1 for index in longer],
@@ -102,19 +97,7 @@ class _Pass:
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class _Questions:
-    """A batch in tokens.
-
-    n_options: of each row, 0 for those that cannot be asked; faults has the reasons.
-    """
-
-    n_options: list[int]
-    faults: dict[int, str]
-    passes: list[_Pass]
-
-
-class ChoiceModel(PreparingModel):
+class ChoiceModel(LocalModel):
     """A causal language model that answers multiple-choice questions with one logit for each option."""
 
     def __init__(
@@ -125,7 +108,7 @@ class ChoiceModel(PreparingModel):
         self._accepts = set(inspect.signature(network.forward).parameters)
         self._device = next(network.parameters()).device
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
-        self._device_time = device_time or DeviceTime(self._device)
+        self._device_time: DeviceTime = device_time or DeviceTime(self._device)
         self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
         if spec.answers_with != "letter" and "past_key_values" not in self._accepts:
             raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
@@ -141,27 +124,10 @@ class ChoiceModel(PreparingModel):
             dtype=precision,
         )
 
-    def prepare(self, batch: Batch) -> _Questions:
+    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens and passes. Raises DataError when a column is missing."""
-        asked, n_options, faults = self._tokenizing(batch)
-        return _Questions(n_options, faults, list(self._passes(asked)))
-
-    def answer(self, prepared: _Questions) -> Answers:
-        """Answer a batch; rows without a question, or with one that is too long, are failures."""
-        self._device_time.start()
-        with torch.inference_mode():
-            # All passes are launched before any result is taken, so that a GPU goes from one to the next.
-            launched = [(one.together, self._score(one)) for one in prepared.passes]
-            per_byte = self._spec.answers_with == "text"
-            scores: dict[int, Floats] = {}
-            n_little = 0
-            for together, (totals, mass) in launched:
-                found = iter(totals.cpu().numpy())
-                for one in together:
-                    own = [next(found) / (n if per_byte else 1) for n in one.n_bytes]
-                    scores[one.row] = np.array(own, dtype=np.float32)
-                n_little += 0 if per_byte else int((mass < 0.5).sum())
-        return answered(len(prepared.n_options), scores, prepared.faults, n_little, self._device_time.seconds())
+        asked, faults = self._tokenizing(batch)
+        return [([one.row for one in own.together], own) for own in self._passes(asked)], faults
 
     def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Pass]:
         """Yield questions of like lengths as passes of a bounded number of tokens and of logits."""
@@ -191,35 +157,40 @@ class ChoiceModel(PreparingModel):
             self._head, cache = [], None
         return cache
 
-    def _score(self, given: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each option's logit, float64 (m,), and the probability of each question's options, float64 (n,).
+    def launch(self, inputs: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each option's next token's logit, and its log-likelihood, float64, both (m,).
 
         A letter's logit is the next token's. A longer option's is its log-likelihood: its first token's after the
         prompt, the others' from there on. The prompt is run once; what it leaves in the cache serves every option.
         """
-        own = given.on(self._device)
-        n, mask = len(own.together), own.mask
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + own.head
-        settings: dict[str, Any] = {"use_cache": len(own.longer) > 0}
-        if own.head:
-            cache = copy.deepcopy(self._head_cache)
-            cache.batch_repeat_interleave(n)
-            settings = {"use_cache": True, "past_key_values": cache}
-            mask = torch.cat([mask.new_ones(n, own.head), mask], dim=1)
-        output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
-        logits = output.logits[:, -1].float()
-        raw = logits[own.owners, own.starts]
-        totals = (raw - torch.logsumexp(logits, dim=1)[own.owners]).double()
-        first = own.distinct
-        mass = totals.new_zeros(n).index_add(0, own.owners[first], totals[first].exp())
-        if self._spec.answers_with == "letter":
-            return raw.double(), mass
-        if len(own.longer):
-            owners = own.owners[own.longer]
-            kept = given.owners[given.longer] if self._over_gpus else owners  # a cache of many devices takes the host's
-            output.past_key_values.batch_select_indices(kept)
-            totals[own.longer] += self._continuations(own, output.past_key_values, mask[owners])
-        return totals, mass
+        with torch.inference_mode():
+            own = inputs.on(self._device)
+            n, mask = len(own.together), own.mask
+            positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + own.head
+            settings: dict[str, Any] = {"use_cache": len(own.longer) > 0}
+            if own.head:
+                cache = copy.deepcopy(self._head_cache)
+                cache.batch_repeat_interleave(n)
+                settings = {"use_cache": True, "past_key_values": cache}
+                mask = torch.cat([mask.new_ones(n, own.head), mask], dim=1)
+            output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
+            logits = output.logits[:, -1].float()
+            raw = logits[own.owners, own.starts]
+            totals = (raw - torch.logsumexp(logits, dim=1)[own.owners]).double()
+            if len(own.longer):
+                owners = own.owners[own.longer]
+                # A cache of many devices takes the host's.
+                kept = inputs.owners[inputs.longer] if self._over_gpus else owners
+                output.past_key_values.batch_select_indices(kept)
+                totals[own.longer] += self._continuations(own, output.past_key_values, mask[owners])
+        return raw, totals
+
+    def take(self, inputs: _Pass, launched: tuple[torch.Tensor, torch.Tensor], counts: Counter[str]) -> list[Floats]:
+        """Return each row's logits."""
+        ends = np.cumsum([len(one.options) for one in inputs.together])[:-1]
+        raw, logprobs = (np.split(given.cpu().numpy(), ends) for given in launched)
+        scores = scored(self._spec, inputs.together, logprobs, counts)
+        return raw if self._spec.answers_with == "letter" else scores
 
     def _continuations(self, own: _Pass, cache: Any, before: torch.Tensor) -> torch.Tensor:
         """Return the log-likelihood of each longer option's tokens after its first, float64 (l,).

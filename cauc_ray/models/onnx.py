@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, DataError, first_line
-from cauc_ray.files.paths import AnyPath, path_from
-from cauc_ray.models.answers import (
-    Answers,
-    Batch,
-    ModelFacts,
-    PreparingModel,
-    as_answers,
-    batch_size,
-    bucketed,
-    require_columns,
-    spread,
-)
-from cauc_ray.models.kind import DeclaringSpec, Device, Section, require, require_here
+from cauc_ray.models.answers import Batch, ModelFacts, batch_size, logits_of, require_columns
+from cauc_ray.models.kind import DeclaringSpec, Device, LocalFile, Section
+from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.texts import text_passes
 from cauc_ray.numbers.types import Floats
 
 _NUMBERS: Mapping[str, str] = {
     **{f"tensor({name})": name for name in ("double", "int64", "int32", "uint8", "bool")},
     "tensor(float)": "float32",
 }
+
+
+# What tokenizers call the inputs of networks.
+_ENCODED = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+Values: TypeAlias = npt.NDArray[Any]
 
 
 class ImageInput(Section):
@@ -58,9 +56,9 @@ class OnnxSpec(DeclaringSpec):
     HOW: ClassVar[frozenset[str]] = DeclaringSpec.HOW | {"device"}
     SPANS_GPUS: ClassVar[bool] = False
     kind: Literal["onnx"]
-    model: str = Field(min_length=1)
+    model: LocalFile
     image: ImageInput | None = None
-    tokenizer: str | None = None
+    tokenizer: LocalFile | None = None
     text: tuple[str, ...] = Field(default=("text",), min_length=1, max_length=2)
     max_tokens: int = Field(default=512, ge=4)
     batch_tokens: int = Field(default=16384, ge=1)
@@ -82,46 +80,34 @@ class OnnxSpec(DeclaringSpec):
         return frozenset(self.columns if self.tokenizer is None else self.text)
 
     @property
-    def reads(self) -> frozenset[str] | None:
-        """Return the columns that it reads; None where only the file tells."""
-        return self.needs or None
-
-    @property
     def texts(self) -> frozenset[str]:
         """Return the columns of texts."""
         return frozenset(self.text if self.tokenizer is not None else ())
 
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with relative paths resolved against the pool file's folder."""
-        named = {"model": self.model, "tokenizer": self.tokenizer}
-        return self.model_copy(
-            update={key: require_here(path_from(folder, path)) for key, path in named.items() if path is not None}
-        )
-
     def load(self) -> OnnxModel:
         """Load the file. Raises ConfigError if it or a package is missing, or it has no such output."""
-        require("onnx", "onnxruntime", *(["PIL"] if self.image else []), *(["tokenizers"] if self.tokenizer else []))
+        self.require(
+            "onnx", "onnxruntime", *(["PIL"] if self.image else []), *(["tokenizers"] if self.tokenizer else [])
+        )
         import onnxruntime
 
-        if self.device == "cuda" and "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        providers = {"cpu": [_CPU], "cuda": [_CUDA], "auto": [_CUDA, _CPU]}[self.device]
+        providers = [name for name in providers if name in onnxruntime.get_available_providers()]
+        if not providers:
             raise ConfigError("device cuda: this onnxruntime has no GPU; install onnxruntime-gpu, or give device cpu")
-        known = onnxruntime.get_available_providers()
-        providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in known]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)  # the CPUs of the stage
         options.log_severity_level = 3
         if not Path(self.model).is_file():
             raise ConfigError(f"there is no file {self.model}")
         try:
-            session = onnxruntime.InferenceSession(
-                self.model, options, providers=providers if self.device != "cpu" else ["CPUExecutionProvider"]
-            )
+            session = onnxruntime.InferenceSession(self.model, options, providers=[*dict.fromkeys([*providers, _CPU])])
         except Exception as error:  # damaged files raise errors of many types
             raise ConfigError(f"{self.model} cannot be loaded: {first_line(error)}") from error
         return OnnxModel(self, session)
 
 
-class OnnxModel(PreparingModel):
+class OnnxModel(LocalModel):
     """A network that ONNX Runtime runs."""
 
     def __init__(self, spec: OnnxSpec, session: Any) -> None:
@@ -130,79 +116,56 @@ class OnnxModel(PreparingModel):
         self._inputs = {given.name: given for given in session.get_inputs()}
         self._output = _output_of(spec, {given.name: given for given in session.get_outputs()})
         self._tokenizer = _tokenizer_of(spec)
-        single = spec.image is not None or bool(spec.columns)
-        if single and len(self._inputs) != 1:
+        if (spec.image or spec.columns) and len(self._inputs) != 1:
             raise ConfigError(f"{spec.model} has inputs {', '.join(self._inputs)}, and one was expected")
+        unknown = [name for name in self._inputs if spec.tokenizer and name not in _ENCODED]
+        if unknown:
+            raise ConfigError(f"{spec.model} has an input {unknown[0]!r}, which no tokenizer gives")
         self.facts = ModelFacts(f"onnx {spec.model}", spec.answers_kind, dtype="float32")
 
-    def prepare(self, batch: Batch) -> tuple[int, list[tuple[list[int], dict[str, npt.NDArray[Any]]]], dict[int, str]]:
+    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into the inputs of its calls. Raises DataError when a column is missing."""
-        n = batch_size(batch)
-        if self._spec.image is not None:
-            return n, *self._images(batch, self._spec.image)
         if self._tokenizer is not None:
-            return n, *self._texts(batch)
-        if not self._spec.columns:
-            require_columns(batch, *self._inputs)
-            inputs = {name: _typed(batch[name], given) for name, given in self._inputs.items()}
-        else:
-            require_columns(batch, *self._spec.columns)
-            ((name, given),) = self._inputs.items()
-            inputs = {name: np.column_stack([_typed(batch[column], given)[:, 0] for column in self._spec.columns])}
-        bad = {row: "one of its numbers is missing" for row in range(n) if _has_nan(inputs, row)}
-        rows = [row for row in range(n) if row not in bad]
-        return n, [(rows, {name: values[rows] for name, values in inputs.items()})] if rows else [], bad
+            return text_passes(batch, self._spec.text, self._encoded, self._padded, self._spec.batch_tokens)
+        rows, inputs, faults = self._images(batch) if self._spec.image else self._numbers(batch)
+        return [(rows, inputs)] if rows else [], faults
 
-    def answer(
-        self, prepared: tuple[int, list[tuple[list[int], dict[str, npt.NDArray[Any]]]], dict[int, str]]
-    ) -> Answers:
-        """Answer a batch; rows that cannot be read are failures."""
-        n, calls, failures = prepared
-        rows, found = list[int](), list[Floats]()
-        for own, inputs in calls:
-            (output,) = self._session.run([self._output], inputs)
-            rows += own
-            found.append(as_answers(np.asarray(output), len(own)).logits)
-        logits = np.concatenate(found) if found else np.zeros((0, 1), np.float32)
-        return Answers(spread(n, rows, logits), failures=failures)
+    def launch(self, inputs: Mapping[str, Values]) -> Floats:
+        """Return the network's output for some rows."""
+        (output,) = self._session.run([self._output], inputs)
+        return logits_of(output, len(next(iter(inputs.values()))))[0]
 
-    def _images(
-        self, batch: Batch, how: ImageInput
-    ) -> tuple[list[tuple[list[int], dict[str, npt.NDArray[Any]]]], dict[int, str]]:
-        from cauc_ray.models.images import ImageError, decode_image
+    def _images(self, batch: Batch) -> tuple[list[int], dict[str, Values], dict[int, str]]:
+        from cauc_ray.models.images import read_images
 
-        require_columns(batch, "image")
-        pixels, faults = {}, {}
-        for row, image in enumerate(batch["image"]):
-            try:
-                pixels[row] = _pixels(decode_image(image), how)
-            except ImageError as error:
-                faults[row] = str(error)
-        (name,) = self._inputs
-        return [(list(pixels), {name: np.stack(list(pixels.values()))})] if pixels else [], faults
+        pixels, faults = read_images(batch, partial(_pixels, how=self._spec.image or ImageInput()))
+        return [*pixels], {name: np.stack([*pixels.values()]) for name in self._inputs if pixels}, faults
 
-    def _texts(self, batch: Batch) -> tuple[list[tuple[list[int], dict[str, npt.NDArray[Any]]]], dict[int, str]]:
-        from cauc_ray.models.texts import read_texts
+    def _numbers(self, batch: Batch) -> tuple[list[int], dict[str, Values], dict[int, str]]:
+        columns = self._spec.columns
+        require_columns(batch, *(columns or self._inputs))
+        inputs = {
+            name: np.column_stack([_typed(batch[column], given)[:, 0] for column in columns])
+            if columns
+            else _typed(batch[name], given)
+            for name, given in self._inputs.items()
+        }
+        n = batch_size(batch)
+        numbers = [values.reshape(n, -1) for values in inputs.values() if values.dtype.kind == "f"]
+        bad_mask = np.logical_or.reduce([np.zeros(n, bool), *(np.isnan(own).any(axis=1) for own in numbers)])
+        rows = np.flatnonzero(~bad_mask)
+        faults = dict.fromkeys(np.flatnonzero(bad_mask).tolist(), "one of its numbers is missing")
+        return rows.tolist(), {name: values[rows] for name, values in inputs.items()}, faults
 
-        texts, faults = read_texts(batch, self._spec.text)
-        encoded = {row: self._tokenizer.encode(*own) for row, own in texts.items()}
-        calls = []
-        for rows in bucketed({row: len(own.ids) for row, own in encoded.items()}, self._spec.batch_tokens):
-            width = max(len(encoded[row].ids) for row in rows)
-            inputs = {}
-            for name in self._inputs:
-                source = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}.get(
-                    name
-                )
-                if source is None:
-                    raise DataError(f"{self._spec.model} has an input {name!r}, which no tokenizer gives")
-                padded = np.zeros((len(rows), width), np.int64)
-                for place, row in enumerate(rows):
-                    values = getattr(encoded[row], source)
-                    padded[place, : len(values)] = values
-                inputs[name] = padded
-            calls.append((rows, inputs))
-        return calls, faults
+    def _encoded(self, texts: list[list[str]]) -> list[dict[str, list[int]]]:
+        encodings = [self._tokenizer.encode(*own) for own in texts]
+        return [{name: getattr(own, source) for name, source in _ENCODED.items()} for own in encodings]
+
+    def _padded(self, encoded: list[dict[str, list[int]]]) -> dict[str, Values]:
+        width = max(len(own["input_ids"]) for own in encoded)
+        return {
+            name: np.array([own[name] + [0] * (width - len(own[name])) for own in encoded]) for name in self._inputs
+        }
 
 
 def _tokenizer_of(spec: OnnxSpec) -> Any:
@@ -242,10 +205,6 @@ def _typed(column: npt.NDArray[Any], given: Any) -> npt.NDArray[Any]:
     else:
         raise ConfigError(f"input {given.name!r} of the network is a {given.type}, which no column gives")
     return values[:, None] if values.ndim == 1 and len(given.shape) == 2 else values
-
-
-def _has_nan(inputs: Mapping[str, npt.NDArray[Any]], row: int) -> bool:
-    return any(values.dtype.kind == "f" and bool(np.isnan(values[row]).any()) for values in inputs.values())
 
 
 def _pixels(image: Any, how: ImageInput) -> Floats:

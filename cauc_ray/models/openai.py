@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import Section, require
+from cauc_ray.models.kind import Section
 from cauc_ray.models.prompts import LanguageSpec, OptionsAs
 from cauc_ray.numbers.logits import LogitKind
 
@@ -84,7 +84,7 @@ class EndpointSpec(LanguageSpec):
         Its calls end a moment before the stage gives up on them. Raises ConfigError when the package openai is missing,
         or the key that OpenAI's own server needs.
         """
-        require("openai", "openai")
+        self.require("openai", "openai")
         key = os.environ.get(self.api_key_env)
         if not key and self.base_url is None:
             raise ConfigError(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, StrictFloat, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, StrictFloat, ValidationError, field_validator, model_validator
 
-from cauc_ray.errors import CaucError, ConfigError, explain, unknown_name
+from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
-from cauc_ray.files.paths import AnyPath, path_from, path_of
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import Section
-from cauc_ray.models.kinds import LANGUAGE_KINDS, ModelSpec, known_kinds
+from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
-from cauc_ray.models.resources import Resources
+from cauc_ray.models.resources import Resources, amounts_text
 
 # Of tensors, in the Open Inference Protocol.
 Datatype: TypeAlias = Literal[
@@ -26,14 +27,7 @@ class Replicas(Section):
     """How many copies of a stage may run.   min: from the start.   max: under load; min without it."""
 
     min: int = Field(default=1, ge=1)
-    max: int = Field(default=1, ge=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _max_follows_min(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "max" not in value and "min" in value:
-            return {**value, "max": value["min"]}
-        return value
+    max: int = Field(default_factory=lambda given: int(given.get("min", 1)), ge=1)
 
     @model_validator(mode="after")
     def _ordered(self) -> Replicas:
@@ -64,14 +58,7 @@ class InputSpec(Section):
     """A tensor of a request.   datatype: in the Open Inference Protocol.   shape: of one row; -1 is any size."""
 
     datatype: Datatype
-    shape: tuple[int, ...] = ()
-
-    @field_validator("shape")
-    @classmethod
-    def _sizes(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if any(size < 1 and size != -1 for size in shape):
-            raise ValueError(f"sizes must be at least 1, or -1 for any, got {list(shape)}")
-        return shape
+    shape: tuple[Literal[-1] | PositiveInt, ...] = ()
 
 
 class RouterSpec(Section):
@@ -99,7 +86,6 @@ class PoolServing(Section):
 
 
 LONGEST_NAME = 200  # folder names are limited to 255 bytes
-PROMPT_KEYS = tuple(PromptSettings.model_fields)
 COST_UNITS = {
     "gflops": "GFLOPs",
     "kflops": "kFLOPs",
@@ -110,25 +96,21 @@ COST_UNITS = {
 }
 
 
+Amount: TypeAlias = Annotated[StrictFloat, Field(ge=0)]
+
+
 class CostSpec(Section):
     """What one call on one example costs: exactly one number, whose key is its unit.
 
     gflops and params_b may be "auto": as published with the model, else as measured.
     """
 
-    gflops: StrictFloat | Literal["auto"] | None = None
-    params_b: StrictFloat | Literal["auto"] | None = None
-    kflops: StrictFloat | None = None
-    seconds: StrictFloat | None = None
-    usd: StrictFloat | None = None
-    usd_per_mtok: StrictFloat | None = None
-
-    @field_validator("*")
-    @classmethod
-    def _not_negative(cls, value: Any) -> Any:
-        if isinstance(value, float) and value < 0:
-            raise ValueError(f"a cost must be at least 0, got {value:g}")
-        return value
+    gflops: Amount | Literal["auto"] | None = None
+    params_b: Amount | Literal["auto"] | None = None
+    kflops: Amount | None = None
+    seconds: Amount | None = None
+    usd: Amount | None = None
+    usd_per_mtok: Amount | None = None
 
     @model_validator(mode="after")
     def _one_unit(self) -> CostSpec:
@@ -182,9 +164,12 @@ class StageSpec(PromptSettings):
 
     @model_validator(mode="after")
     def _uses_its_gpus(self) -> StageSpec:
-        if self.resources.num_gpus > 1 and not self.model.SPANS_GPUS:
+        n, least = self.resources.num_gpus, self.model.least_gpus
+        if math.ceil(n) < least:
+            raise ValueError(f"its model needs {amounts_text({'GPU': least})}, not {n:g}: set num_gpus under resources")
+        if n > 1 and not self.model.SPANS_GPUS:
             raise ValueError(
-                f"a model of kind {self.model.kind!r} runs on one GPU at most, not {self.resources.num_gpus:g}; "
+                f"a model of kind {self.model.kind!r} runs on one GPU at most, not {n:g}; "
                 "to use more, give the stage num_gpus: 1 and more replicas"
             )
         return self
@@ -233,43 +218,48 @@ class Pool(PromptSettings):
         moved = []
         for stage in stages:
             model = stage.get("model") if isinstance(stage, dict) else None
-            if isinstance(model, dict) and model.get("kind") in LANGUAGE_KINDS:
-                asked = {key: at[key] for at in (content, stage) for key in PROMPT_KEYS if at.get(key) is not None}
-                stage = {key: value for key, value in stage.items() if key not in PROMPT_KEYS}
-                stage["model"] = {**asked, **model}
+            if isinstance(model, dict) and isinstance(stage, dict) and model.get("kind") in ASKED:
+                keys = ASKED[model["kind"]]
+                asked = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
+                stage = {**{key: value for key, value in stage.items() if key not in keys}, "model": {**asked, **model}}
             moved.append(stage)
         return {**content, "stages": moved}
 
     @model_validator(mode="after")
     def _prompts_are_for_language_models(self) -> Pool:
-        asked = [isinstance(stage.model, LanguageSpec) for stage in self.stages]
         for stage in self.stages:
-            if isinstance(stage.model, LanguageSpec) and self.task != "multiple-choice" and stage.model.labels is None:
+            own = stage.model
+            if isinstance(own, LanguageSpec) and self.task != "multiple-choice" and own.labels is None:
                 raise ValueError(f"stage {stage.name!r} is a language model: it needs labels to choose from")
-            if stage.model_fields_set & set(PROMPT_KEYS):
-                raise ValueError(f"stage {stage.name!r}: a model of kind {stage.model.kind!r} takes no prompt")
-        if not any(asked) and self.model_fields_set & {"prompt", "examples", "options"}:
-            raise ValueError(f"prompt, examples and options are for models of kind {', '.join(LANGUAGE_KINDS)}")
+            unused = stage.model_fields_set & PromptSettings.model_fields.keys()
+            if unused:
+                raise ValueError(f"stage {stage.name!r}: a model of kind {own.kind!r} takes no {min(unused)}")
+        taken = frozenset({"labels"}).union(*(ASKED.get(stage.model.kind, ()) for stage in self.stages))
+        for key in sorted(self.model_fields_set & PromptSettings.model_fields.keys() - taken):
+            raise ValueError(f"{key} is for models of kind {', '.join(kind for kind in ASKED if key in ASKED[kind])}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
-        names = {len(s.model.labels) for s in self.stages if isinstance(s.model, LanguageSpec) and s.model.labels}
-        if len(names | ({len(self.labels)} if self.labels else set())) > 1:
+        if len(set(map(len, self._labels))) > 1:
             raise ValueError("stages differ in their number of labels")
         return self
 
     @property
+    def _labels(self) -> list[tuple[str, ...]]:
+        """Return the names of the classes as the pool has them and as its models have them."""
+        given = [self.labels, *(stage.model.label_names for stage in self.stages)]
+        return [tuple(names) for names in given if names]
+
+    @property
     def label_names(self) -> tuple[str, ...] | None:
         """Return the names of the classes in their order, None where they are unknown."""
-        own = [s.model.labels for s in self.stages if isinstance(s.model, LanguageSpec) and s.model.labels]
-        labels = self.labels or (own[0] if own else None)
-        return None if labels is None else tuple(labels)
+        return next(iter(self._labels), None)
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Pool:
         names = [stage.name for stage in self.stages]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two stages are named {name!r}")
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"two stages are named {repeated!r}")
         return self
 
     def stage(self, name: str) -> StageSpec:
@@ -315,69 +305,7 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source} is not a pool file: expected a mapping with name, task and stages")
-    _refuse_unknown_kinds(source, content)
-    content = _with_files_read(content, folder, source)
     try:
-        pool = Pool.model_validate(content)
+        return Pool.model_validate(content, context={"folder": folder})
     except ValidationError as error:
         raise ConfigError(f"{source}: {explain(error)}") from error
-    located = [s.model_copy(update={"model": s.model.located(folder)}) for s in pool.stages]
-    return pool.model_copy(update={"stages": tuple(located)})
-
-
-def _with_files_read(content: dict[str, Any], folder: AnyPath, source: str) -> dict[str, Any]:
-    """Return a pool's or a stage's or a model's settings with the content of files of labels and of examples."""
-    read = dict(content)
-    if isinstance(content.get("labels"), str):
-        read["labels"] = _read_labels(path_from(folder, content["labels"]), source)
-    if isinstance(content.get("examples"), str):
-        read["examples"] = _read_examples(path_from(folder, content["examples"]), source)
-    if isinstance(content.get("stages"), list):
-        read["stages"] = [_with_files_read(s, folder, source) if isinstance(s, dict) else s for s in content["stages"]]
-    if isinstance(content.get("model"), dict):
-        read["model"] = _with_files_read(content["model"], folder, source)
-    return read
-
-
-def _read_examples(path: AnyPath, source: str) -> list[dict[str, Any]]:
-    from cauc_ray.data.text_files import text_tables  # Arrow, which a pool without examples does not need
-    from cauc_ray.files.parquet import is_parquet, read_parquet
-
-    try:
-        if not path.is_file():
-            raise ConfigError(f"there is no file {path}")
-        return [
-            row
-            for table in ([read_parquet(path)] if is_parquet(path) else text_tables(path))
-            for row in table.to_pylist()
-        ]
-    except CaucError as error:
-        raise ConfigError(f"{source}: examples: {error}") from error
-
-
-def _read_labels(path: AnyPath, source: str) -> list[str]:
-    """Read names, one per line. Empty lines are kept, so that later names keep their numbers.
-
-    source: the pool, for messages. Raises ConfigError.
-    """
-    try:
-        if not path.is_file():
-            raise ConfigError(f"{source}: labels: there is no file {path}")
-        text = path.read_text(encoding="utf-8-sig").rstrip()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: labels: {path} is not UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(f"{source}: labels: {path} cannot be read: {error.strerror}") from error
-    if not text:
-        raise ConfigError(f"{source}: labels: {path} is empty")
-    return [line.strip() for line in text.split("\n")]
-
-
-def _refuse_unknown_kinds(source: str, content: dict[str, Any]) -> None:
-    """Raise ConfigError for an unknown kind with the nearest one, which the schema's own message lacks."""
-    stages = content.get("stages")
-    for index, stage in enumerate(stages if isinstance(stages, list) else []):
-        model = stage.get("model") if isinstance(stage, dict) else None
-        kind = model.get("kind") if isinstance(model, dict) else None
-        if isinstance(kind, str) and kind not in known_kinds():
-            raise ConfigError(f"{source}: stages.{index}.model: {unknown_name('kind', kind, known_kinds())}")

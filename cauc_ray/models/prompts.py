@@ -7,18 +7,21 @@ not at all where their texts are compared.
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from cauc_ray.errors import first_line
-from cauc_ray.models.answers import Batch, batch_size, require_columns
-from cauc_ray.models.kind import KindSpec, Section
+from cauc_ray.errors import CaucError, first_line
+from cauc_ray.files.paths import AnyPath, path_from
+from cauc_ray.models.answers import Batch, Unusable, batch_size, parted, require_columns
+from cauc_ray.models.kind import KindSpec, Section, folder_of
 from cauc_ray.numbers.logits import LogitKind
 
 # The names of options; each is a single token in the vocabularies of common models.
@@ -52,8 +55,30 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(
 )
 
 
-def _named(labels: Any) -> Any:
-    """Check names of classes, in a list or with their descriptions. Two classes may have one name, as in ImageNet."""
+def _variables(template: str) -> frozenset[str]:
+    """Return the names that a template reads. Raises TemplateError for one that cannot be parsed."""
+    return frozenset(meta.find_undeclared_variables(_ENVIRONMENT.parse(template)))
+
+
+def rendered(template: str, **values: str) -> str:
+    """Return a template's text. Raises TemplateError if it reads another name."""
+    unknown = sorted(_variables(template) - values.keys())
+    if unknown:
+        raise TemplateError(f"there is no {unknown[0]!r}, only {', '.join(values)}")
+    return _ENVIRONMENT.from_string(template).render(values)
+
+
+def _named(labels: Any, info: ValidationInfo) -> Any:
+    """Check names of classes, in a list or with their descriptions. Two classes may have one name, as in ImageNet.
+
+    A text is the path of a file with a name on each line. Empty lines are kept, so that later names keep their numbers.
+    """
+    if isinstance(labels, str):
+        with _found(labels, info) as path:
+            text = path.read_text(encoding="utf-8-sig").rstrip()
+            if not text:
+                raise ValueError(f"{path} is empty")
+            labels = [line.strip() for line in text.split("\n")]
     if not isinstance(labels, list | tuple | dict):
         return labels
     if not labels:
@@ -68,20 +93,43 @@ def _named(labels: Any) -> Any:
     return tuple(labels)
 
 
-# A path in the pool file, names or rows once the file has been read.
-_LABELS_OR_PATH = {
-    "anyOf": [
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1},
-        {"type": "string", "minLength": 1},
-        {"type": "null"},
-    ]
-}
-_ROWS_OR_PATH = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "string", "minLength": 1}]}
+def _rows(examples: Any, info: ValidationInfo) -> Any:
+    """Return rows; a text is the path of a file of them."""
+    if not isinstance(examples, str):
+        return examples
+    from cauc_ray.data.text_files import text_tables  # Arrow, which a pool without examples does not need
+    from cauc_ray.files.parquet import is_parquet, read_parquet
+
+    with _found(examples, info) as path:
+        tables = [read_parquet(path)] if is_parquet(path) else text_tables(path)
+        return [row for table in tables for row in table.to_pylist()]
+
+
+@contextmanager
+def _found(name: str, info: ValidationInfo) -> Iterator[AnyPath]:
+    """Read a file in the block; what fails there is a fault of the settings that name it."""
+    path = path_from(folder_of(info) or Path(), name)
+    try:
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}")
+        yield path
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except CaucError as error:
+        raise ValueError(str(error)) from error
+
+
+# In a file, names, or the path of a file of them.
+_Some: TypeAlias = Annotated[list[str], Field(min_length=1)] | Annotated[dict[str, str], Field(min_length=1)]
+_Path: TypeAlias = Annotated[str, Field(min_length=1)]
 Labels: TypeAlias = Annotated[
-    dict[str, str] | tuple[str, ...] | None, BeforeValidator(_named), WithJsonSchema(_LABELS_OR_PATH)
+    dict[str, str] | tuple[str, ...] | None, BeforeValidator(_named, json_schema_input_type=_Some | _Path | None)
 ]
-Examples: TypeAlias = Annotated[tuple[dict[str, Any], ...], WithJsonSchema(_ROWS_OR_PATH)]
+Examples: TypeAlias = Annotated[
+    tuple[dict[str, Any], ...], BeforeValidator(_rows, json_schema_input_type=list[dict[str, Any]] | _Path)
+]
 
 
 class PromptSettings(Section):
@@ -126,17 +174,10 @@ class LanguageSpec(KindSpec, PromptSettings):
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _scoring_has_gone(cls, value: Any) -> Any:
-        if isinstance(value, dict) and "scoring" in value:
-            raise ValueError(f"scoring is called options now: options: {value['scoring']}")
-        return value
-
     @model_validator(mode="after")
     def _prompt_is_complete(self) -> LanguageSpec:
         try:
-            read = meta.find_undeclared_variables(_ENVIRONMENT.parse(self.template))
+            read = _variables(self.template)
         except TemplateError as error:
             raise ValueError(
                 f"prompt: {first_line(error)} (line {getattr(error, 'lineno', 1)} of the template)"
@@ -183,8 +224,7 @@ class LanguageSpec(KindSpec, PromptSettings):
         """Return the columns of a prompt."""
         if self.prompt is None:
             return QUESTION_READS
-        read = meta.find_undeclared_variables(_ENVIRONMENT.parse(self.prompt)) - {"options"}
-        return frozenset(read if self.labels is not None else read | {"choices"})
+        return _variables(self.prompt) - {"options"} | (frozenset() if self.labels is not None else {"choices"})
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -205,7 +245,7 @@ class LanguageSpec(KindSpec, PromptSettings):
     @property
     def lists_itself(self) -> bool:
         """Return whether the template has the options in it, and so is the whole prompt."""
-        return "options" in meta.find_undeclared_variables(_ENVIRONMENT.parse(self.template))
+        return "options" in _variables(self.template)
 
     def label_of(self, index: int, example: Mapping[str, Any]) -> int:
         """Return the right option of an example, given by its name or its number. Raises ValueError."""
@@ -238,40 +278,35 @@ class Prompts:
         (text) and `choices` (a list of texts). Raises DataError when a required column is missing.
         """
         require_columns(batch, *sorted(self._spec.needs))
-        asked: dict[int, Asked] = {}
-        faults: dict[int, str] = {}
         columns = [name for name in [*self._reads, "choices"] if name in batch]
-        for row in range(batch_size(batch)):
-            question = self._asked({name: _plain(batch[name][row]) for name in columns})
-            if isinstance(question, str):
-                faults[row] = question
-            else:
-                asked[row] = question
-        return asked, faults
+        rows = range(batch_size(batch))
+        return parted({row: self._asked({name: _plain(batch[name][row]) for name in columns}) for row in rows})
 
-    def _asked(self, values: Mapping[str, Any]) -> Asked | str:
+    def _asked(self, values: Mapping[str, Any]) -> Asked | Unusable:
         """Return a row as a question, or why it cannot be asked."""
         options = self._spec.label_names
         if options is None:
             choices = values["choices"]
             if choices is None or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
-                return "it has no list of at least two choices"
+                return Unusable("it has no list of at least two choices")
             options = tuple(choice.strip() for choice in choices)
             if self._with != "letter" and not all(options):
-                return "one of its choices is empty"
+                return Unusable("one of its choices is empty")
         if self._spec.prompt is None and not isinstance(values["question"], str):
-            return "it has no question"
+            return Unusable("it has no question")
         if all(values[name] is None or not str(values[name]).strip() for name in self._reads if name in values):
-            return f"it has nothing in {', '.join(self._reads)}"
+            return Unusable(f"it has nothing in {', '.join(self._reads)}")
         if self._with == "letter" and len(options) > len(LETTERS):
-            return f"it has {len(options)} options; letters support up to {len(LETTERS)}, options: text any number"
+            return Unusable(
+                f"it has {len(options)} options; letters support up to {len(LETTERS)}, options: text any number"
+            )
         try:
             text = self._text(values, options)
             text.encode()
         except UnicodeEncodeError:
-            return "its text is not valid Unicode"
+            return Unusable("its text is not valid Unicode")
         except (TemplateError, TypeError, ValueError, ArithmeticError) as error:  # of the template with these values
-            return f"its prompt cannot be written: {first_line(error)}"
+            return Unusable(f"its prompt cannot be written: {first_line(error)}")
         return Asked(self.head + text, tuple(LETTERS[: len(options)]) if self._with == "letter" else options)
 
     def _text(self, values: Mapping[str, Any], options: Sequence[str], answer: str | None = None) -> str:

@@ -6,12 +6,11 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
 from cauc_ray.errors import ConfigError, one_line
-from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel, as_answers, batch_size
 from cauc_ray.models.kind import DeclaringSpec
 from cauc_ray.numbers.logits import LogitKind
@@ -35,12 +34,10 @@ class PythonSpec(DeclaringSpec):
         """Return the pool file's folder, which may contain the factory's module."""
         return self._folder
 
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with the pool file's folder."""
-        located = self.model_copy()
-        if isinstance(folder, Path):  # modules are imported from local folders only
-            located._folder = str(folder.absolute())
-        return located
+    def model_post_init(self, context: Any, /) -> None:
+        """Keep the pool file's folder; modules are imported from local ones only."""
+        folder = (context or {}).get("folder")
+        self._folder = str(folder.absolute()) if isinstance(folder, Path) else None
 
     def load(self) -> Model:
         """Import the factory and call it. Raises ConfigError if it cannot be imported or does not return a callable."""

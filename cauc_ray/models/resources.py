@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cauc_ray.models.kind import Section
 
@@ -15,6 +15,16 @@ _EXPRESSION = re.compile(rf"(?P<no>!?)(?:(?P<one>{_VALUE})|in\((?P<many>\s*{_VAL
 CPUS_PER_GPU = 4
 _BYTES = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_BYTES)})")
+
+
+def _expression(text: str) -> str:
+    """Return an expression without spaces: Ray 2.60 takes those of "in(a, b)" for part of the values."""
+    if not _EXPRESSION.fullmatch(text):
+        raise ValueError(f"expected 'value', '!value', 'in(a, b)' or '!in(a, b)', got {text!r}")
+    return re.sub(r"\s", "", text)
+
+
+Labels: TypeAlias = dict[str, Annotated[str, AfterValidator(_expression)]]
 
 
 class Resources(Section):
@@ -27,18 +37,12 @@ class Resources(Section):
     label. fallback: other labels, tried in order where no node meets the first.
     """
 
-    num_cpus: float = Field(default=1, ge=0)
     num_gpus: float = Field(default=0, ge=0)
+    num_cpus: float = Field(default_factory=lambda given: max(1, CPUS_PER_GPU * given.get("num_gpus", 0)), ge=0)
     memory: int = Field(default=0, ge=0, le=1 << 60)
     custom: dict[str, float] = Field(default_factory=dict)
-    labels: dict[str, str] = Field(default_factory=dict)
-    fallback: tuple[dict[str, str], ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _cpus_follow_gpus(cls, value: Any) -> Any:
-        n_gpus = value.get("num_gpus") if isinstance(value, dict) and "num_cpus" not in value else None
-        return {**value, "num_cpus": max(1, CPUS_PER_GPU * n_gpus)} if isinstance(n_gpus, int | float) else value
+    labels: Labels = Field(default_factory=dict)
+    fallback: tuple[Labels, ...] = ()
 
     @field_validator("num_gpus")
     @classmethod
@@ -69,16 +73,6 @@ class Resources(Section):
                 raise ValueError(f"{name!r}: expected an amount above 0, got {amount:g}")
         return custom
 
-    @field_validator("labels")
-    @classmethod
-    def _can_be_met(cls, labels: dict[str, str]) -> dict[str, str]:
-        return {label: _expression(label, text) for label, text in labels.items()}
-
-    @field_validator("fallback")
-    @classmethod
-    def _fallbacks_can_be_met(cls, fallback: tuple[dict[str, str], ...]) -> tuple[dict[str, str], ...]:
-        return tuple({label: _expression(label, text) for label, text in one.items()} for one in fallback)
-
     @model_validator(mode="after")
     def _falls_back_from_something(self) -> Resources:
         if self.fallback and not self.labels:
@@ -92,10 +86,8 @@ class Resources(Section):
 
     def met_by(self, node_labels: Mapping[str, str]) -> bool:
         """Return whether a node's labels match the required ones, or one of the fallbacks."""
-        return any(
-            all(_meets(node_labels.get(label), expression) for label, expression in one.items())
-            for one in (self.labels, *self.fallback)
-        )
+        ways = (self.labels, *self.fallback)
+        return any(all(_meets(node_labels.get(label), own) for label, own in way.items()) for way in ways)
 
     def __str__(self) -> str:
         nodes = [", ".join(f"{k}={v}" for k, v in sorted(one.items())) for one in (self.labels, *self.fallback) if one]
@@ -117,13 +109,6 @@ def _amount_text(name: str, amount: float) -> str:
         return f"{amount / _BYTES[unit]:,.4g} {unit or 'bytes'} of memory"
     plural = "s" if name in ("CPU", "GPU") and amount != 1 else ""
     return f"{amount:,.6g} {name}{plural}"
-
-
-def _expression(label: str, text: str) -> str:
-    """Return an expression without spaces: Ray 2.60 takes those of "in(a, b)" for part of the values."""
-    if not _EXPRESSION.fullmatch(text):
-        raise ValueError(f"label {label!r}: expected 'value', '!value', 'in(a, b)' or '!in(a, b)', got {text!r}")
-    return re.sub(r"\s", "", text)
 
 
 def _meets(value: str | None, expression: str) -> bool:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from cauc_ray.data.logits import LogitTable
-from cauc_ray.files.paths import AnyPath, RemotePath, path_from, path_of
+from cauc_ray.files.paths import RemotePath, path_from
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
-from cauc_ray.models.kind import DeclaringSpec
+from cauc_ray.models.kind import DeclaringSpec, folder_of
 from cauc_ray.numbers.logits import LogitKind
+
+
+def _location(logits: Any, info: ValidationInfo) -> Any:
+    """Return a table's path or URI as a text."""
+    if not isinstance(logits, str | Path | RemotePath):
+        return logits
+    folder = folder_of(info)
+    return str(logits if folder is None else path_from(folder, str(logits)))
 
 
 class SavedSpec(DeclaringSpec):
@@ -24,18 +32,17 @@ class SavedSpec(DeclaringSpec):
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
-    READS: ClassVar[frozenset[str] | None] = frozenset()
     kind: Literal["saved"]
-    logits: str
+    logits: Annotated[str, BeforeValidator(_location)]
     model: str
     split: str
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)
     seconds_per_row: float = Field(default=0, ge=0, allow_inf_nan=False)
 
-    @field_validator("logits", mode="before")
-    @classmethod
-    def _path_as_text(cls, value: object) -> object:
-        return str(value) if isinstance(value, Path | RemotePath) else value
+    @property
+    def reads(self) -> frozenset[str]:
+        """Return nothing but what every model gets."""
+        return frozenset()
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -49,15 +56,6 @@ class SavedSpec(DeclaringSpec):
         """Return the unit of the table's costs."""
         info = LogitTable(self.logits).info
         return info.cost_unit if info else None
-
-    @property
-    def files(self) -> frozenset[AnyPath]:
-        """Return the table."""
-        return frozenset({path_of(self.logits)})
-
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative table resolved against the pool file's folder."""
-        return self.model_copy(update={"logits": str(path_from(folder, self.logits))})
 
     def load(self) -> Model:
         """Read the logits. Raises CaucError if the table does not have them."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cauc_ray.errors import ConfigError
-from cauc_ray.models.answers import LITTLE_MASS, Answers, Batch, batch_size, ragged
-from cauc_ray.models.prompts import LETTERS, Asked, Prompts
+from cauc_ray.models.answers import Batch, Unusable, little, parted
+from cauc_ray.models.prompts import IDS_AT_ONCE, LETTERS, Asked, LanguageSpec, Prompts
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
@@ -33,14 +34,25 @@ class Tokens:
         return max(map(len, self.options))
 
 
-def answered(
-    n: int, found: Mapping[int, Floats], faults: Mapping[int, str], n_little: int, device_s: float | None = None
-) -> Answers:
-    """Return the logits of some of n rows as answers; rows with NaN or infinite ones are failures."""
-    bad = [row for row, logits in found.items() if not np.isfinite(logits).all()]
-    faults = {**faults, **dict.fromkeys(bad, "the model's logits for it are NaN or infinite")}
-    logits, n_options = ragged(n, {row: own for row, own in found.items() if row not in faults})
-    return Answers(logits, n_options, None, faults, {LITTLE_MASS: n_little} if n_little else {}, device_s)
+def scored(
+    spec: LanguageSpec, asked: Sequence[Tokens], logprobs: Sequence[Floats], counts: Counter[str]
+) -> list[Floats]:
+    """Return each question's logits from the log-likelihoods of its options: of texts those per byte, float32.
+
+    counts: gains the questions whose options have little probability, which texts that no prompt lists always have.
+    """
+    per_byte = spec.answers_with == "text"
+    counts.update({} if per_byte else little(logprobs))
+    return [
+        (own / (np.array(one.n_bytes) if per_byte else 1)).astype(np.float32)
+        for one, own in zip(asked, logprobs, strict=True)
+    ]
+
+
+def at_once(ids: Iterable[int]) -> list[list[int]]:
+    """Return tokens in their order, as many at a time as vLLM scores in one request."""
+    listed = sorted(set(ids))
+    return [listed[start : start + IDS_AT_ONCE] for start in range(0, len(listed), IDS_AT_ONCE)]
 
 
 class Tokenizing:
@@ -60,22 +72,16 @@ class Tokenizing:
         self._options: dict[str, list[int]] = {}
         self._letters = self._letter_tokens() if spec.answers_with == "letter" else []
 
-    def __call__(self, batch: Batch) -> tuple[list[Tokens], list[int], dict[int, str]]:
-        """Return a batch's questions in tokens, each row's number of options, and why the other rows have none.
+    def __call__(self, batch: Batch) -> tuple[list[Tokens], dict[int, str]]:
+        """Return a batch's questions in tokens, and why the other rows have none.
 
         Raises DataError when a column is missing.
         """
         questions, faults = self._prompts(batch)
         prompts = self.prompts([question.text for question in questions.values()])
-        asked: list[Tokens] = []
-        for (row, question), prompt in zip(questions.items(), prompts, strict=True):
-            one = self._tokens(row, question, prompt)
-            if isinstance(one, str):
-                faults[row] = one
-            else:
-                asked.append(one)
-        n_options = [len(questions[row].options) if row in questions else 0 for row in range(batch_size(batch))]
-        return asked, n_options, faults
+        rows = zip(questions.items(), prompts, strict=True)
+        asked, unusable = parted({row: self._tokens(row, question, prompt) for (row, question), prompt in rows})
+        return [*asked.values()], faults | unusable
 
     def head(self) -> list[int]:
         """Return the tokens that the prompts of all rows begin with, none where they are too few to matter."""
@@ -83,16 +89,18 @@ class Tokenizing:
         n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
         return one[:n] if n >= LEAST_HEAD else []
 
-    def _tokens(self, row: int, question: Asked, prompt: list[int]) -> Tokens | str:
+    def _tokens(self, row: int, question: Asked, prompt: list[int]) -> Tokens | Unusable:
         """Return a question in tokens, or why it cannot be asked."""
         n = len(question.options)
         if self._letters and n > len(self._letters):
-            return f"it has {n} options, more than the {len(self._letters)} letters; options: text takes any number"
+            return Unusable(
+                f"it has {n} options, more than the {len(self._letters)} letters; options: text takes any number"
+            )
         options = self._letters[:n] or [self._option(option) for option in question.options]
         asked = Tokens(row, prompt, tuple(options), tuple(len(o.encode()) for o in question.options))
         n_tokens = len(asked.prompt) + asked.longest - 1
         if n_tokens > self._max_tokens:
-            return f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}"
+            return Unusable(f"it has {n_tokens:,} tokens; the model takes up to {self._max_tokens:,}")
         return asked
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.resources import amounts_text
 
 
 class DeviceTime:
@@ -60,6 +61,16 @@ def choose_device(device: Device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)
+
+
+def require_memory(model: str, n_bytes: int, over_gpus: bool) -> None:
+    """Raise ConfigError if the GPUs of the stage, or the one that is used, cannot hold so many bytes of weights."""
+    sizes = [torch.cuda.mem_get_info(gpu)[1] for gpu in range(torch.cuda.device_count() if over_gpus else 1)]
+    if n_bytes > sum(sizes):
+        raise ConfigError(
+            f"model {model!r} has {n_bytes / 1e9:,.1f} GB of weights, more than {amounts_text({'GPU': len(sizes)})} of "
+            f"{sizes[0] / 1e9:,.1f} GB can hold; give it num_gpus: {n_bytes // sizes[0] + 1} under resources"
+        )
 
 
 def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:

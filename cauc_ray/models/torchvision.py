@@ -10,17 +10,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, ValidationInfo
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
-from cauc_ray.files.paths import AnyPath, path_from
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import Device, KindSpec, Precision, require, require_here
+from cauc_ray.models.kind import Device, ImageSpec, Precision, beside
 
 if TYPE_CHECKING:
     from cauc_ray.models.vision import ImageModel
 
 _FILES = (".pth", ".pt", ".safetensors")
+
+
+def _weights(name: str, info: ValidationInfo) -> str:
+    return beside(name, info) if name.endswith(_FILES) else name
+
+
 # The timeout of the server of published weights.
 FETCH_TIMEOUT_S = 30.0
 # TorchVision builds these two for published weights so that they rescale their normalised input.
@@ -29,7 +36,7 @@ _INCEPTION = {"aux_logits": False, "init_weights": False, "transform_input": Tru
 _DENSE_LAYER = re.compile(r"^(.*denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
 
-class TorchvisionSpec(KindSpec):
+class TorchvisionSpec(ImageSpec):
     """`{kind: torchvision, arch: resnet50, weights: IMAGENET1K_V2}`.
 
     arch: any classifier that TorchVision builds.   weights: one of the architecture's published weights, or a
@@ -37,23 +44,15 @@ class TorchvisionSpec(KindSpec):
     cropped and normalised as the weights ask, those of a file as the architecture's default weights do.
     """
 
-    NEEDS: ClassVar[frozenset[str]] = frozenset({"image"})
-    READS: ClassVar[frozenset[str] | None] = NEEDS
     kind: Literal["torchvision"]
     arch: str
-    weights: str = "DEFAULT"
+    weights: Annotated[str, AfterValidator(_weights)] = "DEFAULT"
     device: Device = "auto"
     dtype: Precision = "auto"
 
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative weight file resolved against the pool file's folder."""
-        if not self.weights.endswith(_FILES):
-            return self
-        return self.model_copy(update={"weights": require_here(path_from(folder, self.weights))})
-
     def load(self) -> ImageModel:
         """Build the network and load its weights. Raises ConfigError for unknown names and files that do not fit."""
-        require("torchvision", "torch", "torchvision", "PIL")
+        self.require("torchvision", "torch", "torchvision", "PIL")
         from torchvision import models
 
         from cauc_ray.models.vision import ImageModel, classifier_size

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
-from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.answers import Model, ModelFacts
-from cauc_ray.models.kind import Device, KindSpec, Precision, local_or_hub, require
+from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec, Precision
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
@@ -23,49 +25,68 @@ if TYPE_CHECKING:
 class HubModelSpec(KindSpec):
     """A model by hub id or local folder.   device: where it computes; auto is a GPU where there is one."""
 
-    model: str = Field(min_length=1)
+    model: HubModel
     device: Device = "auto"
-
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with a relative folder resolved against the pool file's."""
-        return self.model_copy(update={"model": local_or_hub(self.model, folder)})
 
 
 class HubSpec(HubModelSpec):
     """A model of transformers.   revision: of the hub's repository.   dtype: auto is bfloat16 on GPUs that have it."""
 
+    # What a checkpoint must be, and the names of the architectures that are saved with the head that it needs.
+    COMPLETE: ClassVar[tuple[str, str]] = ("model", "")
     revision: str | None = None
     dtype: Precision = "auto"
 
+    def check(self) -> None:
+        """Raise ConfigError if a folder's config tells that its model was saved without the head that is needed."""
+        path = Path(self.model, "config.json")
+        what, head = self.COMPLETE
+        saved = _architectures(path) if path.is_absolute() and path.is_file() else []
+        if saved and not any(re.search(head, name) for name in saved):
+            raise ConfigError(f"model {self.model!r} is not a complete {what}: it was saved as {saved[0]}")
 
-class TransformersImageSpec(HubSpec):
+
+class TransformersImageSpec(HubSpec, ImageSpec):
     """`{kind: transformers-image, model: google/vit-base-patch16-224}`: any AutoModelForImageClassification.
 
     model: a hub id or a local folder, which holds the preprocessing too.
     """
 
-    NEEDS: ClassVar[frozenset[str]] = frozenset({"image"})
-    READS: ClassVar[frozenset[str] | None] = NEEDS
+    COMPLETE: ClassVar[tuple[str, str]] = ("image classifier", "ForImageClassification")
     kind: Literal["transformers-image"]
 
     def load(self) -> ImageModel:
         """Load the network and its preprocessing. Raises ConfigError if they cannot be loaded."""
-        require("transformers", "torch", "transformers", "PIL")
+        self.require("transformers", "torch", "transformers", "PIL")
         from transformers import AutoModelForImageClassification
 
-        network, missing = load_network(AutoModelForImageClassification, self)
-        refuse_missing(self.model, "image classifier", missing)
+        network = load_network(AutoModelForImageClassification, self)
         return image_model(self, network, option_names(network.config.id2label))
 
 
-class HubLanguageSpec(HubSpec, LanguageSpec):
+class SpreadSpec(HubSpec):
+    """A model of transformers that may be spread over several GPUs."""
+
+    SPANS_GPUS: ClassVar[bool] = True
+    HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
+
+    def load_over_gpus(self) -> Model:
+        """Load the model over all GPUs that the process sees. Raises ConfigError as load."""
+        return self.load(over_gpus=True)
+
+    @abstractmethod
+    def load(self, *, over_gpus: bool = False) -> Model:
+        """Load the model and its tokenizer. Raises ConfigError if they cannot be loaded."""
+
+
+class HubLanguageSpec(SpreadSpec, LanguageSpec):
     """A language model by hub id or local folder.
 
     chat_template: whether prompts go through the model's own; by default they do if it has one, unless the texts of
     the options are compared.   max_tokens: longest sequence, by default the model's context.
     """
 
-    SPANS_GPUS: ClassVar[bool] = True
+    COMPLETE: ClassVar[tuple[str, str]] = ("causal language model", "CausalLM|LMHead|Generation|Text2Text")
     chat_template: bool | None = None
     max_tokens: int | None = Field(default=None, ge=1)
 
@@ -77,7 +98,6 @@ class TransformersChoiceSpec(HubLanguageSpec):
     forward pass; a batch's prompts are sorted by length into such passes.
     """
 
-    HOW: ClassVar[frozenset[str]] = frozenset({"device", "batch_tokens"})
     kind: Literal["transformers-choice"]
     gguf_file: str | None = None
     batch_tokens: int = Field(default=8192, ge=1)
@@ -87,39 +107,70 @@ class TransformersChoiceSpec(HubLanguageSpec):
         """Return the kind of its logits: of letters as the network gives them."""
         return "raw" if self.answers_with == "letter" else "log-probabilities"
 
-    def load_over_gpus(self) -> Model:
-        """Load the model with its layers spread over all GPUs. Raises ConfigError as load, and without accelerate."""
-        require("multi-gpu", "accelerate")
-        return self.load(over_gpus=self.device != "cpu")
-
     def load(self, *, over_gpus: bool = False) -> Model:
         """Load the model and its tokenizer. Raises ConfigError if they cannot be loaded."""
-        require("transformers", "torch", "transformers")
+        self.require("transformers", "torch", "transformers")
         if self.gguf_file is not None:
-            require("gguf", "gguf", "accelerate")
+            self.require("gguf", "gguf", "accelerate")
         from cauc_ray.models.language import load_choice_model
 
         return load_choice_model(self, over_gpus)
 
 
-def load_network(factory: Any, spec: HubSpec, **options: Any) -> tuple[Any, frozenset[str]]:
+def _architectures(config: Path) -> list[str]:
+    """Return the architectures that a checkpoint's config names; what cannot be read is for the library to tell."""
+    try:
+        return [str(name) for name in json.loads(config.read_text(encoding="utf-8")).get("architectures") or []]
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []
+
+
+def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **options: Any) -> Any:
     """Load a network by one of transformers' auto classes.
 
-    Returns it with the names of its weights that the file lacks: transformers draws them at random. Raises ConfigError
-    if there is no such model, or its weights do not fit.
+    optional: what the names of weights begin with that the file may lack, in which case the network gets an attribute
+    `lacks_optional`: transformers draws them at random. Raises ConfigError if there is no such model, it lacks other
+    weights, or they do not fit.
     """
+    spec.check()
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = fetched(factory, spec.model, revision=spec.revision, **more, **options)
     for name, found, expected in sorted(report["mismatched_keys"]):
         shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
-    return network, frozenset(report["missing_keys"])
+    missing = sorted(report["missing_keys"])
+    needed = [name for name in missing if optional is None or not name.startswith(optional)]
+    if needed:
+        lacks = ", ".join(needed[:3])
+        raise ConfigError(f"model {spec.model!r} is not a complete {spec.COMPLETE[0]}: it lacks {lacks}")
+    network.lacks_optional = bool(missing)
+    return network
 
 
-def refuse_missing(model: str, what: str, missing: Iterable[str]) -> None:
-    """Raise ConfigError if a model lacks weights that its task needs."""
-    if missing:
-        raise ConfigError(f"model {model!r} is not a complete {what}: it lacks {', '.join(sorted(missing)[:3])}")
+def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, **options: Any) -> Any:
+    """Load a network on its device, or layer by layer over all GPUs, in its precision.
+
+    Raises ConfigError as load_network, and before any weights are loaded if the GPUs have too little memory for them.
+    """
+    import torch
+    from transformers import AutoConfig
+
+    from cauc_ray.models.torch_device import choose_device, choose_dtype, require_memory
+
+    if over_gpus:
+        spec.require("multi-gpu", "accelerate")
+    device = choose_device(spec.device)
+    over_gpus = over_gpus and spec.device != "cpu"
+    dtype = choose_dtype(spec.dtype, device)
+    if device.type == "cuda":
+        spec.check()
+        config = fetched(AutoConfig, spec.model, revision=spec.revision, **options)
+        with loading(spec.model), torch.device("meta"):
+            outline = factory.from_config(config)
+        if not getattr(config, "quantization_config", None):
+            require_memory(spec.model, sum(p.numel() for p in outline.parameters()) * dtype.itemsize, over_gpus)
+    network = load_network(factory, spec, dtype=dtype, device_map="auto" if over_gpus else None, **options).eval()
+    return network if over_gpus else network.to(device)
 
 
 def image_model(spec: HubSpec, network: Any, labels: tuple[str, ...] | None = None) -> ImageModel:

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
 from cauc_ray.errors import ConfigError, first_line
-from cauc_ray.models.answers import Answers, Batch, ModelFacts, PreparingModel, require_columns, spread
-from cauc_ray.models.images import ImageError, decode_image
+from cauc_ray.models.answers import Batch, ModelFacts
+from cauc_ray.models.images import read_images
 from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
-from cauc_ray.numbers.types import Floats
 
 
-@dataclass(frozen=True, slots=True)
-class _Images:
-    """A batch of n rows, ready for the network.
-
-    pixels: float32 (m, C, H, W) of the rows, in pinned memory for a GPU; None where m is 0.   failures: of the others.
-    """
-
-    n: int
-    rows: list[int]
-    pixels: torch.Tensor | None
-    failures: dict[int, str]
-
-
-class ImageModel(PreparingModel):
+class ImageModel(LocalModel):
     """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
 
     On a GPU it computes with channels last. Precisions other than float32 are autocast: weights stay float32.
@@ -57,7 +42,7 @@ class ImageModel(PreparingModel):
         self._network = network.eval().to(self._device, torch.float32).to(memory_format=self._layout)
         self._preprocess = preprocess
         self.facts = replace(facts, dtype=dtype_name(self._dtype), params_b=params_b(network))
-        self._device_time = device_time or DeviceTime(self._device)
+        self._device_time: DeviceTime = device_time or DeviceTime(self._device)
         # As many as torch's own threads: the CPUs of the stage.
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._last_layer: nn.Module | None = None
@@ -70,37 +55,22 @@ class ImageModel(PreparingModel):
         self._last_layer = linear[-1]
         return self
 
-    def prepare(self, batch: Batch) -> _Images:
-        """Decode and preprocess a batch's images, in threads. Raises DataError without a column `image`."""
-        require_columns(batch, "image")
-        read = dict(enumerate(self._pool.map(self._read, batch["image"])))
-        failures = {row: image for row, image in read.items() if isinstance(image, str)}
-        tensors = {row: image for row, image in read.items() if isinstance(image, torch.Tensor)}
-        pixels = None
-        if tensors:
-            first = next(iter(tensors.values()))
-            pixels = torch.empty(len(tensors), *first.shape, dtype=first.dtype, pin_memory=self._on_gpu)
-            torch.stack(list(tensors.values()), out=pixels)
-        return _Images(len(read), list(tensors), pixels, failures)
+    def read(self, batch: Batch) -> tuple[Passes, Mapping[int, str]]:
+        """Decode and preprocess a batch's images, in threads, into pinned memory for a GPU."""
+        images, faults = read_images(batch, self._preprocess, self._pool.map)
+        if not images:
+            return [], faults
+        first = next(iter(images.values()))
+        pixels = torch.empty(len(images), *first.shape, dtype=first.dtype, pin_memory=self._on_gpu)
+        return [(list(images), torch.stack(list(images.values()), out=pixels))], faults
 
-    def answer(self, prepared: _Images) -> Answers:
-        """Answer a batch; images that cannot be read are failures."""
-        self._device_time.start()
-        nothing = np.zeros((0, 1), np.float32)
-        answered = nothing if prepared.pixels is None else self._answered(prepared.pixels)
-        bad = np.array(prepared.rows)[~np.isfinite(answered).all(axis=1)]
-        failures = dict.fromkeys(bad.tolist(), f"the network's answer in {self._dtype} is NaN or infinite")
-        logits = spread(prepared.n, prepared.rows, answered)
-        return Answers(logits, failures=prepared.failures | failures, device_s=self._device_time.seconds())
-
-    def _answered(self, pixels: torch.Tensor) -> Floats:
+    def launch(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Start on images, (m, C, H, W)."""
         precision = torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
         with torch.inference_mode(), precision:
-            images = pixels.to(self._device, torch.float32, non_blocking=True).contiguous(memory_format=self._layout)
+            images = inputs.to(self._device, torch.float32, non_blocking=True).contiguous(memory_format=self._layout)
             with self._device_time.forward():
-                output = self._forward(images)
-            answered: Floats = output.float().cpu().numpy()
-            return answered
+                return self._forward(images)
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         if self._last_layer is None:
@@ -114,13 +84,6 @@ class ImageModel(PreparingModel):
         finally:
             hook.remove()
         return entering[-1].flatten(1)
-
-    def _read(self, image: Any) -> torch.Tensor | str:
-        """Return a preprocessed image, or the reason of its failure."""
-        try:
-            return self._preprocess(decode_image(image))
-        except ImageError as error:
-            return str(error)
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:

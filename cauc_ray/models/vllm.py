@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from cauc_ray.errors import ConfigError, first_line
-from cauc_ray.files.paths import AnyPath
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, PreparingModel
-from cauc_ray.models.kind import local_or_hub, require
-from cauc_ray.models.prompts import IDS_AT_ONCE
-from cauc_ray.models.tokens import Tokenizing, Tokens, answered
+from cauc_ray.models.answers import Batch, Model, ModelFacts
+from cauc_ray.models.kind import HubModel
+from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.tokens import Tokenizing, Tokens, at_once, scored
 from cauc_ray.models.transformers import HubLanguageSpec
-from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Floats
 
 
@@ -27,35 +27,24 @@ class VllmSpec(HubLanguageSpec):
     """
 
     kind: Literal["vllm"]
-    lora: str | None = Field(default=None, min_length=1)
+    lora: HubModel | None = None
     engine: dict[str, Any] = Field(default_factory=dict)
 
     @property
-    def answers_kind(self) -> LogitKind:
-        """Return the kind of its logits."""
-        return "log-probabilities"
+    def least_gpus(self) -> int:
+        """Return how many GPUs its engine is to use."""
+        sizes = [self.engine.get(f"{how}_parallel_size", 1) for how in ("tensor", "pipeline", "data")]
+        own = math.prod(size for size in sizes if isinstance(size, int))
+        return max(super().least_gpus, own if own > 1 and self.device != "cpu" else 0)
 
-    def located(self, folder: AnyPath) -> Self:
-        """Return the same with relative folders resolved against the pool file's."""
-        lora = None if self.lora is None else local_or_hub(self.lora, folder)
-        return super().located(folder).model_copy(update={"lora": lora})
-
-    def load(self) -> Model:
-        """Start the engine on one GPU, or on the CPU. Raises ConfigError if the model cannot be loaded."""
-        return self._started(1)
-
-    def load_over_gpus(self) -> Model:
-        """Start the engine on all GPUs that the process sees, tensor parallel. Raises ConfigError as load."""
-        require("vllm", "torch")
-        import torch
-
-        return self._started(torch.cuda.device_count())
-
-    def _started(self, n_gpus: int) -> Model:
-        require("vllm", "vllm", "torch")
+    def load(self, *, over_gpus: bool = False) -> Model:
+        """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
+        self.require("vllm", "vllm", "torch")
+        self.check()
         import torch
         from vllm import LLM
 
+        n_gpus = torch.cuda.device_count() if over_gpus else 1
         settings = {
             "revision": self.revision,
             "dtype": "float32" if self.dtype == "auto" and not torch.cuda.is_available() else self.dtype,
@@ -73,7 +62,7 @@ class VllmSpec(HubLanguageSpec):
         return VllmModel(self, engine)
 
 
-class VllmModel(PreparingModel):
+class VllmModel(LocalModel):
     """A vLLM engine that answers with the log-probabilities of the options."""
 
     def __init__(self, spec: VllmSpec, engine: Any) -> None:
@@ -98,18 +87,18 @@ class VllmModel(PreparingModel):
             dtype=precision,
         )
 
-    def prepare(self, batch: Batch) -> tuple[list[Tokens], list[int], dict[int, str]]:
+    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens. Raises DataError when a column is missing."""
-        return self._tokenizing(batch)
+        asked, faults = self._tokenizing(batch)
+        return [([one.row for one in asked], asked)] if asked else [], faults
 
-    def answer(self, prepared: tuple[list[Tokens], list[int], dict[int, str]]) -> Answers:
-        """Answer a batch; rows without a question, or with one that is too long, are failures."""
-        asked, n_options, faults = prepared
-        requests = [(one, *request) for one in asked for request in self._requests(one)]
+    def launch(self, inputs: Sequence[Tokens]) -> list[Floats]:
+        """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
+        requests = [(one, *request) for one in inputs for request in self._requests(one)]
         prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in requests]
         params = [self._params(ids) for *_, ids in requests]
-        outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora) if prompts else []
-        scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in asked}
+        outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
+        scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
         for (one, tokens, ids), output in zip(requests, outputs, strict=True):
             if ids:
                 following = output.outputs[0].logprobs[0]
@@ -117,16 +106,18 @@ class VllmModel(PreparingModel):
             else:
                 own = enumerate(tokens, len(one.prompt))
                 scores[one.row][tuple(tokens)] = sum(output.prompt_logprobs[at][token].logprob for at, token in own)
-        found = {one.row: self._logits(one, scores[one.row]) for one in asked}
-        finite = [logits for logits in found.values() if np.isfinite(logits).all()]
-        compared = self._spec.answers_with != "text"
-        n_little = sum(np.exp(logits, dtype=np.float64).sum() < 0.5 for logits in finite) if compared else 0
-        return answered(len(n_options), found, faults, int(n_little))
+        return [
+            np.array([sum(scores[one.row][part] for part in self._parts(option)) for option in one.options])
+            for one in inputs
+        ]
+
+    def take(self, inputs: Sequence[Tokens], launched: list[Floats], counts: Counter[str]) -> list[Floats]:
+        """Return each row's logits."""
+        return scored(self._spec, inputs, launched, counts)
 
     def _params(self, ids: Sequence[int]) -> Any:
-        if ids:
-            return self._sampling(max_tokens=1, temperature=0, logprob_token_ids=list(ids), detokenize=False)
-        return self._sampling(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        what = {"logprob_token_ids": list(ids)} if ids else {"prompt_logprobs": 0}
+        return self._sampling(max_tokens=1, temperature=0, detokenize=False, **what)
 
     def _requests(self, asked: Tokens) -> Iterator[tuple[list[int], list[int]]]:
         """Yield a row's requests: what follows its prompt, and which next tokens are scored, or none but those."""
@@ -137,9 +128,8 @@ class VllmModel(PreparingModel):
             else:
                 yield list(part), []
         for tokens, own in following.items():
-            ids = sorted(own)
-            for start in range(0, len(ids), IDS_AT_ONCE):
-                yield list(tokens), ids[start : start + IDS_AT_ONCE]
+            for ids in at_once(own):
+                yield list(tokens), ids
 
     def _parts(self, option: list[int]) -> list[tuple[int, ...]]:
         """Return an option's beginnings whose log-probabilities make up its own: it as a whole where that can be had.
@@ -147,9 +137,3 @@ class VllmModel(PreparingModel):
         With an adapter, vLLM 0.32 ends when asked for a prompt's log-probabilities: each token is then a next one.
         """
         return [tuple(option[:n]) for n in range(1 if self._lora is not None else len(option), len(option) + 1)]
-
-    def _logits(self, asked: Tokens, scores: dict[tuple[int, ...], float]) -> Floats:
-        found = [sum(scores[part] for part in self._parts(option)) for option in asked.options]
-        per_byte = self._spec.answers_with == "text"
-        logits: Floats = np.array(found) / (np.array(asked.n_bytes) if per_byte else 1)
-        return logits.astype(np.float32)

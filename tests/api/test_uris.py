@@ -73,7 +73,7 @@ def test_a_pool_and_a_ledger_by_uri_are_planned_as_by_path(places):
         write_ledger(folder / "run" / "ledger")
         stage = load_pool(f"{folder}/pool.yaml").stages[1]
         ids = read_parquet(next((folder / "LOGITS/model=m1/split=test").iterdir())).column("example_id").to_numpy()
-        assert stage.model.files == {folder / "LOGITS"}
+        assert stage.model.logits == str(folder / "LOGITS")
         found = cauc_ray.plan(f"{folder}/pool.yaml", f"{folder}/policy.json", 20.0, ledger=f"{folder}/run")
         plans.append(([stage["seconds"] for stage in found["stages"]], stage.model.load()({"example_id": ids}).logits))
     assert plans[0][0] == plans[1][0]

@@ -17,7 +17,7 @@ from cauc_ray.models.costs import (
     MEASURED_UNIT,
     cost_far_off,
     cost_unit,
-    measured_gflops,
+    measured,
     model_cost,
 )
 from cauc_ray.models.pool import COST_UNITS, CostSpec, StageSpec
@@ -93,7 +93,7 @@ def counted(forward, n=2):
         with torch.inference_mode():
             return forward(len(batch["x"])).flatten(1).numpy()
 
-    return measured_gflops(python_model(answer, "test"), {"x": np.ones(n)})
+    return measured(python_model(answer, "test"), {"x": np.ones(n)}).gflops
 
 
 @pytest.mark.parametrize(
@@ -138,32 +138,32 @@ def test_the_count_is_a_mean_over_the_first_rows_each_alone_without_those_that_f
 
     batch = {"x": np.arange(1, MEASURED_ROWS + 40)}
     expected = (batch["x"][:MEASURED_ROWS].sum() - 3) / (MEASURED_ROWS - 1) / 1e9
-    assert measured_gflops(Model(), batch) == pytest.approx(expected)
+    assert measured(Model(), batch).gflops == pytest.approx(expected)
     assert sizes == [1] * MEASURED_ROWS
     assert (batch["x"] == np.arange(1, MEASURED_ROWS + 40)).all()
-    assert measured_gflops(Model(), {"x": np.full(4, 3)}) is None
+    assert measured(Model(), {"x": np.full(4, 3)}).gflops is None
 
 
 def test_what_cannot_be_counted_has_no_count():
     in_numpy = python_model(lambda batch: batch["x"] @ np.ones((10, 4)), "test")
-    assert measured_gflops(in_numpy, {"x": np.ones((3, 10))}) is None
+    assert measured(in_numpy, {"x": np.ones((3, 10))}).gflops is None
 
     def raises(batch):
         torch.ones(3, 3) @ torch.ones(3, 3)
         raise RuntimeError("only whole batches")
 
-    assert measured_gflops(python_model(raises, "test"), {"x": np.ones((3, 10))}) is None
-    assert measured_gflops(python_model(raises, "test"), {"x": np.ones((0, 10))}) is None
+    assert measured(python_model(raises, "test"), {"x": np.ones((3, 10))}).gflops is None
+    assert measured(python_model(raises, "test"), {"x": np.ones((0, 10))}).gflops is None
 
 
 def test_counting_does_not_load_torch():
     code = """
         import sys
         import numpy as np
-        from cauc_ray.models.costs import measured_gflops
+        from cauc_ray.models.costs import measured
         from cauc_ray.models.python import python_model
         model = python_model(lambda batch: 1 / 0, "test")
-        assert measured_gflops(model, {"x": np.zeros(2)}) is None
+        assert measured(model, {"x": np.zeros(2)}).gflops is None
         assert "torch" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)

@@ -23,6 +23,11 @@ QUESTIONS = [
 ]
 
 
+def located(spec, model, folder):
+    """Return an encoder by hub id or by a path relative to a folder."""
+    return spec.model_validate({"model": model}, context={"folder": folder})
+
+
 # Of questions.
 
 
@@ -71,8 +76,8 @@ def test_rows_without_a_question_fail_alone(minilm):
     assert len(nothing.logits) == 2
     with pytest.raises(DataError, match="no column 'question'; it has image"):
         model({"image": column([b"", b""])})
-    assert TextEncoderSpec(model=minilm.name).located(minilm.parent).model == str(minilm)
-    assert TextEncoderSpec(model="org/name").located(minilm.parent).model == "org/name"
+    assert located(TextEncoderSpec, minilm.name, minilm.parent).model == str(minilm.resolve())
+    assert located(TextEncoderSpec, "org/name", minilm.parent).model == "org/name"
     assert "there is no such folder" in refused(TextEncoderSpec(model="/absent").load)
 
 
@@ -113,7 +118,7 @@ def test_an_image_encoder_answers_with_its_pooled_output(tmp_path, capfd):
     network = transformers.ViTModel(transformers.ViTConfig(**SIZES)).eval()
     processor = saved(network, tmp_path / "vit")
     capfd.readouterr()
-    found = embeddings(ImageEncoderSpec(model="vit").located(tmp_path))
+    found = embeddings(located(ImageEncoderSpec, "vit", tmp_path))
     assert capfd.readouterr() == ("", "")
     with torch.inference_mode():
         assert_same(found, network(pixel_values=inputs(processor)).pooler_output.numpy())

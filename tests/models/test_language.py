@@ -11,7 +11,7 @@ from fake_gpu import Gpu
 from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.models.costs import measured_gflops
+from cauc_ray.models.costs import measured
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.prompts import Prompts
 from cauc_ray.models.transformers import TransformersChoiceSpec
@@ -223,9 +223,9 @@ def test_any_number_of_options_is_scored(loaded):
 def test_operations_follow_the_length_and_leave_padding_out(loaded, language_model):
     model = loaded(chat_template=False)
     short, long = ("Why?", ["yes", "no"]), ("Why " * 200 + "?", ["yes", "no"])
-    alone = [measured_gflops(model, question_batch(q)) for q in (short, long)]
+    alone = [measured(model, question_batch(q)).gflops for q in (short, long)]
     assert alone[1] > 5 * alone[0]
-    assert measured_gflops(model, question_batch(short, long)) == pytest.approx(np.mean(alone), rel=1e-6)
+    assert measured(model, question_batch(short, long)).gflops == pytest.approx(np.mean(alone), rel=1e-6)
     network, config = language_model.network, language_model.network.config
     n_tokens = len(language_model.tokenizer.encode(question_prompt("Why?", ["yes", "no"])))
     # Two operations for each weight and token, of which one is counted. The embedding is looked up, and the head
@@ -244,8 +244,8 @@ def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded
     own = spec(language_model.folder, options=options)
     spread = own.load_over_gpus()(question_batch(*questions))
     assert (spread.logits == loaded(options=options)(question_batch(*questions)).logits).all()
-    monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)  # it is installed here
-    with pytest.raises(ConfigError, match="needs accelerate; install it with: pip install"):
+    monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None if name == "accelerate" else name)
+    with pytest.raises(ConfigError, match="needs accelerate; install with: pip install"):
         own.load_over_gpus()
 
 

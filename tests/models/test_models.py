@@ -10,7 +10,8 @@ from synthetic import write_table
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.answers import as_answers
-from cauc_ray.models.pool import StageSpec, load_pool
+from cauc_ray.models.kinds import RegisteredSpec
+from cauc_ray.models.pool import load_pool
 from cauc_ray.models.python import PythonSpec
 from cauc_ray.models.saved import SavedSpec
 from cauc_ray.schemas import schema_path
@@ -134,7 +135,7 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
         ({"stages__0__cost": {"params_b": "4"}}, "stages.0.cost.params_b"),
         ({"stages__0__cost": {}}, "exactly one of gflops, kflops, params_b, seconds, usd, usd_per_mtok"),
         ({"stages__0__cost": {"gflops": 1, "seconds": 2}}, "exactly one of"),
-        ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops: "),
+        ({"stages__0__cost": {"gflops": -1}}, "stages.0.cost.gflops"),
         ({"stages__0__replicas": {"min": 2, "max": 1}}, "max 1 is below min 2"),
         ({"stages__0__model__factory": "no colon"}, "stages.0.model.python.factory: "),
         ({"labels": ["cat", "dog"]}, "in multiple-choice, choices name themselves"),
@@ -194,20 +195,18 @@ def test_names_of_classes_come_from_a_list_or_a_file_beside_the_pool(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("kind", "settings"),
     [
-        {"kind": "python", "factory": "user_models:by_x"},
-        {"kind": "saved", "logits": "L", "model": "m", "split": "test"},
-        {"kind": "registered-somewhere", "depth": 3},
+        (PythonSpec, {"kind": "python", "factory": "user_models:by_x"}),
+        (SavedSpec, {"kind": "saved", "logits": "L", "model": "m", "split": "test"}),
+        (RegisteredSpec, {"kind": "registered-somewhere", "depth": 3}),
     ],
 )
-def test_what_is_declared_of_answers_makes_no_other_model_of_it(model):
+def test_what_is_declared_of_answers_makes_no_other_model_of_it(kind, settings):
     """A collection of earlier answers goes on: these are kept as the model gives them."""
-    own, declared = (
-        StageSpec(name="m", model={**model, **more}).model for more in ({}, {"logit_kind": "probabilities"})
-    )
+    own, declared = kind(**settings), kind(**settings, logit_kind="probabilities")
     assert own.identity == declared.identity
     assert declared.answers_kind == "probabilities"
-    if model["kind"] == "registered-somewhere":
-        assert StageSpec(name="m", model={**model, "device": "cpu"}).model.identity == own.identity
-        assert StageSpec(name="m", model={**model, "depth": 4}).model.identity != own.identity
+    if kind is RegisteredSpec:
+        assert kind(**settings, device="cpu").identity == own.identity
+        assert kind(**{**settings, "depth": 4}).identity != own.identity

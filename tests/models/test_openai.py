@@ -129,7 +129,7 @@ def test_openais_own_server_needs_a_key(monkeypatch):
 
 
 def test_a_missing_package_is_named_with_its_install_command(monkeypatch):
-    monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)  # it is installed here
+    monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)  # it is installed here
     with pytest.raises(ConfigError, match=r"pip install 'cauc-ray\[openai\]'"):
         spec(base_url="http://host/v1").load()
 

@@ -76,6 +76,29 @@ def test_it_answers_as_the_library_does_for_each_text_alone(tokenizer, tmp_path,
         assert answers.logits[row] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_one_that_is_spread_over_what_devices_there_are_answers_alike(tokenizer, tmp_path, family):
+    """By accelerate's device map, which here has the CPU alone."""
+    own = spec(saved(network(family, len(tokenizer)), tokenizer, tmp_path))
+    batch = {"text": column(TEXTS[:2])}
+    assert (own.load_over_gpus()(batch).logits == own.load()(batch).logits).all()
+
+
+def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_loaded(tokenizer, tmp_path, monkeypatch):
+    folder = saved(network("bert", len(tokenizer)), tokenizer, tmp_path)
+    (folder / "model.safetensors").unlink()  # the config tells
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (0, 20_000))
+    n_bytes = 2 * sum(p.numel() for p in network("bert", len(tokenizer)).parameters())
+    advice = f"give it num_gpus: {n_bytes // 20_000 + 1}"
+    for load, gpus in ((spec(folder).load, "1 GPU of"), (spec(folder).load_over_gpus, "2 GPUs of")):
+        message = refused(load)
+        assert gpus in message
+        assert advice in message
+
+
 def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_path):
     with pytest.raises(DataError, match="no column 'text'"):
         spec(saved(network("bert", len(tokenizer)), tokenizer, tmp_path / "a")).load()({"title": column(["x"])})
@@ -83,7 +106,7 @@ def test_what_is_no_classifier_of_texts_is_refused_in_one_line(tokenizer, tmp_pa
     many = network("bert", len(tokenizer), problem_type="multi_label_classification")
     one = network("bert", len(tokenizer), id2label={0: "score"}, label2id={"score": 0})
     for folder, says in (
-        (language_model.folder, "is not a complete text classifier: it lacks score.weight"),
+        (language_model.folder, "is not a complete text classifier: it was saved as LlamaForCausalLM"),
         (saved(many, tokenizer, tmp_path / "c"), "does not choose one of several classes"),
         (saved(one, tokenizer, tmp_path / "d"), "does not choose one of several classes"),
         (tmp_path / "absent", "there is no such folder"),

@@ -88,8 +88,8 @@ def test_the_engine_gets_its_settings(engines, language_model):
 def test_what_cannot_be_loaded_is_one_line(engines, monkeypatch):
     own = VllmSpec(kind="vllm", model="/absent")
     assert "cannot be loaded by vLLM: /absent is not a local folder" in refused(own.load)
-    monkeypatch.setattr("cauc_ray.models.kind.find_spec", lambda name: None)
-    assert "needs vllm; install it with: pip install" in refused(own.load)
+    monkeypatch.setattr("cauc_ray.errors.find_spec", lambda name: None)
+    assert "needs vllm and torch; install with: pip install" in refused(own.load)
 
 
 COLLECT = """

@@ -1,0 +1,90 @@
+"""Image classifiers without training: models as CLIP and SigLIP compare an image with a text for each label."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from jinja2 import TemplateError
+from pydantic import Field, model_validator
+
+from cauc_ray.errors import ConfigError, first_line
+from cauc_ray.models.kind import ImageSpec
+from cauc_ray.models.prompts import Labels, rendered
+from cauc_ray.models.transformers import HubSpec, fetched, image_model, load_network
+
+if TYPE_CHECKING:
+    from cauc_ray.models.vision import ImageModel
+
+
+class TransformersZeroShotSpec(HubSpec, ImageSpec):
+    """`{kind: transformers-zero-shot, model: openai/clip-vit-base-patch32, labels: [cat, dog]}`: image-text similarity.
+
+    labels: names of the classes, or names with their descriptions.   prompt: a Jinja template over `label` and
+    `description` of the text that an image is compared with; the logits are the similarities, scaled as in training.
+    """
+
+    COMPLETE: ClassVar[tuple[str, str]] = ("zero-shot image classifier", "")
+    kind: Literal["transformers-zero-shot"]
+    labels: Labels = Field(min_length=2)
+    prompt: str = Field(default="a photo of a {{ label }}", min_length=1)
+
+    @model_validator(mode="after")
+    def _texts_differ(self) -> TransformersZeroShotSpec:
+        try:
+            texts = self.label_texts
+        except TemplateError as error:
+            raise ValueError(f"prompt: {first_line(error)}") from error
+        if len(set(texts)) < len(texts):
+            raise ValueError(
+                "two labels have one text: the prompt must read {{ label }} or a {{ description }} of each"
+            )
+        return self
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Return the names of its classes in their order."""
+        return tuple(self.labels or ())
+
+    @property
+    def label_texts(self) -> list[str]:
+        """Return the text of each label. Raises TemplateError for a prompt that reads anything else."""
+        about = self.labels if isinstance(self.labels, dict) else {}
+        return [rendered(self.prompt, label=name, description=about.get(name, "")) for name in self.label_names]
+
+    def load(self) -> ImageModel:
+        """Load the network, its preprocessing and the labels' texts. Raises ConfigError if they cannot be loaded."""
+        self.require("transformers", "torch", "transformers", "PIL")
+        import torch
+        from transformers import AutoModelForZeroShotImageClassification, AutoTokenizer
+
+        class Compares(torch.nn.Module):
+            """A network's tower of images, and the embeddings of texts."""
+
+            def __init__(self, network: Any, texts: torch.Tensor) -> None:
+                super().__init__()
+                self.network = network
+                self.register_buffer("texts", texts)
+
+            def forward(self, images: torch.Tensor) -> torch.Tensor:
+                found = _embedding(self.network.get_image_features(pixel_values=images))
+                return found @ self.texts.T * self.network.logit_scale.exp() + getattr(self.network, "logit_bias", 0)
+
+        network = load_network(AutoModelForZeroShotImageClassification, self).float().eval()
+        if not hasattr(network, "logit_scale"):
+            raise ConfigError(f"model {self.model!r} does not compare images with texts as CLIP and SigLIP do")
+        # SigLIP was trained on texts of one length.
+        padding = "max_length" if "siglip" in network.config.model_type else True
+        longest = getattr(network.config.text_config, "max_position_embeddings", None)
+        tokenizer = fetched(AutoTokenizer, self.model, revision=self.revision)
+        given = {"padding": padding, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+        with torch.inference_mode():
+            texts = _embedding(network.get_text_features(**tokenizer(self.label_texts, **given)))
+        for name in ("text_model", "text_projection"):  # which have done their work
+            setattr(network, name, None)
+        return image_model(self, Compares(network, texts.clone()), self.label_names)
+
+
+def _embedding(output: Any) -> Any:
+    """Return the embeddings in a tower's output, each of length 1."""
+    found = getattr(output, "pooler_output", output)
+    return found / found.norm(dim=-1, keepdim=True)
