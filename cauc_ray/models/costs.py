@@ -71,7 +71,13 @@ class Measured:
 
 
 def measured(model: Model, batch: Batch, together: Answers | None = None) -> Measured:
-    """Measure a model on the first rows of a batch.   together: its answers to the whole of it."""
+    """Measure a model on the first rows of a batch.   together: its answers to the whole of it.
+
+    A model that is neither in torch nor says its precision is not asked: its calls may be paid for.
+    """
+    compares = together is not None and model.facts.dtype is not None
+    if "torch" not in sys.modules and not compares:
+        return Measured()
     totals: list[float] = []
     off: list[float] = []
     for row in range(min(MEASURED_ROWS, batch_size(batch))):
@@ -82,11 +88,11 @@ def measured(model: Model, batch: Batch, together: Answers | None = None) -> Mea
             return Measured()
         if not alone.failures:
             totals.append(counter.get_total_flops() / 2e9 if counter is not None else 0.0)
-            if together is not None and row not in together.failures:
+            if together is not None and compares and row not in together.failures:
                 own = alone.logits[0][np.isfinite(alone.logits[0])]
                 off.append(float(np.abs(own - together.logits[row, : len(own)]).max(initial=0.0)))
     gflops = float(np.mean(totals)) if totals else 0.0
-    return Measured(gflops or None, max(off, default=None) if model.facts.dtype is not None else None)
+    return Measured(gflops or None, max(off, default=None))
 
 
 def _flops() -> Any:

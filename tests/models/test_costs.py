@@ -162,8 +162,10 @@ def test_counting_does_not_load_torch():
         import numpy as np
         from cauc_ray.models.costs import measured
         from cauc_ray.models.python import python_model
-        model = python_model(lambda batch: 1 / 0, "test")
+        asked = []
+        model = python_model(asked.append, "test")
         assert measured(model, {"x": np.zeros(2)}).gflops is None
         assert "torch" not in sys.modules
+        assert not asked
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
