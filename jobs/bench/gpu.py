@@ -64,8 +64,9 @@ def gpu(
         raise LeftOut("there is no GPU here; --device cpu runs the same on the CPU")
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "cascade": cascade(rows, batch, deferral, turns, device),
+        # First: a DataLoader's processes are forked, best before there are many threads.
         "stages": stages(kinds, stage_rows, min(batch, 64), turns, device),
+        "cascade": cascade(rows, batch, deferral, turns, device),
     }
 
 
