@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -96,7 +97,7 @@ class OnnxSpec(DeclaringSpec):
         if not providers:
             raise ConfigError("device cuda: this onnxruntime has no GPU; install onnxruntime-gpu, or give device cpu")
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS") or 0)  # the CPUs of the stage
+        options.intra_op_num_threads = _cpus()
         options.log_severity_level = 3
         if not Path(self.model).is_file():
             raise ConfigError(f"there is no file {self.model}")
@@ -107,8 +108,13 @@ class OnnxSpec(DeclaringSpec):
         return OnnxModel(self, session)
 
 
+def _cpus() -> int:
+    """Return the CPUs of the stage, 0 for all of the machine's."""
+    return int(os.environ.get("OMP_NUM_THREADS") or 0)
+
+
 class OnnxModel(LocalModel):
-    """A network that ONNX Runtime runs."""
+    """A network that ONNX Runtime runs; images are read in threads."""
 
     def __init__(self, spec: OnnxSpec, session: Any) -> None:
         self._spec = spec
@@ -116,6 +122,7 @@ class OnnxModel(LocalModel):
         self._inputs = {given.name: given for given in session.get_inputs()}
         self._output = _output_of(spec, {given.name: given for given in session.get_outputs()})
         self._tokenizer = _tokenizer_of(spec)
+        self._pool = ThreadPoolExecutor(_cpus() or os.cpu_count())
         if (spec.image or spec.columns) and len(self._inputs) != 1:
             raise ConfigError(f"{spec.model} has inputs {', '.join(self._inputs)}, and one was expected")
         unknown = [name for name in self._inputs if spec.tokenizer and name not in _ENCODED]
@@ -138,7 +145,7 @@ class OnnxModel(LocalModel):
     def _images(self, batch: Batch) -> tuple[list[int], dict[str, Values], dict[int, str]]:
         from cauc_ray.models.images import read_images
 
-        pixels, faults = read_images(batch, partial(_pixels, how=self._spec.image or ImageInput()))
+        pixels, faults = read_images(batch, partial(_pixels, how=self._spec.image or ImageInput()), self._pool.map)
         return [*pixels], {name: np.stack([*pixels.values()]) for name in self._inputs if pixels}, faults
 
     def _numbers(self, batch: Batch) -> tuple[list[int], dict[str, Values], dict[int, str]]:
@@ -216,6 +223,6 @@ def _pixels(image: Any, how: ImageInput) -> Floats:
     resized = image.resize((width, height), Image.Resampling.BILINEAR)
     left, top = round((width - how.size) / 2), round((height - how.size) / 2)
     cut = resized.crop((left, top, left + how.size, top + how.size))
-    values = (np.asarray(cut) / 255 - np.array(how.mean)) / np.array(how.std)
-    pixels: Floats = np.ascontiguousarray(values.transpose(2, 0, 1), np.float32)
+    values = (np.asarray(cut, np.float32) / 255 - np.array(how.mean, np.float32)) / np.array(how.std, np.float32)
+    pixels: Floats = np.ascontiguousarray(values.transpose(2, 0, 1))
     return pixels

@@ -104,7 +104,8 @@ class TextClassifier(LocalModel):
             return [{key: values[place] for key, values in encoded.items()} for place in range(len(texts))]
 
         def collate(own: list[dict[str, Any]]) -> Any:
-            return self._tokenizer.pad(own, return_tensors="pt")
+            padded = self._tokenizer.pad(own, return_tensors="pt")
+            return {name: values.pin_memory() if on_gpu else values for name, values in padded.items()}
 
         on_gpu = self._network.device.type == "cuda"
         return text_passes(batch, self._spec.text, encode, collate, self._spec.batch_tokens, on_gpu=on_gpu)
@@ -114,6 +115,6 @@ class TextClassifier(LocalModel):
         import torch
 
         with torch.inference_mode():
-            given = inputs.to(self._network.device)
+            given = {name: values.to(self._network.device, non_blocking=True) for name, values in inputs.items()}
             with self._device_time.forward():
                 return self._network(**given).logits

@@ -55,11 +55,16 @@ def params_b(network: nn.Module) -> float:
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return the device to use. Raises ConfigError if a GPU is required and the stage has none."""
+    """Return the device to use; on a GPU, this thread's work does not wait for that of other threads from now on.
+
+    Raises ConfigError if a GPU is required and the stage has none.
+    """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: no GPU is visible; give the stage num_gpus under resources, or device cpu")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":  # stages may be threads of one process, which all use one stream otherwise
+        torch.cuda.set_stream(torch.cuda.Stream())
     return torch.device(device)
 
 

@@ -63,12 +63,12 @@ class Maker:
         """Return whether the models compute on a GPU."""
         return self.device == "cuda"
 
-    def torchvision(self) -> Case:
+    def torchvision(self, arch: str | None = None) -> Case:
         """Return a network of TorchVision."""
         import torch
         from torchvision.models import get_model, get_model_weights
 
-        arch = "vit_l_16" if self.on_gpu else "resnet18"
+        arch = arch or ("vit_l_16" if self.on_gpu else "resnet18")
         model = network_model(arch, self.folder, device=self.device)
         network = get_model(arch, weights=None).eval()
         network.load_state_dict(torch.load(model["weights"], weights_only=True))
@@ -93,8 +93,10 @@ class Maker:
         path, provider = onnx_file("resnet18", self.folder), f"{'CUDA' if self.on_gpu else 'CPU'}ExecutionProvider"
         if provider not in onnxruntime.get_available_providers():
             raise LeftOut("this onnxruntime has no GPU")
-        session = onnxruntime.InferenceSession(path, providers=[provider])
-        pool = self.resources.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        options, threads = onnxruntime.SessionOptions(), int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        options.intra_op_num_threads = threads  # as the stage
+        session = onnxruntime.InferenceSession(path, options, providers=[provider])
+        pool = self.resources.enter_context(ThreadPoolExecutor(threads))
 
         def bare(columns: Batch) -> Floats:
             reading = [[pool.submit(_cut_out, one) for one in own] for own in self._batches(columns["image"])]
@@ -244,7 +246,7 @@ def perceptron(device: str) -> Bare:
     from torch import nn
 
     torch.manual_seed(0)
-    layers = [nn.Linear(512, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10)]
+    layers = [nn.Linear(512, 8192), nn.ReLU(), nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 10)]
     network = nn.Sequential(*layers).to(device)
 
     def answer(columns: Batch) -> Floats:

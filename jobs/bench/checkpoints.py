@@ -103,7 +103,8 @@ def random_pictures(n: int, seed: int) -> npt.NDArray[Any]:
     encoded = np.empty(n, dtype=object)
     for row in range(n):
         file = io.BytesIO()
-        pattern = Image.fromarray(rng.integers(0, 256, (9, 12, 3), dtype=np.uint8))
+        darkest, lightest = np.sort(rng.integers(0, 256, 2))  # so that answers of random networks differ
+        pattern = Image.fromarray(rng.integers(darkest, lightest + 1, (9, 12, 3), dtype=np.uint8))
         pattern.resize((400, 300), Image.Resampling.BICUBIC).save(file, "JPEG")
         encoded[row] = file.getvalue()
     return encoded

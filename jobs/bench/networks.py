@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.types import Floats
 from cauc_ray.planning.stages import read_earlier_run
 from cauc_ray.policies.policy import Policy
-from jobs.bench.checkpoints import SIDE, network_model
+from jobs.bench.cases import Maker
+from jobs.bench.checkpoints import network_model, random_pictures
 from jobs.bench.part import by_turns
 from jobs.bench.planted import drawn_labels, fit_deferring, stage, write_input, write_pool
 from jobs.bench.processes import scratch
@@ -27,21 +28,15 @@ NAMES = ("small", "large")
 
 
 def write_images(path: Path, n: int, seed: int) -> Path:
-    """Write an input of n random images, of different brightness and contrast, so that answers to them differ."""
-    rng = np.random.default_rng(seed)
-    pixels = np.empty((n, SIDE, SIDE, 3), dtype=np.uint8)
-    for row in range(n):
-        low, high = np.sort(rng.integers(0, 256, 2))
-        pixels[row] = rng.integers(low, high + 1, (SIDE, SIDE, 3), dtype=np.uint8)
-    column = pa.FixedShapeTensorArray.from_numpy_ndarray(pixels)
-    columns = {"example_id": [f"{path.name}-{row}" for row in range(n)], "image": column}
+    """Write an input of n JPEG files."""
+    columns = {"example_id": [f"{path.name}-{row}" for row in range(n)], "image": random_pictures(n, seed)}
     return write_input(path, columns, files=max(1, n // 1024))
 
 
 def collect(arch: str = "mnasnet0_75", images: int = 2048, batch: int = 64, repeats: int = 3) -> dict[str, Any]:
     """Measure `cauc collect` on one actor against a bare torch loop over the same batches, as ratios from one run.
 
-    Both read the same images, preprocess them as TorchVision says, run the same network with random weights on one
+    Both read the same JPEG files, preprocess them as TorchVision says, run the same network with random weights on one
     thread, and keep the logits; collect also writes them. The two take turns. Every figure is the best of the repeats,
     loading left out.
 
@@ -50,14 +45,19 @@ def collect(arch: str = "mnasnet0_75", images: int = 2048, batch: int = 64, repe
     import torch
 
     torch.set_num_threads(1)
-    with scratch(2) as folder:
-        inputs, model = write_images(folder / "images", images, seed=0), network_model(arch, folder)
-        pool = write_pool(folder / "pool.yaml", [stage("model", model, batch, num_cpus=1)], "image-classification")
+    with scratch(2) as folder, ExitStack() as resources:
+        inputs, case = (
+            write_images(folder / "images", images, 0),
+            Maker(folder, "cpu", batch, resources).torchvision(arch),
+        )
+        pool = write_pool(folder / "pool.yaml", [stage("model", case.model, batch, num_cpus=1)], "image-classification")
         expected: list[Floats] = []
 
         def loop(turn: int) -> float:
-            seconds, expected[:] = bare_loop(model, inputs, batch)
-            return images / seconds
+            began = time.perf_counter()
+            columns = pa.concat_tables([read_parquet(file, columns=["image"]) for file in parquet_files(inputs)])
+            expected[:] = [case.bare({"image": columns["image"].to_numpy()})]
+            return images / (time.perf_counter() - began)
 
         def collected(turn: int) -> float:
             found = cauc_ray.collect(pool, inputs, folder / f"logits-{turn}", split="all")
@@ -72,26 +72,6 @@ def collect(arch: str = "mnasnet0_75", images: int = 2048, batch: int = 64, repe
         "collect_to_bare": best["collect"] / best["bare"],
         "largest_difference": float(difference),
     }
-
-
-def bare_loop(model: Mapping[str, Any], inputs: Path, batch: int) -> tuple[float, list[Floats]]:
-    """Return the seconds of the loop that one would write by hand, and its logits."""
-    import torch
-    from PIL import Image
-    from torchvision.models import get_model, get_model_weights
-
-    network = get_model(model["arch"], weights=None)
-    network.load_state_dict(torch.load(model["weights"], weights_only=True))
-    network.eval()
-    preprocess = get_model_weights(model["arch"]).DEFAULT.transforms()
-    logits: list[Floats] = []
-    started = time.perf_counter()
-    with torch.inference_mode():
-        for file in parquet_files(inputs):
-            for rows in read_parquet(file, columns=["image"]).to_batches(max_chunksize=batch):
-                pictures = map(Image.fromarray, rows.column("image").to_numpy_ndarray())
-                logits.append(network(torch.stack([preprocess(picture) for picture in pictures])).numpy())
-    return time.perf_counter() - started, logits
 
 
 def saving(

@@ -88,6 +88,8 @@ def test_weights_that_no_gpu_of_the_stage_can_hold_are_refused_before_they_are_l
     folder = saved(network("bert", len(tokenizer)), tokenizer, tmp_path)
     (folder / "model.safetensors").unlink()  # the config tells
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (0, 20_000))
