@@ -50,7 +50,7 @@ def stages(
     DataLoader; texts that are tokenised at once, sorted by length over all rows, and padded batch by batch; ONNX
     Runtime's session.run, with images read in threads; vLLM's LLM.generate; openai's client with 32 requests at a time,
     to a server that takes 20 to 60 ms; a Python callable. shared-prefix is transformers-choice with eight examples
-    before each question. Weights are random, networks such that a row is real work: about 10 million parameters on a
+    before each question. Weights are random, networks such that a row is real work: 3 to 70 million parameters on a
     CPU, 300 to 900 million on a GPU. Both sides answer the same rows in a turn, which no other turn has. Given are the
     medians over the turns of the rates and of their ratios; cpu_ratio is the same of the rows in a second of this
     process's CPU time, which other programs on the machine change less. On a GPU it has never been run.
