@@ -28,6 +28,7 @@ from cauc_ray.execution.session import ray_session
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
+from cauc_ray.models.costs import cost_unit
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.numbers.intervals import Mean, share
 from cauc_ray.policies.checks import as_expected, warn_of
@@ -148,9 +149,10 @@ def require_usable(stages: Iterable[StageSpec], columns: Iterable[str] | None, r
 
 def _warn_of_other_costs(stages: tuple[StageSpec, ...], policy: Policy) -> None:
     for spec, stage in zip(stages, policy.stages, strict=True):
-        if spec.cost is not None and policy.costs == "per-model" and spec.cost.value != stage.cost:
+        declared = None if spec.cost is None else spec.cost.value  # auto is None, too
+        if policy.costs == "per-model" and declared not in (None, stage.cost):
             warnings.warn(
-                f"the pool gives {spec.name!r} a cost of {spec.cost.value:g} {spec.cost.unit}, the policy "
+                f"the pool gives {spec.name!r} a cost of {declared:g} {cost_unit(spec)}, the policy "
                 f"{stage.cost:g} {policy.cost_unit}; the policy's is counted",
                 CaucWarning,
                 stacklevel=3,

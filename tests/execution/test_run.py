@@ -141,7 +141,8 @@ FAILING = {
 @pytest.mark.parametrize("case", ["named", *(pytest.param(c, marks=pytest.mark.slow) for c in list(FAILING)[1:])])
 def test_rows_that_a_model_fails_on_are_named_and_the_others_answered(tmp_path, case):
     factories, expected = FAILING[case]
-    summary = run(tmp_path, python_pool(tmp_path, factories), two_model_policy(0.99), numbered_input(tmp_path))
+    pool = python_pool(tmp_path, factories, cost={"gflops": "auto"})  # the policy has the costs
+    summary = run(tmp_path, pool, two_model_policy(0.99), numbered_input(tmp_path))
     answered, failed = rows_of(tmp_path / "out")
     assert {name: row["stage"] for name, row in failed.items()} == {name: at for name, (at, _) in expected.items()}
     assert all(says in failed[name]["reason"] for name, (_, says) in expected.items())
