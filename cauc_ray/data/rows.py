@@ -195,9 +195,10 @@ class StreamedRows(TableRows):
         for table in text_tables(file):
             if ids in table.column_names and (null := pc.index(table.column(ids).is_null(), True).as_py()) >= 0:
                 raise DataError(f"{file}, row {n_rows + null}: the row has no {ids}")
+            named_by = ids if ids in table.column_names else "id"  # which is text, too: "007" is not 7
             for name in table.column_names:
                 own = table.column(name)
-                typed = ids in (None, name) or not is_csv(file)
+                typed = ids is None or name == named_by or not is_csv(file)
                 kind = own.type if typed else narrowest(own, kinds.get(name))
                 kinds[name] = wider(kinds.get(name, pa.null()), kind)
             n_rows, n_bytes = n_rows + len(table), n_bytes + table.nbytes

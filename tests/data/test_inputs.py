@@ -475,7 +475,7 @@ def test_inputs_that_do_not_serve_are_refused_in_one_line(tmp_path, says, files)
     ("files", "expected"),
     [
         ({"x.csv": "age,plan\n1,a\n2,b\n3,a\n"}, ["x-0", "x-1", "x-2"]),
-        ({"x.csv": "id,age\n7,1\n9,2\n", "y.csv": "id,age\n8,3\n"}, ["7", "9", "8"]),
+        ({"x.csv": "id,age\n007,1\n9,2\n", "y.csv": "id,age\n8,3\n"}, ["007", "9", "8"]),
         ({"a/x.csv": "age\n1\n2\n", "b/x.csv": "age\n3\n"}, ["a/x-0", "a/x-1", "b/x-0"]),
     ],
 )

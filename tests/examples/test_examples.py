@@ -119,6 +119,7 @@ def test_two_language_models_answer_real_questions_of_any_number_of_options(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.filterwarnings("ignore::cauc_ray.errors.CaucWarning")  # of few examples
 def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monkeypatch):
@@ -127,13 +128,13 @@ def test_the_guides_commands_label_definitions_as_the_replay_does(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     link_models(tmp_path / "examples" / "models")
     (tmp_path / "examples" / "definitions.yaml").write_text((EXAMPLES / "definitions.yaml").read_text())
-    write_definitions(tmp_path, n_labelled=160, n_new=2)
+    write_definitions(tmp_path, n_labelled=120, n_new=2)
     guide = (EXAMPLES.parent / "docs" / "how-to" / "labelling.md").read_text().partition("## A worked example")[2]
     for command in re.findall(r"^cauc (.*)", guide, re.MULTILINE):
         if command.startswith("run "):  # on texts whose answers the table has
             offline = cauc_ray.evaluate("logits", "policy.json").to_arrow().to_pylist()
             replayed = {row["example_id"]: row for row in offline}
-            (labelled,) = text_tables(tmp_path / "labelled.csv")
+            labelled = pa.concat_tables(text_tables(tmp_path / "labelled.csv"))
             rows = [row for row in labelled.to_pylist() if row["id"] in replayed]
             pa.csv.write_csv(pa.Table.from_pylist(rows).drop_columns("topic"), tmp_path / "new.csv")
         with pytest.raises(SystemExit) as ended:
