@@ -16,11 +16,7 @@ from cauc_ray.models.kind import Section
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
-
-# Of tensors, in the Open Inference Protocol.
-Datatype: TypeAlias = Literal[
-    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "FP32", "FP64", "BYTES"
-]
+from cauc_ray.protocol.tensors import Datatype
 
 
 class Replicas(Section):

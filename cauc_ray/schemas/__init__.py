@@ -15,8 +15,9 @@ from pydantic import Field, TypeAdapter
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
 from cauc_ray.policies.cauc import BasePolicy, RFPolicy
+from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
-from cauc_ray.serving.documents import OPENAPI, InferenceRequest
+from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.watching import FeedbackMessage
 

@@ -22,8 +22,8 @@ from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.policy import Policy
+from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.request_state import Answer, RequestState, StageCall, StageError, requests_of, stage_call
 from cauc_ray.serving.shadows import Shadows
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.logits import softmax
-from cauc_ray.serving.protocol import RequestError
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.request_state import RequestState
 
 MOST_QUESTIONS = 400

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
+from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 
 # What takes longer than this to be done is given up, with the process.
 DEADLINE_S = 60.0

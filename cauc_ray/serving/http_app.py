@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic_core import from_json
@@ -21,15 +22,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.serving.documents import OPENAPI, VERSION, decoded_body
+from cauc_ray.protocol.messages import VERSION, decoded_body
+from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.policies_live import PolicyChange
-from cauc_ray.serving.protocol import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
 
+# Describes all addresses.
+OPENAPI = Path(__file__).with_name("openapi.json")
 PACKAGE_VERSION = version("cauc-ray")
 TOKEN, POLICY_TOKEN = "CAUC_TOKEN", "CAUC_POLICY_TOKEN"
 # No policy is larger, with all of its curve.

@@ -15,20 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.models.answers import Batch
-from cauc_ray.models.pool import Datatype
 from cauc_ray.models.python import imported
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.policies.policy import Policy
-from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
-from cauc_ray.serving.documents import (
+from cauc_ray.protocol.messages import (
     VERSION,
     InferRequest,
     RequestParameters,
     read_infer_request,
     write_infer_response,
 )
+from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
+from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.protocol import RequestError, Tensor
 from cauc_ray.serving.request_state import RequestState
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from cauc_ray.errors import explain, printable
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.pool import InputSpec, Pool, StageSpec
 from cauc_ray.models.prompts import QUESTION_NEEDS, QUESTION_READS
-from cauc_ray.serving.protocol import RequestError, Tensor, all_finite, shown
+from cauc_ray.protocol.tensors import RequestError, Tensor, all_finite, shown
 
 _BYTES = InputSpec(datatype="BYTES")
 _OPTIONAL = ("context", "subject", "task")

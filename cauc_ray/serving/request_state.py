@@ -19,7 +19,7 @@ from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, joined_states
-from cauc_ray.serving.protocol import RequestError
+from cauc_ray.protocol.tensors import RequestError
 
 if TYPE_CHECKING:
     from cauc_ray.serving.metrics import ServingMetrics

@@ -19,11 +19,11 @@ from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
-from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;

@@ -16,8 +16,8 @@ import numpy as np
 
 from cauc_ray.cascade.rows import Call
 from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
-from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.request_state import RequestState, requests_of
 
 if TYPE_CHECKING:

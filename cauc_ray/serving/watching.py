@@ -19,9 +19,9 @@ from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.monitor import Evidence, Watch, Watched, verdict, watch_report
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import Answered
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.policies_live import Store
-from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.request_state import RequestState
 
 # Confidences are the float32 values of the answer.

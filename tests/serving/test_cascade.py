@@ -18,8 +18,8 @@ from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_base, fit_rf
 from cauc_ray.policies.trace import replay
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.inference import Spans
-from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.request_state import StageError
 
 DATA = chain(3, n=240, ragged=True)

@@ -7,8 +7,8 @@ import signal
 import numpy as np
 import pytest
 
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.elsewhere import Elsewhere
-from cauc_ray.serving.protocol import RequestError
 
 
 @pytest.fixture

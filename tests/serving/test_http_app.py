@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving import http_app
 from cauc_ray.serving.http_app import CLIENT_GONE, Bodies, authorize, token_of
-from cauc_ray.serving.protocol import RequestError
 
 
 def sending(*messages):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cauc_ray.models.pool import pool_of
+from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
 from cauc_ray.serving.inputs import Inputs
-from cauc_ray.serving.protocol import DATATYPES, RequestError, Tensor
 
 MODELS = {
     "questions": {"kind": "transformers-choice", "model": "m"},

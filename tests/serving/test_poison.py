@@ -20,7 +20,7 @@ from virtual_time import run_virtually
 import cauc_ray
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.policies.trace import replay
-from cauc_ray.serving.protocol import RequestError
+from cauc_ray.protocol.tensors import RequestError
 
 DATA = chain(3, n=240, strengths=(1.0, 2.4))
 POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))

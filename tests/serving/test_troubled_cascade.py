@@ -14,7 +14,7 @@ from virtual_time import run_virtually
 from cauc_ray.cascade import request_queue
 from cauc_ray.models.answers import Answers
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
-from cauc_ray.serving.protocol import RequestError
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.request_state import StageError
 
 DATA = chain(3, n=240, ragged=True)

@@ -13,9 +13,9 @@ from virtual_time import run_virtually
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving import watching
 from cauc_ray.serving.local import MemoryStore
-from cauc_ray.serving.protocol import RequestError
 from cauc_ray.serving.request_state import StageError
 from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S
 from cauc_ray.serving.watching import Feedback, Reported, Watching, report_of

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from cauc_ray.serving.documents import (
+from cauc_ray.protocol.messages import (
     DEFAULT_OUTPUTS,
     InferRequest,
     decoded_body,
     read_infer_request,
     write_infer_response,
 )
+from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
 from cauc_ray.serving.inference import OUTPUTS
-from cauc_ray.serving.protocol import DATATYPES, RequestError, Tensor
 
 INTEGERS = sorted(name for name, dtype in DATATYPES.items() if dtype.kind in "iu")
 FLOATS = sorted(name for name, dtype in DATATYPES.items() if dtype.kind == "f")

@@ -1,14 +1,10 @@
-"""Requests for inference and their responses, as the Open Inference Protocol v2 has them over HTTP.
-
-openapi.json describes all addresses, these messages among them.
-"""
+"""Requests for inference and their responses, as the Open Inference Protocol v2 has them over HTTP."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -16,10 +12,8 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from cauc_ray.errors import explain, printable
-from cauc_ray.models.pool import Datatype
-from cauc_ray.serving.protocol import RequestError, Tensor, shown
+from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor, shown
 
-OPENAPI = Path(__file__).with_name("openapi.json")
 # Of a model in URLs: the only one.
 VERSION = "1"
 
