@@ -110,9 +110,11 @@ class ChoiceModel(LocalModel):
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         self._device_time: DeviceTime = device_time or DeviceTime(self._device)
         self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
-        if spec.answers_with != "letter" and "past_key_values" not in self._accepts:
+        # As networks call it since transformers 5.24, and before.
+        self._cache = next((name for name in ("cache", "past_key_values") if name in self._accepts), "")
+        if spec.answers_with != "letter" and not self._cache:
             raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
-        self._head = self._tokenizing.head() if "past_key_values" in self._accepts else []
+        self._head = self._tokenizing.head() if self._cache else []
         self._head_cache = self._run_head()  # of the tokens that all prompts begin with
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
         precision = dtype_name(network.dtype)
@@ -151,7 +153,8 @@ class ChoiceModel(LocalModel):
         head = torch.tensor([self._head], device=self._device)
         positions = torch.arange(len(self._head), device=self._device)[None]
         with torch.inference_mode():
-            cache = self._run(head, torch.ones_like(head), positions, logits_to_keep=1, use_cache=True).past_key_values
+            output = self._run(head, torch.ones_like(head), positions, logits_to_keep=1, use_cache=True)
+            cache = getattr(output, self._cache)
         # A window over the last tokens would count the padding between the head and a prompt.
         if any(getattr(layer, "is_sliding", True) for layer in getattr(cache, "layers", [None])):
             self._head, cache = [], None
@@ -171,7 +174,7 @@ class ChoiceModel(LocalModel):
             if own.head:
                 cache = copy.deepcopy(self._head_cache)
                 cache.batch_repeat_interleave(n)
-                settings = {"use_cache": True, "past_key_values": cache}
+                settings = {"use_cache": True, self._cache: cache}
                 mask = torch.cat([mask.new_ones(n, own.head), mask], dim=1)
             output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
             logits = output.logits[:, -1].float()
@@ -181,8 +184,9 @@ class ChoiceModel(LocalModel):
                 owners = own.owners[own.longer]
                 # A cache of many devices takes the host's.
                 kept = inputs.owners[inputs.longer] if self._over_gpus else owners
-                output.past_key_values.batch_select_indices(kept)
-                totals[own.longer] += self._continuations(own, output.past_key_values, mask[owners])
+                left = getattr(output, self._cache)
+                left.batch_select_indices(kept)
+                totals[own.longer] += self._continuations(own, left, mask[owners])
         return raw, totals
 
     def take(self, inputs: _Pass, launched: tuple[torch.Tensor, torch.Tensor], counts: Counter[str]) -> list[Floats]:
@@ -202,7 +206,7 @@ class ChoiceModel(LocalModel):
         own_mask = steps < own.rest[:, None]
         positions = before.sum(dim=1, keepdim=True) + steps
         mask = torch.cat([before, own_mask.long()], dim=1)
-        output = self._run(inputs, mask, positions, past_key_values=cache, use_cache=True)
+        output = self._run(inputs, mask, positions, use_cache=True, **{self._cache: cache})
         logits = output.logits.float()
         chosen = logits.gather(2, targets[:, :, None])[:, :, 0] - torch.logsumexp(logits, dim=2)
         return torch.where(own_mask, chosen, 0.0).double().sum(dim=1)
