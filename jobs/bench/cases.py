@@ -6,7 +6,7 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,7 +20,15 @@ import numpy.typing as npt
 
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Floats
-from jobs.bench.checkpoints import SIDE, network_folder, network_model, onnx_file, random_pictures, random_texts
+from jobs.bench.checkpoints import (
+    SIDE,
+    clip_folder,
+    network_folder,
+    network_model,
+    onnx_file,
+    random_pictures,
+    random_texts,
+)
 from jobs.bench.part import LeftOut
 from jobs.bench.processes import listening
 
@@ -29,7 +37,6 @@ LABELS = ("bill", "fault", "praise", "other")
 OPTIONS = "Options:\n" + "".join(f"{letter}. {label}\n" for letter, label in zip(LETTERS, LABELS, strict=True)) + "\n"
 # Rows with their labels, which precede every question.
 EXAMPLES = [{"text": text, "label": label} for text, label in zip(random_texts(8, seed=0), 2 * LABELS, strict=True)]
-ENDS = {"base": "Answer:", "chat": "Answer with the letter of the right option only."}
 CONCURRENCY = 32
 
 # Answers rows by hand: logits (n, K).
@@ -73,7 +80,7 @@ class Maker:
         network = get_model(arch, weights=None).eval()
         network.load_state_dict(torch.load(model["weights"], weights_only=True))
         preprocess = get_model_weights(arch).DEFAULT.transforms()
-        return Case(model, partial(self._seen, network, preprocess), "image", random_pictures)
+        return Case(model, partial(self._seen, preprocess, network.to(self.device)), "image", random_pictures)
 
     def transformers_image(self) -> Case:
         """Return a vision transformer of Transformers."""
@@ -84,7 +91,29 @@ class Maker:
         network = AutoModelForImageClassification.from_pretrained(folder, dtype="float32").eval()
         preprocess = partial(_pixels, processor)
         model = {"kind": "transformers-image", "model": str(folder), "device": self.device}
-        return Case(model, partial(self._seen, network, preprocess), "image", random_pictures)
+        return Case(model, partial(self._seen, preprocess, network.to(self.device)), "image", random_pictures)
+
+    def transformers_zero_shot(self) -> Case:
+        """Return a CLIP, which compares images with the labels; by hand, too, these are embedded once."""
+        import torch
+        from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
+
+        folder = clip_folder(self.folder / "clip", LABELS, **self._sizes(192, 1024))
+        network, tokenizer = CLIPModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        with torch.inference_mode():
+            tokens = tokenizer([*LABELS], padding=True, return_tensors="pt")
+            texts = network.get_text_features(**tokens).pooler_output
+            texts = (network.logit_scale.exp() * texts / texts.norm(dim=-1, keepdim=True)).to(self.device)
+
+        def forward(pixels: Any) -> Any:
+            images = network.get_image_features(pixel_values=pixels).pooler_output
+            return images @ texts.T / images.norm(dim=-1, keepdim=True)
+
+        preprocess = partial(_pixels, AutoImageProcessor.from_pretrained(folder))
+        settings = {"labels": LABELS, "prompt": "{{ label }}", "device": self.device}
+        model = {"kind": "transformers-zero-shot", "model": str(folder), **settings}
+        network.to(self.device)
+        return Case(model, partial(self._seen, preprocess, forward), "image", random_pictures)
 
     def onnx(self) -> Case:
         """Return a network in an ONNX file."""
@@ -123,7 +152,7 @@ class Maker:
 
         bare = self._padded(folder, "AutoModelForCausalLM", forward)
         model = language(folder, kind="transformers-choice", device=self.device, examples=examples)
-        return Case(model, lambda columns: bare(prompts(columns, examples=examples)), "text", random_texts)
+        return Case(model, lambda columns: bare(prompts(columns, examples)), "text", random_texts)
 
     def shared_prefix(self) -> Case:
         """Return the same whose prompts all begin with some examples."""
@@ -150,31 +179,27 @@ class Maker:
         return Case(language(folder, kind="vllm", engine=settings), bare, "text", random_texts)
 
     def openai(self) -> Case:
-        """Return a server that takes its time."""
-        from openai import AsyncOpenAI
-
-        url = self.resources.enter_context(listening([sys.executable, "-m", "jobs.bench.completions"]))
-        loop, client = asyncio.new_event_loop(), AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-        self.resources.callback(loop.close)
-        self.resources.callback(lambda: loop.run_until_complete(client.close()))
+        """Return a server of chat completions that takes its time."""
         settings: Any = {"model": "m", "max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
 
-        async def ask(gate: asyncio.Semaphore, prompt: str) -> list[float]:
-            async with gate:
-                turns: Any = [{"role": "user", "content": prompt}]
-                answer: Any = await client.chat.completions.create(messages=turns, **settings)
-            said = {one.token: one.logprob for one in answer.choices[0].logprobs.content[0].top_logprobs}
-            return [said[letter] for letter in LETTERS]
+        async def ask(client: Any, text: str) -> dict[str, float]:
+            prompt = f"{OPTIONS}Text: {text}\nAnswer with the letter of the right option only."
+            turns = [{"role": "user", "content": prompt}]
+            answer = await client.chat.completions.create(messages=turns, **settings)
+            return {one.token: one.logprob for one in answer.choices[0].logprobs.content[0].top_logprobs}
 
-        async def ask_all(texts: Sequence[str]) -> list[list[float]]:
-            gate = asyncio.Semaphore(CONCURRENCY)
-            return await asyncio.gather(*(ask(gate, text) for text in texts))
+        return self._served("openai", ask, LETTERS)
 
-        def bare(columns: Batch) -> Floats:
-            return np.array(loop.run_until_complete(ask_all(prompts(columns, "chat"))))
+    def decisions(self) -> Case:
+        """Return a server of decisions that takes its time."""
+        question = {"type": "choice", "instructions": "Choose the right option."}
+        settings: Any = {"model": "m", "questions": [{**question, "choices": [{"value": label} for label in LABELS]}]}
 
-        model = language("m", kind="openai", base_url=f"{url}/v1", max_concurrency=CONCURRENCY)
-        return Case(model, bare, "text", random_texts)
+        async def ask(client: Any, text: str) -> dict[str, float]:
+            answer = await client.decisions.create(input=f"Text: {text}", **settings)
+            return {one.value: one.probability for one in answer.answers[0].probabilities}
+
+        return self._served("decisions", ask, LABELS)
 
     def python(self) -> Case:
         """Return a callable of a user's."""
@@ -186,25 +211,57 @@ class Maker:
         model = {"kind": "python", "factory": "jobs.bench.cases:perceptron", "kwargs": {"device": self.device}}
         return Case(model, bare, "x", lambda n, seed: np.random.default_rng(seed).standard_normal((n, 512), np.float32))
 
+    def _served(
+        self, kind: str, ask: Callable[[Any, str], Awaitable[dict[str, float]]], options: Iterable[str]
+    ) -> Case:
+        """Return a kind that asks a server, next to openai's client with as many requests at a time.
+
+        ask: returns the number of each option by its name, for a text.
+        """
+        from openai import AsyncOpenAI
+
+        url = self.resources.enter_context(listening([sys.executable, "-m", "jobs.bench.completions"]))
+        loop, client = asyncio.new_event_loop(), AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        self.resources.callback(loop.close)
+        self.resources.callback(lambda: loop.run_until_complete(client.close()))
+
+        async def one(gate: asyncio.Semaphore, text: str) -> list[float]:
+            async with gate:
+                said = await ask(client, text)
+            return [said[option] for option in options]
+
+        async def ask_all(texts: Iterable[str]) -> list[list[float]]:
+            gate = asyncio.Semaphore(CONCURRENCY)
+            return await asyncio.gather(*(one(gate, text) for text in texts))
+
+        def bare(columns: Batch) -> Floats:
+            return np.array(loop.run_until_complete(ask_all(columns["text"])))
+
+        model = language("m", kind=kind, base_url=f"{url}/v1", max_concurrency=CONCURRENCY)
+        return Case(model, bare, "text", random_texts)
+
     def language_model(self, cpu: int = 384, gpu: int = 1536) -> Path:
         """Save a Llama with random weights.   cpu, gpu: its hidden size where it computes there."""
-        texts = prompts({"text": np.array([""], object)}, examples=EXAMPLES)
+        texts = prompts({"text": np.array([""], object)}, EXAMPLES)
         return self._saved("LlamaForCausalLM", texts, cpu, gpu, max_position_embeddings=2048)
 
     def _saved(self, kind: str, reads: str | Sequence[str], cpu: int, gpu: int, **sizes: Any) -> Path:
-        """Save a network of a hidden size that makes a row enough work for the device."""
-        sizes |= {"hidden_size": gpu, "num_hidden_layers": 24, "num_attention_heads": 16} if self.on_gpu else {}
-        return network_folder(kind, self.folder, reads, **{"hidden_size": cpu, **sizes})
+        return network_folder(kind, self.folder, reads, **sizes, **self._sizes(cpu, gpu))
+
+    def _sizes(self, cpu: int, gpu: int) -> dict[str, int]:
+        """Return sizes of a network that make a row enough work for the device.   cpu, gpu: its hidden size there."""
+        if self.on_gpu:
+            return {"hidden_size": gpu, "num_hidden_layers": 24, "num_attention_heads": 16}
+        return {"hidden_size": cpu}
 
     def _batches(self, rows: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
         return [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
 
-    def _seen(self, network: Any, preprocess: Callable[[Any], Any], columns: Batch) -> Floats:
+    def _seen(self, preprocess: Callable[[Any], Any], network: Callable[[Any], Any], columns: Batch) -> Floats:
         """Answer images behind a DataLoader; for a GPU it has a process for each core, and the network is autocast."""
         import torch
         from torch.utils.data import DataLoader
 
-        network = network.to(self.device)
         of_cores: dict[str, Any] = {"num_workers": os.cpu_count(), "pin_memory": True} if self.on_gpu else {}
         found = []
         with torch.inference_mode(), torch.autocast(self.device, torch.bfloat16, enabled=self.on_gpu):
@@ -262,11 +319,11 @@ def language(model: str | Path, **settings: Any) -> dict[str, Any]:
     return {"model": str(model), "prompt": "Text: {{ text }}", "labels": LABELS, **settings}
 
 
-def prompts(columns: Batch, model: str = "base", examples: Sequence[Mapping[str, str]] = ()) -> list[str]:
+def prompts(columns: Batch, examples: Sequence[Mapping[str, str]] = ()) -> list[str]:
     """Return the prompts of texts as a stage writes them."""
     answered = [f"Text: {one['text']}\nAnswer: {LETTERS[LABELS.index(one['label'])]}\n\n" for one in examples]
     head = "".join([OPTIONS, *answered])
-    return [f"{head}Text: {text}\n{ENDS[model]}" for text in columns["text"]]
+    return [f"{head}Text: {text}\nAnswer:" for text in columns["text"]]
 
 
 def _letter_tokens(folder: Path) -> list[int]:

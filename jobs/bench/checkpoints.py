@@ -55,8 +55,7 @@ def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes:
 
     transformers.utils.logging.disable_progress_bar()
     folder = folder / kind
-    settings = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "initializer_range": 0.1, **sizes}
-    settings["intermediate_size"] = 4 * settings["hidden_size"]
+    settings = _settings(sizes)
     if isinstance(reads, str):
         getattr(transformers, reads)().save_pretrained(folder)
     else:
@@ -67,6 +66,29 @@ def network_folder(kind: str, folder: Path, reads: str | Sequence[str], **sizes:
     network = getattr(transformers, kind)
     network(network.config_class(**settings)).bfloat16().save_pretrained(folder)
     return folder
+
+
+def clip_folder(folder: Path, texts: Sequence[str], **sizes: Any) -> Path:
+    """Save a CLIP with random weights and return its folder.   texts: of its tokenizer.   sizes: of both towers."""
+    import torch
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tokenizer, settings = trained_tokenizer(texts), _settings(sizes)
+    # 2: a text is read at its token of the largest number.
+    text = {**settings, "vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": 2}
+    torch.manual_seed(0)
+    network = CLIPModel(CLIPConfig(text_config=text, vision_config={**settings, "patch_size": 16}))
+    for part in (tokenizer, CLIPImageProcessor(), network):
+        part.save_pretrained(folder)
+    return folder
+
+
+def _settings(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a transformer's config, with the sizes that are given."""
+    settings = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "initializer_range": 0.1, **sizes}
+    return {**settings, "intermediate_size": 4 * settings["hidden_size"]}
 
 
 def trained_tokenizer(texts: Sequence[str]) -> Any:

@@ -28,12 +28,14 @@ from jobs.bench.processes import scratch
 KINDS = (
     "torchvision",
     "transformers-image",
+    "transformers-zero-shot",
     "onnx",
     "transformers-classifier",
     "transformers-choice",
     "shared-prefix",
     "vllm",
     "openai",
+    "decisions",
     "python",
 )
 # Rows that both sides answer before the first turn have this seed.
