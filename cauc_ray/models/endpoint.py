@@ -218,8 +218,8 @@ class DecisionsModel(EndpointModel):
 
     async def ask(self, question: Asked, bill: Bill) -> Reply:
         """Ask one question about a row."""
-        asked = {"type": self._spec.question, "instructions": self._spec.instructions, **self._listed(question.options)}
-        answer = await self.post("/decisions", {"input": question.text, "questions": [asked]}, bill)
+        body = {"input": question.text, "questions": [self._spec.asked(question.options)]}
+        answer = await self.post("/decisions", body, bill)
         given = value_at(answer, "answers", 0)
         if value_at(given, "type") == "refusal":
             raise DataError("the model refuses to answer it")
@@ -237,16 +237,6 @@ class DecisionsModel(EndpointModel):
         if not all(isinstance(value, int | float) and 0 <= value <= 1 for value in values):
             raise DataError("the answer has no probability of each option")
         return Reply(np.array(values, dtype=np.float64))
-
-    def _listed(self, options: tuple[str, ...]) -> dict[str, Any]:
-        """Return the options as a question of its type has them."""
-        if self._spec.question == "predicate":
-            return {}
-        labels = self._spec.labels
-        about = labels if isinstance(labels, Mapping) else {}
-        name, listed = ("value", "choices") if self._spec.question == "choice" else ("label", "levels")
-        more = [{"description": about[option]} if about.get(option) else {} for option in options]
-        return {listed: [{name: option, **described} for option, described in zip(options, more, strict=True)]}
 
 
 def _digest(question: Asked) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from abc import abstractmethod
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import Section
-from cauc_ray.models.prompts import LanguageSpec, OptionsAs
+from cauc_ray.models.prompts import LanguageSpec, OptionsAs, Prompts
 from cauc_ray.numbers.logits import LogitKind
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -147,6 +149,22 @@ class DecisionsSpec(EndpointSpec):
     def answers_with(self) -> OptionsAs:
         """Return that the prompt does not list the options: the question does."""
         return "text"
+
+    @property
+    def shown(self) -> str:
+        """Return the prompt and the question that is asked about it as one text."""
+        prompt, question = Prompts(self, chat=True), self.asked(self.label_names or ())
+        return f"{prompt.head}{self.template.rstrip()}\n\n{json.dumps(question, ensure_ascii=False)}"
+
+    def asked(self, options: Sequence[str]) -> dict[str, Any]:
+        """Return the question about a row with these options, as the protocol has it."""
+        question = {"type": self.question, "instructions": self.instructions}
+        if self.question == "predicate":
+            return question
+        about = self.labels if isinstance(self.labels, Mapping) else {}
+        name, listed = ("value", "choices") if self.question == "choice" else ("label", "levels")
+        more = [{"description": about[option]} if about.get(option) else {} for option in options]
+        return {**question, listed: [{name: option, **own} for option, own in zip(options, more, strict=True)]}
 
     @property
     def source(self) -> str:

@@ -239,8 +239,7 @@ class LanguageSpec(KindSpec, PromptSettings):
     @property
     def shown(self) -> str:
         """Return the prompt as one text, with columns by their names: what tables and policies keep of it."""
-        rows = "" if self.lists_itself or self.labels is not None or self.answers_with == "text" else "\n{{ choices }}"
-        return f"{Prompts(self, chat=False).head}{self.template.rstrip()}{rows}\nAnswer: <{self.answers_with}>"
+        return Prompts(self, chat=False).shown
 
     @property
     def lists_itself(self) -> bool:
@@ -281,6 +280,18 @@ class Prompts:
         columns = [name for name in [*self._reads, "choices"] if name in batch]
         rows = range(batch_size(batch))
         return parted({row: self._asked({name: _plain(batch[name][row]) for name in columns}) for row in rows})
+
+    @property
+    def shown(self) -> str:
+        """Return what is asked as one text, with columns by their names, and with all that tells labels apart."""
+        names, text = self._spec.label_names or (), self._with == "text"
+        asked = f"{self.head}{self._spec.template.rstrip()}"
+        answer = f"<{' | '.join(names) if text and names else self._with}>"
+        rows = "" if names or text else "\n{{ choices }}"
+        if self._whole:
+            listed = self._listing(names).rstrip()
+            return f"{asked} {answer}" + (f"\n\n{{{{ options }}}}:\n{listed}" if listed else "")
+        return f"{asked}{rows}\nAnswer: {answer}"
 
     def _asked(self, values: Mapping[str, Any]) -> Asked | Unusable:
         """Return a row as a question, or why it cannot be asked."""

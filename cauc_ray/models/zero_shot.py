@@ -46,6 +46,11 @@ class TransformersZeroShotSpec(HubSpec, ImageSpec):
         return tuple(self.labels or ())
 
     @property
+    def shown(self) -> str:
+        """Return the labels' texts, one on each line."""
+        return "\n".join(self.label_texts)
+
+    @property
     def label_texts(self) -> list[str]:
         """Return the text of each label. Raises TemplateError for a prompt that reads anything else."""
         about = self.labels if isinstance(self.labels, dict) else {}

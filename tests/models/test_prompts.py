@@ -193,3 +193,49 @@ def test_what_a_pool_file_in_yaml_says_is_what_is_asked(tmp_path):
     assert text == "Options:\n- yes\n- no\n\nIs it good?\nT: B\nAnswer:"
     assert pool.columns_read(pool.stages) == {"example_id", "label", "choices", "title", "body"}
     assert "{{ title }}: {{ body }}" in pool.stages[0].model.shown
+
+
+ASKED_OTHERWISE = [
+    {"instructions": "Choose the wrong option."},
+    {"question": "score"},
+    {"labels": {"a": "about x", "b": "about y"}},
+    {"labels": ["b", "a"]},
+    {"prompt": "{{ text }}!"},
+    {"examples": [{"text": "t", "label": "b"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "others"),
+    [
+        ("decisions", {}, ASKED_OTHERWISE),
+        ("openai", {"options": "text"}, ASKED_OTHERWISE[3:]),
+        ("openai", {"options": "letter"}, ASKED_OTHERWISE[2:]),
+        ("openai", {"options": "name", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[2:]),
+        ("openai", {"options": "text", "prompt": "{{ options }} {{ text }} is"}, ASKED_OTHERWISE[3:]),
+        ("transformers-zero-shot", {"prompt": "a {{ label }}"}, [{"prompt": "one {{ label }}"}, *ASKED_OTHERWISE[3:4]]),
+    ],
+)
+def test_what_is_asked_in_another_way_is_shown_in_another_way(tmp_path, kind, settings, others):
+    """Policies keep what is shown, and refuse pools that show something else."""
+
+    def shown(**own):
+        model = {"kind": kind, "model": "m", "labels": ["a", "b"], "prompt": "{{ text }}", **settings, **own}
+        if kind != "transformers-zero-shot":
+            model["base_url"] = "http://127.0.0.1:1/v1"
+        pool = {"name": "p", "task": "classification", "stages": [{"name": "s", "model": model}]}
+        return pool_of(pool, tmp_path).stages[0].model.shown
+
+    assert len({shown(), *(shown(**own) for own in others)}) == 1 + len(others)
+
+
+def test_a_template_that_lists_the_options_is_shown_as_the_whole_prompt(tmp_path):
+    model = {"kind": "transformers-choice", "model": "m", "prompt": "{{ options }}\n{{ text }}\nIt is"}
+    pool = {
+        "name": "p",
+        "task": "classification",
+        "labels": {"a": "x", "b": ""},
+        "stages": [{"name": "s", "model": model}],
+    }
+    shown = pool_of(pool, tmp_path).stages[0].model.shown
+    assert shown == "{{ options }}\n{{ text }}\nIt is <letter>\n\n{{ options }}:\nA. a: x\nB. b"
