@@ -106,7 +106,7 @@ def collect(
     return {
         "logits": str(table),
         "dataset": rows.name,
-        "rule": rows.rule,
+        "rule": rows.rule if set(splits) <= rows.split_sizes.keys() else "all rows in one piece",
         "splits": sizes,
         "cost_unit": None if embedding is not None else cost_unit(next(iter(works.values())).stage),
         "models": [

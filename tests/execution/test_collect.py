@@ -95,7 +95,8 @@ def test_one_split_at_a_time_or_all_rows_at_once(tmp_path):
         summary = cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "L", split=split)
         assert list(summary["splits"]) == [split]
     assert collected(tmp_path / "L", "long").keys() == rows.keys()
-    cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "whole", split="all")
+    whole = cauc_ray.collect(one, tmp_path / "q.parquet", tmp_path / "whole", split="all")
+    assert ("cut" in summary["rule"], "cut" in whole["rule"]) == (True, False)
     assert collected(tmp_path / "whole", "long", splits=["all"]) == collected(tmp_path / "L", "long")
 
 
