@@ -110,8 +110,10 @@ class ChoiceModel(LocalModel):
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         self._device_time: DeviceTime = device_time or DeviceTime(self._device)
         self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
-        # As networks call it since transformers 5.24, and before.
-        self._cache = next((name for name in ("cache", "past_key_values") if name in self._accepts), "")
+        # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
+        attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
+        names = ("cache", "past_key_values") if attends else ()
+        self._cache = next((name for name in names if name in self._accepts), "")
         if spec.answers_with != "letter" and not self._cache:
             raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
         self._head = self._tokenizing.head() if self._cache else []
@@ -184,9 +186,9 @@ class ChoiceModel(LocalModel):
                 owners = own.owners[own.longer]
                 # A cache of many devices takes the host's.
                 kept = inputs.owners[inputs.longer] if self._over_gpus else owners
-                left = getattr(output, self._cache)
-                left.batch_select_indices(kept)
-                totals[own.longer] += self._continuations(own, left, mask[owners])
+                cache = getattr(output, self._cache)
+                cache.batch_select_indices(kept)
+                totals[own.longer] += self._continuations(own, cache, mask[owners])
         return raw, totals
 
     def take(self, inputs: _Pass, launched: tuple[torch.Tensor, torch.Tensor], counts: Counter[str]) -> list[Floats]:
