@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.numbers.logits import MUST_BE_DECLARED, SumsToOne, as_logits, kind_of
+from cauc_ray.numbers.arrays import read_rows
+from cauc_ray.numbers.logits import MUST_BE_DECLARED, SumsToOne, as_logits, kind_of, stacked
 from cauc_ray.numbers.types import Floats, Ints
 
 # The input's columns, each (n, ...): numbers as arrays, text, bytes and ragged lists as arrays of objects.
@@ -141,42 +142,17 @@ def logits_of(output: object, n: int) -> tuple[Floats, Ints | None]:
         )
     if len(output) != n:
         raise DataError(f"the model returned {len(output)} rows of logits for {n} inputs")
-    n_options = None
-    try:
-        if isinstance(output, np.ndarray) and output.dtype != object:
-            logits = _numbers(output)
-        else:
-            rows = [_numbers(np.asarray(row)) for row in output]
-            logits, n_options = padded(rows), np.array([row.size for row in rows], dtype=np.int64)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"the model's logits are not numbers: {error}") from error
-    if logits.ndim != 2 or logits.shape[1] == 0:
-        raise DataError(f"the model returned logits of shape {logits.shape}; expected ({n}, number of options)")
-    return logits, n_options
-
-
-def _numbers(values: npt.NDArray[Any]) -> Floats:
-    """Return numbers as float32. Raises TypeError for other types, such as texts, which numpy would parse."""
-    if values.dtype.kind in "USOMmc":
-        raise TypeError(f"their dtype is {values.dtype}")
-    return values.astype(np.float32, copy=False)
-
-
-def padded(rows: Sequence[Floats]) -> Floats:
-    """Return vectors of any lengths as float32 (n, K), padded with -inf."""
-    if any(row.ndim != 1 for row in rows):
-        raise DataError("a model that returns a list must return one vector of logits for each row")
-    logits = np.full((len(rows), max((len(r) for r in rows), default=0)), -np.inf, dtype=np.float32)
-    for place, row in enumerate(rows):
-        logits[place, : len(row)] = row
-    return logits
+    logits, n_options = read_rows("the model's answer", output)
+    return logits, n_options if (n_options < logits.shape[1]).any() else None
 
 
 def ragged(n: int, rows: Mapping[int, Floats]) -> tuple[Floats, Ints]:
     """Return vectors of some of n rows as float32 (n, K), padded with -inf, and their lengths, int (n,)."""
-    nothing = np.full(1, -np.inf, np.float32)  # later steps need at least one column
     lengths = np.array([len(rows.get(row, ())) for row in range(n)], dtype=np.int64)
-    return padded([rows.get(row, nothing) for row in range(n)]), lengths
+    logits = np.full((n, max(1, lengths.max(initial=1))), -np.inf, np.float32)  # later steps need a column
+    for row, own in rows.items():
+        logits[row, : len(own)] = own
+    return logits, lengths
 
 
 def answered(
@@ -266,9 +242,7 @@ class AsDeclared:
         """Count rows together with earlier rows; repeated rows count once."""
         sums = SumsToOne.of(logits)
         if not sums.n_negative:
-            width = max(seen.shape[1], logits.shape[1])
-            rows = [np.pad(own, ((0, 0), (0, width - own.shape[1])), constant_values=-np.inf) for own in (seen, logits)]
-            self._seen = np.unique(np.concatenate(rows), axis=0)
+            self._seen = np.unique(stacked([seen, logits]), axis=0)
             sums = SumsToOne.of(self._seen)
         if not sums.possible:
             self._seen = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.endpoint import Bill, EndpointModel, Reply, value_at
 from cauc_ray.models.openai import OpenAISpec
 from cauc_ray.models.prompts import LETTERS, Asked
-from cauc_ray.models.tokens import at_once
+from cauc_ray.models.tokens import requests
 from cauc_ray.numbers.types import Floats
 
 _PATHS = {"chat": "/chat/completions", "completions": "/completions"}
@@ -46,7 +46,8 @@ class CompletionsModel(EndpointModel):
     _spec: OpenAISpec
 
     def __init__(self, spec: OpenAISpec, key: str, deadline_s: float) -> None:
-        super().__init__(spec, key, deadline_s, chat=spec.endpoint == "chat")
+        source = f"openai {spec.model} at {spec.url} ({spec.endpoint}), log-probabilities of the options"
+        super().__init__(spec, key, deadline_s, source, chat=spec.endpoint == "chat")
         self._has_logprobs = False
         self._never_any = (
             f", and none of {spec.url} had any so far: a model of kind 'openai' needs a server that returns them for "
@@ -78,7 +79,7 @@ class CompletionsModel(EndpointModel):
             body |= {"logprobs": True} | ({} if ids else {"top_logprobs": spec.top_logprobs})
         answer = await self.post(_PATHS[spec.endpoint], body, bill)
         if thinks(answer):
-            raise DataError(_THINKING) if self._has_logprobs else ConfigError(f"{spec.source}: {_THINKING}")
+            raise DataError(_THINKING) if self._has_logprobs else ConfigError(f"{self.facts.source}: {_THINKING}")
         alternatives = first_alternatives(answer, spec.endpoint)
         if alternatives is None:
             raise DataError(f"the answer has no log-probabilities{'' if self._has_logprobs else self._never_any}")
@@ -129,26 +130,33 @@ class CompletionsModel(EndpointModel):
 
     async def _scored(self, question: Asked, options: list[list[int]], bill: Bill) -> tuple[Floats, int]:
         """Return the log-probability of each option: of its token, or of its tokens after the prompt."""
-        logprobs: dict[int, float] = {}
-        for asked in at_once(tokens[0] for tokens in options if len(tokens) == 1):
-            names = {f"token_id:{token}": token for token in asked}
-            given = {names[token]: lp for token, lp in await self._likeliest(question, bill, asked) if token in names}
-            if len(given) < len(asked):
-                self._scores_tokens = False
-                await self._tokens_of(question.options, bill)  # letters can be bounded, others cannot
-                return letter_logits(await self._likeliest(question, bill), len(options))
-            logprobs |= given
-        longer = [tokens for tokens in options if len(tokens) > 1]
-        totals: Iterator[float] = iter(())
-        if longer:
-            generating = {} if self._spec.endpoint == "completions" else {"add_generation_prompt": True}
-            prompt = await self._tokenized(self._prompt_of(question) | generating, bill)
-            if prompt is None:
-                raise DataError("the server does not tokenise its prompt")
-            totals = iter([await self._continued(prompt, tokens, bill) for tokens in longer])
+        logprobs: dict[tuple[int, ...], float] = {}
+        prompt = None
+        for tokens, ids in requests(options):
+            if ids:
+                names = {f"token_id:{token}": (token,) for token in ids}
+                said = await self._likeliest(question, bill, ids)
+                given: dict[tuple[int, ...], float] = {
+                    names[token]: logprob for token, logprob in said if token in names
+                }
+                if len(given) < len(ids):
+                    self._scores_tokens = False
+                    await self._tokens_of(question.options, bill)  # letters can be bounded, others cannot
+                    return letter_logits(await self._likeliest(question, bill), len(options))
+                logprobs |= given
+            else:
+                prompt = prompt or await self._prompt_tokens(question, bill)
+                logprobs[tuple(tokens)] = await self._continued(prompt, tokens, bill)
         n_bytes = [len(option.encode()) if self._spec.answers_with == "text" else 1 for option in question.options]
-        found = [logprobs[tokens[0]] if len(tokens) == 1 else next(totals) for tokens in options]
-        return np.array(found) / n_bytes, 0
+        return np.array([logprobs[tuple(option)] for option in options]) / n_bytes, 0
+
+    async def _prompt_tokens(self, question: Asked, bill: Bill) -> list[int]:
+        """Return the tokens of a question, up to where the answer begins."""
+        generating = {} if self._spec.endpoint == "completions" else {"add_generation_prompt": True}
+        tokens = await self._tokenized(self._prompt_of(question) | generating, bill)
+        if tokens is None:
+            raise DataError("the server does not tokenise its prompt")
+        return tokens
 
     def _prompt_of(self, question: Asked) -> dict[str, Any]:
         """Return a question as the server's endpoint has it."""

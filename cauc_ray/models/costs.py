@@ -21,8 +21,7 @@ def cost_unit(stage: StageSpec) -> str:
     """Return the unit of a stage's costs: as declared, as the model's own calls are billed, else GFLOPs."""
     if stage.cost is not None:
         return stage.cost.unit
-    own: str | None = getattr(stage.model, "cost_unit", None)
-    return own or MEASURED_UNIT
+    return stage.model.cost_unit or MEASURED_UNIT
 
 
 def model_cost(

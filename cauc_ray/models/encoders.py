@@ -9,14 +9,14 @@ import numpy as np
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import EMBEDDING, Batch, Model, ModelFacts, Unusable, batch_size, parted, require_columns
-from cauc_ray.models.kind import ImageSpec, KindSpec
+from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec
 from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.transformers import HubModelSpec, HubSpec, image_model, load_network, loading
+from cauc_ray.models.transformers import HubSpec, image_model, load_network, loading
 from cauc_ray.numbers.types import Floats
 
 if TYPE_CHECKING:
-    from cauc_ray.models.vision import ImageModel
+    from cauc_ray.models.classifiers import ImageModel
 
 
 class FeaturesSpec(KindSpec):
@@ -68,13 +68,15 @@ class ImageEncoderSpec(HubSpec, ImageSpec):
         return image_model(self, Pooled(load_network(AutoModel, self, optional="pooler.")))
 
 
-class TextEncoderSpec(HubModelSpec):
+class TextEncoderSpec(KindSpec):
     """A sentence encoder of sentence-transformers, by hub id or local folder.
 
     columns: what it reads, line by line; those of a question by default.   required: those that each row must have.
     """
 
     kind: Literal["text-encoder"] = "text-encoder"
+    model: HubModel
+    device: Device = "auto"
     columns: tuple[str, ...] = ("context", "question", "choices")
     required: tuple[str, ...] = ("question", "choices")
 

@@ -52,9 +52,7 @@ def decode_image(image: Any) -> Image.Image:
     Of an animation, the first frame; of 16 bits a channel, the upper 8. Raises ImageError when it is none of
     these, damaged, or far longer than wide.
     """
-    if image is None:
-        raise ImageError("there is no image")
-    if isinstance(image, bytes) and not image:
+    if image is None or (isinstance(image, bytes) and not image):
         raise ImageError("there is no image: the file is empty or cannot be read")
     try:
         with _unwarned():

@@ -24,12 +24,9 @@ class Section(BaseModel):
     @classmethod
     def _keys_are_known(cls, value: Any) -> Any:
         """Name the keys that there are, which pydantic's own error does not."""
-        if cls.model_config.get("extra") != "forbid":
-            return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((key for key in value if key not in known), None) if isinstance(value, dict) else None
-        if unknown is not None:
-            raise ValueError(unknown_name("key", str(unknown), known))
+        if isinstance(value, dict) and cls.model_config.get("extra") == "forbid" and (unknown := value.keys() - known):
+            raise ValueError(unknown_name("key", min(map(str, unknown)), known))
         return value
 
 
@@ -62,6 +59,8 @@ def _here_or_hub(name: str, info: ValidationInfo) -> str:
 LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(beside)]
 # A folder if there is one of that name, else a hub id.
 HubModel: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_here_or_hub)]
+# The column of a text, or two for a pair.
+TextColumns: TypeAlias = Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
 
 
 class KindSpec(Section):

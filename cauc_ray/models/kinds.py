@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from cauc_ray.errors import ConfigError, one_line, unknown_name
+from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.models.answers import Model
 from cauc_ray.models.kind import DeclaringSpec, KindSpec
 from cauc_ray.models.onnx import OnnxSpec
 from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
 from cauc_ray.models.prompts import PromptSettings
-from cauc_ray.models.python import PythonSpec, python_model
+from cauc_ray.models.python import PythonSpec, imported, python_model
 from cauc_ray.models.saved import SavedSpec
-from cauc_ray.models.texts import TransformersClassifierSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
-from cauc_ray.models.transformers import TransformersChoiceSpec, TransformersImageSpec
+from cauc_ray.models.transformers import (
+    TransformersChoiceSpec,
+    TransformersClassifierSpec,
+    TransformersImageSpec,
+)
 from cauc_ray.models.vllm import VllmSpec
 from cauc_ray.models.zero_shot import TransformersZeroShotSpec
 
@@ -56,11 +59,10 @@ class RegisteredSpec(DeclaringSpec):
         entry = next(iter(entry_points(group=ENTRY_POINTS, name=self.kind)), None)
         if entry is None:  # the pool was read on another machine
             raise ConfigError(unknown_name("kind", self.kind, known_kinds()))
-        try:
-            factory = entry.load()
-        except Exception as error:  # the import runs arbitrary code
-            raise ConfigError(f"kind {self.kind!r} ({entry.value}) cannot be imported: {one_line(error)}") from error
-        return python_model(factory(**(self.model_extra or {})), f"{self.kind} {entry.value}", self.logit_kind)
+        source = f"{self.kind} {entry.value}"
+        return python_model(
+            imported(entry.value, f"kind {self.kind!r}")(**(self.model_extra or {})), source, self.logit_kind
+        )
 
 
 def known_kinds() -> tuple[str, ...]:

@@ -10,20 +10,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import Batch, ModelFacts, bucketed
-from cauc_ray.models.passes import LocalModel, Passes
+from cauc_ray.models.passes import Passes
 from cauc_ray.models.prompts import LOGITS_ARE
 from cauc_ray.models.tokens import Tokenizing, Tokens, scored
-from cauc_ray.models.torch_device import DeviceTime, dtype_name, params_b
-from cauc_ray.models.transformers import TransformersChoiceSpec, fetched, load_placed
+from cauc_ray.models.torch_device import TorchModel, dtype_name
+from cauc_ray.models.transformers import TransformersChoiceSpec, context_length, fetched, load_placed
 from cauc_ray.numbers.types import Floats
 
 # Of vocabulary-wide logits, at once: 1 GB in float32.
@@ -35,34 +34,25 @@ def load_choice_model(spec: TransformersChoiceSpec, over_gpus: bool) -> ChoiceMo
 
     Raises ConfigError if they cannot be loaded or are unsuitable.
     """
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoTokenizer,
-    )
+    import transformers as hub
 
     more = {"gguf_file": spec.gguf_file} if spec.gguf_file else {}
-    config = fetched(AutoConfig, spec.model, revision=spec.revision, **more)
+    config = fetched(hub.AutoConfig, spec, **more)
     # Those that also see images answer texts as others do.
-    factory = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    tokenizer = fetched(AutoTokenizer, spec.model, revision=spec.revision, **more)
+    causal = type(config) in hub.MODEL_FOR_CAUSAL_LM_MAPPING
+    factory = hub.AutoModelForCausalLM if causal else hub.AutoModelForImageTextToText
+    tokenizer = fetched(hub.AutoTokenizer, spec, **more)
     return ChoiceModel(spec, tokenizer, load_placed(factory, spec, over_gpus=over_gpus, **more))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """Questions that share a forward pass, as tensors on the host, in pinned memory for a GPU.
+class _Pass(NamedTuple):
+    """The tensors of questions that share a forward pass, all int64.
 
-    All are int64.   tokens, mask: (n, width), of the prompts without the head, padded on the left.   head: tokens that
-    the cache has.   owners, starts: (m,), each option's question, and its first token.   longer: (l,), options
-    of several tokens.   continued: (l, w), the tokens of these, padded on the right.   rest: (l,), how many of these
-    follow the first.
+    tokens, mask: (n, width), of the prompts without the head, padded on the left.   owners, starts: (m,), each option's
+    question, and its first token.   longer: (l,), options of several tokens.   continued: (l, w), the tokens of these,
+    padded on the right.   rest: (l,), how many of these follow the first.
     """
 
-    together: list[Tokens]
-    head: int
     tokens: torch.Tensor
     mask: torch.Tensor
     owners: torch.Tensor
@@ -72,44 +62,51 @@ class _Pass:
     rest: torch.Tensor
 
     @classmethod
-    def of(cls, together: list[Tokens], head: int, *, pinned: bool) -> _Pass:
-        """Return questions as a pass."""
+    def of(cls, together: list[Tokens], head: int) -> _Pass:
+        """Return questions as tensors on the host.   head: tokens that the cache has."""
         prompts = [one.prompt[head:] for one in together]
         width = max(map(len, prompts))
         options = [(row, tokens) for row, one in enumerate(together) for tokens in one.options]
-        longer = [index for index, (_, tokens) in enumerate(options) if len(tokens) > 1]
-        widest = max((len(options[index][1]) for index in longer), default=1)
-        tensors = (
+        longer = {index: tokens for index, (_, tokens) in enumerate(options) if len(tokens) > 1}
+        widest = max(map(len, longer.values()), default=1)
+        values = (
             [[0] * (width - len(prompt)) + prompt for prompt in prompts],
             [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts],
             [row for row, _ in options],
             [tokens[0] for _, tokens in options],
-            longer,
-            [options[index][1] + [0] * (widest - len(options[index][1])) for index in longer],
-            [len(options[index][1]) - 1 for index in longer],
+            [*longer],
+            [tokens + [0] * (widest - len(tokens)) for tokens in longer.values()],
+            [len(tokens) - 1 for tokens in longer.values()],
         )
-        made = (torch.tensor(values, dtype=torch.long) for values in tensors)
-        return cls(together, head, *(one.pin_memory() if pinned else one for one in made))
-
-    def on(self, device: torch.device) -> _Pass:
-        """Return the pass with its tensors on a device; the host does not wait for them."""
-        tensors = {name: value for name in self.__slots__ if isinstance(value := getattr(self, name), torch.Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        return cls(*(torch.tensor(each, dtype=torch.long) for each in values))
 
 
-class ChoiceModel(LocalModel):
+# Questions, how many of their tokens the cache has, and their tensors.
+_Questions: TypeAlias = tuple[list[Tokens], int, _Pass]
+
+
+class ChoiceModel(TorchModel):
     """A causal language model that answers multiple-choice questions with one logit for each option."""
 
     def __init__(
-        self, spec: TransformersChoiceSpec, tokenizer: Any, network: Any, device_time: DeviceTime | None = None
+        self,
+        spec: TransformersChoiceSpec,
+        tokenizer: Any,
+        network: Any,
+        new_event: Callable[[], Any] | None = None,
     ) -> None:
+        longest = min(spec.max_tokens or 10**9, context_length(network.config))
+        self._tokenizing = Tokenizing(spec, tokenizer, longest)
+        file = f" ({spec.gguf_file})" if spec.gguf_file else ""
+        facts = ModelFacts(
+            source=f"transformers {spec.model}{file}, {dtype_name(network.dtype)}, {self._tokenizing.how}",
+            logit_kind=LOGITS_ARE[spec.answers_with],
+            labels=spec.label_names,
+        )
+        super().__init__(network, facts, next(network.parameters()).device, network.dtype, new_event)
         self._spec = spec
-        self._network = network
         self._accepts = set(inspect.signature(network.forward).parameters)
-        self._device = next(network.parameters()).device
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
-        self._device_time: DeviceTime = device_time or DeviceTime(self._device)
-        self._tokenizing = Tokenizing(spec, tokenizer, min(spec.max_tokens or 10**9, _context_length(network.config)))
         # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
         attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
         names = ("cache", "past_key_values") if attends else ()
@@ -118,35 +115,27 @@ class ChoiceModel(LocalModel):
             raise ConfigError(f"{spec.model} has no cache for options to share; use options: letter")
         self._head = self._tokenizing.head() if self._cache else []
         self._head_cache = self._run_head()  # of the tokens that all prompts begin with
-        file = f" ({spec.gguf_file})" if spec.gguf_file else ""
-        precision = dtype_name(network.dtype)
-        self.facts = ModelFacts(
-            source=f"transformers {spec.model}{file}, {precision}, {self._tokenizing.how}",
-            logit_kind=LOGITS_ARE[spec.answers_with],
-            params_b=params_b(network),
-            labels=spec.label_names,
-            dtype=precision,
-        )
 
     def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
         """Turn a batch into tokens and passes. Raises DataError when a column is missing."""
         asked, faults = self._tokenizing(batch)
-        return [([one.row for one in own.together], own) for own in self._passes(asked)], faults
+        return [([one.row for one in own[0]], own) for own in self._passes(asked)], faults
 
-    def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Pass]:
+    def _passes(self, asked: Sequence[Tokens]) -> Iterator[_Questions]:
         """Yield questions of like lengths as passes of a bounded number of tokens and of logits."""
-        on_gpu, head = self._device.type == "cuda", len(self._head)
+        head = len(self._head)
         scored = max((1 + len(one.options) * (one.longest - 1) for one in asked), default=1)
         most_rows = max(1, _LOGITS_AT_ONCE // (scored * self._network.config.get_text_config().vocab_size))
         lengths = {
             index: max(1, len(one.prompt) - head) + len(one.options) * (one.longest - 1)
             for index, one in enumerate(asked)
         }
-        for own in bucketed(lengths, self._spec.batch_tokens, on_gpu=on_gpu):
+        for own in bucketed(lengths, self._spec.batch_tokens, on_gpu=self._on_gpu):
             for start in range(0, len(own), most_rows):
                 together = [asked[index] for index in own[start : start + most_rows]]
                 begins = all(len(one.prompt) > head and one.prompt[:head] == self._head for one in together)
-                yield _Pass.of(together, head if begins else 0, pinned=on_gpu)
+                cached = head if begins else 0
+                yield together, cached, _Pass(*map(self.on_host, _Pass.of(together, cached)))
 
     def _run_head(self) -> Any:
         """Run what all prompts begin with, and return its cache; None where there is nothing that they can share."""
@@ -162,40 +151,41 @@ class ChoiceModel(LocalModel):
             self._head, cache = [], None
         return cache
 
-    def launch(self, inputs: _Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(self, inputs: _Questions) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each option's next token's logit, and its log-likelihood, float64, both (m,).
 
         A letter's logit is the next token's. A longer option's is its log-likelihood: its first token's after the
         prompt, the others' from there on. The prompt is run once; what it leaves in the cache serves every option.
         """
-        with torch.inference_mode():
-            own = inputs.on(self._device)
-            n, mask = len(own.together), own.mask
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + own.head
-            settings: dict[str, Any] = {"use_cache": len(own.longer) > 0}
-            if own.head:
-                cache = copy.deepcopy(self._head_cache)
-                cache.batch_repeat_interleave(n)
-                settings = {"use_cache": True, self._cache: cache}
-                mask = torch.cat([mask.new_ones(n, own.head), mask], dim=1)
-            output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
-            logits = output.logits[:, -1].float()
-            raw = logits[own.owners, own.starts]
-            totals = (raw - torch.logsumexp(logits, dim=1)[own.owners]).double()
-            if len(own.longer):
-                owners = own.owners[own.longer]
-                # A cache of many devices takes the host's.
-                kept = inputs.owners[inputs.longer] if self._over_gpus else owners
-                cache = getattr(output, self._cache)
-                cache.batch_select_indices(kept)
-                totals[own.longer] += self._continuations(own, cache, mask[owners])
+        together, cached, sent = inputs
+        own = _Pass(*map(self.on_device, sent))
+        n, mask = len(together), own.mask
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0) + cached
+        settings: dict[str, Any] = {"use_cache": len(own.longer) > 0}
+        if cached:
+            cache = copy.deepcopy(self._head_cache)
+            cache.batch_repeat_interleave(n)
+            settings = {"use_cache": True, self._cache: cache}
+            mask = torch.cat([mask.new_ones(n, cached), mask], dim=1)
+        output = self._run(own.tokens, mask, positions, logits_to_keep=1, **settings)
+        logits = output.logits[:, -1].float()
+        raw = logits[own.owners, own.starts]
+        totals = (raw - torch.logsumexp(logits, dim=1)[own.owners]).double()
+        if len(own.longer):
+            owners = own.owners[own.longer]
+            cache = getattr(output, self._cache)
+            # A cache of many devices takes the host's.
+            cache.batch_select_indices(sent.owners[sent.longer] if self._over_gpus else owners)
+            totals[own.longer] += self._continuations(own, cache, mask[owners])
         return raw, totals
 
-    def take(self, inputs: _Pass, launched: tuple[torch.Tensor, torch.Tensor], counts: Counter[str]) -> list[Floats]:
+    def take(
+        self, inputs: _Questions, launched: tuple[torch.Tensor, torch.Tensor], counts: Counter[str]
+    ) -> list[Floats]:
         """Return each row's logits."""
-        ends = np.cumsum([len(one.options) for one in inputs.together])[:-1]
+        ends = np.cumsum([len(one.options) for one in inputs[0]])[:-1]
         raw, logprobs = (np.split(given.cpu().numpy(), ends) for given in launched)
-        scores = scored(self._spec, inputs.together, logprobs, counts)
+        scores = scored(self._spec, inputs[0], logprobs, counts)
         return raw if self._spec.answers_with == "letter" else scores
 
     def _continuations(self, own: _Pass, cache: Any, before: torch.Tensor) -> torch.Tensor:
@@ -215,10 +205,4 @@ class ChoiceModel(LocalModel):
 
     def _run(self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, **settings: Any) -> Any:
         given = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, **settings}
-        with self._device_time.forward():
-            return self._network(**{name: value for name, value in given.items() if name in self._accepts})
-
-
-def _context_length(config: Any) -> int:
-    text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or 10**9)
+        return self._network(**{name: value for name, value in given.items() if name in self._accepts})

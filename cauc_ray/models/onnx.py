@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -15,9 +14,8 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, DataError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts, batch_size, logits_of, require_columns
-from cauc_ray.models.kind import DeclaringSpec, Device, LocalFile, Section
-from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.texts import text_passes
+from cauc_ray.models.kind import DeclaringSpec, Device, LocalFile, Section, TextColumns
+from cauc_ray.models.passes import LocalModel, Passes, text_passes
 from cauc_ray.numbers.types import Floats
 
 _NUMBERS: Mapping[str, str] = {
@@ -54,13 +52,12 @@ class OnnxSpec(DeclaringSpec):
     `probabilities`, else its only one of rows by classes.   logit_kind: of that output, raw unless declared.
     """
 
-    HOW: ClassVar[frozenset[str]] = DeclaringSpec.HOW | {"device"}
     SPANS_GPUS: ClassVar[bool] = False
     kind: Literal["onnx"]
     model: LocalFile
     image: ImageInput | None = None
     tokenizer: LocalFile | None = None
-    text: tuple[str, ...] = Field(default=("text",), min_length=1, max_length=2)
+    text: TextColumns = ("text",)
     max_tokens: int = Field(default=512, ge=4)
     batch_tokens: int = Field(default=16384, ge=1)
     columns: tuple[str, ...] = ()
@@ -99,11 +96,9 @@ class OnnxSpec(DeclaringSpec):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = _cpus()
         options.log_severity_level = 3
-        if not Path(self.model).is_file():
-            raise ConfigError(f"there is no file {self.model}")
         try:
             session = onnxruntime.InferenceSession(self.model, options, providers=[*dict.fromkeys([*providers, _CPU])])
-        except Exception as error:  # damaged files raise errors of many types
+        except Exception as error:  # missing or damaged files raise errors of many types
             raise ConfigError(f"{self.model} cannot be loaded: {first_line(error)}") from error
         return OnnxModel(self, session)
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -63,11 +63,6 @@ class EndpointSpec(LanguageSpec):
         return self.base_url or OPENAI_URL
 
     @property
-    @abstractmethod
-    def source(self) -> str:
-        """Return in one phrase what answers."""
-
-    @property
     def cost_unit(self) -> str | None:
         """Return the unit of what each call costs, None where no prices are given."""
         return "USD" if self.prices else None
@@ -113,11 +108,6 @@ class OpenAISpec(EndpointSpec):
             raise ValueError(f"options: {self.answers_with} needs a server that scores given tokens, such as vLLM's")
         return self
 
-    @property
-    def source(self) -> str:
-        """Return in one phrase what answers."""
-        return f"openai {self.model} at {self.url} ({self.endpoint}), log-probabilities of the options"
-
     def connected(self, key: str, deadline_s: float) -> Model:
         """Return the model with a key."""
         from cauc_ray.models.completions import CompletionsModel
@@ -161,15 +151,10 @@ class DecisionsSpec(EndpointSpec):
         question = {"type": self.question, "instructions": self.instructions}
         if self.question == "predicate":
             return question
-        about = self.labels if isinstance(self.labels, Mapping) else {}
+        about = self.descriptions
         name, listed = ("value", "choices") if self.question == "choice" else ("label", "levels")
-        more = [{"description": about[option]} if about.get(option) else {} for option in options]
+        more = [{"description": about[option]} if option in about else {} for option in options]
         return {**question, listed: [{name: option, **own} for option, own in zip(options, more, strict=True)]}
-
-    @property
-    def source(self) -> str:
-        """Return in one phrase what answers."""
-        return f"decisions of {self.model} at {self.url}"
 
     @property
     def answers_kind(self) -> LogitKind:
@@ -180,4 +165,4 @@ class DecisionsSpec(EndpointSpec):
         """Return the model with a key."""
         from cauc_ray.models.endpoint import DecisionsModel
 
-        return DecisionsModel(self, key, deadline_s)
+        return DecisionsModel(self, key, deadline_s, f"decisions of {self.model} at {self.url}")

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from cauc_ray.models.answers import Answers, Batch, PreparingModel, answered, batch_size
+from cauc_ray.models.answers import (
+    Answers,
+    Batch,
+    PreparingModel,
+    Unusable,
+    answered,
+    batch_size,
+    bucketed,
+    parted,
+    require_columns,
+)
 from cauc_ray.numbers.types import Floats
-
-if TYPE_CHECKING:
-    from cauc_ray.models.torch_device import DeviceTime
 
 # The rows of a pass with its inputs.
 Passes: TypeAlias = Sequence[tuple[Sequence[int], Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A batch of n rows as a model computes it.   faults: why rows that are in no pass have no logits."""
-
-    n: int
-    passes: Passes
-    faults: Mapping[int, str]
+# A batch as a model computes it: its number of rows, its passes, and why rows that are in none have no logits.
+Inputs: TypeAlias = tuple[int, Passes, Mapping[int, str]]
 
 
 class LocalModel(PreparingModel):
     """A model that reads rows on the host, then computes their logits in passes, all launched before any is taken."""
-
-    _device_time: DeviceTime | None = None
 
     @abstractmethod
     def read(self, batch: Batch) -> tuple[Passes, Mapping[int, str]]:
@@ -42,21 +39,51 @@ class LocalModel(PreparingModel):
 
     def take(self, inputs: Any, launched: Any, counts: Counter[str]) -> Iterable[Floats]:
         """Return the logits of each row of a pass.   counts: gains what happened, as Answers has it."""
-        logits: Iterable[Floats] = launched.float().cpu().numpy() if hasattr(launched, "cpu") else launched
+        logits: Iterable[Floats] = launched
         return logits
+
+    def device_s(self) -> float | None:
+        """Return the seconds that a GPU has computed since the last time this was called, None without one."""
+        return None
 
     def prepare(self, batch: Batch) -> Inputs:
         """Read a batch. Raises DataError when a column is missing."""
-        return Inputs(batch_size(batch), *self.read(batch))
+        return batch_size(batch), *self.read(batch)
 
     def answer(self, prepared: Inputs) -> Answers:
         """Compute a batch; rows that cannot be read, or whose logits are no numbers, are failures."""
+        n, passes, faults = prepared
         found: dict[int, Floats] = {}
         counts: Counter[str] = Counter()
-        if self._device_time is not None:
-            self._device_time.start()
-        launched = [self.launch(inputs) for _, inputs in prepared.passes]
-        for (rows, inputs), one in zip(prepared.passes, launched, strict=True):
+        launched = [self.launch(inputs) for _, inputs in passes]
+        for (rows, inputs), one in zip(passes, launched, strict=True):
             found |= zip(rows, self.take(inputs, one, counts), strict=True)
-        seconds = None if self._device_time is None else self._device_time.seconds()
-        return answered(prepared.n, found, prepared.faults, counts, self.facts.dtype, device_s=seconds)
+        return answered(n, found, faults, counts, self.facts.dtype, device_s=self.device_s())
+
+
+def text_passes(
+    batch: Batch,
+    columns: Sequence[str],
+    encode: Callable[[list[list[str]]], Sequence[Any]],
+    collate: Callable[[list[Any]], Any],
+    batch_tokens: int,
+    *,
+    on_gpu: bool = False,
+) -> tuple[Passes, dict[int, str]]:
+    """Return texts of like lengths as passes of at most so many tokens, and why the other rows are in none.
+
+    columns: of a text, or of a pair.   encode: from rows of texts to their encodings, each with its `input_ids`.
+    collate: from encodings to the inputs of a pass. Raises DataError if a column is missing.
+    """
+    require_columns(batch, *columns)
+
+    def texts(row: int) -> list[str] | Unusable:
+        own = {name: batch[name][row] for name in columns}
+        missing = [name for name, text in own.items() if not isinstance(text, str)]
+        return Unusable(f"it has no text in {missing[0]!r}") if missing else list(own.values())
+
+    asked, faults = parted({row: texts(row) for row in range(batch_size(batch))})
+    encoded = dict(zip(asked, encode(list(asked.values())) if asked else [], strict=True))
+    lengths = {row: len(own["input_ids"]) for row, own in encoded.items()}
+    passes = bucketed(lengths, batch_tokens, on_gpu=on_gpu)
+    return [(own, collate([encoded[row] for row in own])) for own in passes], faults

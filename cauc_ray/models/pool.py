@@ -208,18 +208,19 @@ class Pool(PromptSettings):
     @classmethod
     def _prompts_reach_their_models(cls, content: Any) -> Any:
         """Move how language models are asked to the models: a stage's own settings, else the pool's."""
-        stages = content.get("stages") if isinstance(content, dict) else None
-        if not isinstance(stages, list):
-            return content
-        moved = []
-        for stage in stages:
-            model = stage.get("model") if isinstance(stage, dict) else None
-            if isinstance(model, dict) and isinstance(stage, dict) and model.get("kind") in ASKED:
-                keys = ASKED[model["kind"]]
-                asked = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
-                stage = {**{key: value for key, value in stage.items() if key not in keys}, "model": {**asked, **model}}
-            moved.append(stage)
-        return {**content, "stages": moved}
+
+        def moved(stage: Any) -> Any:
+            match stage:
+                case {"model": {"kind": str(kind)} as model} if kind in ASKED:
+                    keys = ASKED[kind]
+                    asked = {key: at[key] for at in (content, stage) for key in keys if at.get(key) is not None}
+                    return {k: own for k, own in stage.items() if k not in keys} | {"model": {**asked, **model}}
+            return stage
+
+        match content:
+            case {"stages": [*stages]}:
+                return {**content, "stages": [moved(stage) for stage in stages]}
+        return content
 
     @model_validator(mode="after")
     def _prompts_are_for_language_models(self) -> Pool:
@@ -235,20 +236,19 @@ class Pool(PromptSettings):
             raise ValueError(f"{key} is for models of kind {', '.join(kind for kind in ASKED if key in ASKED[kind])}")
         if self.labels is not None and self.task == "multiple-choice":
             raise ValueError("labels are names of classes; in multiple-choice, choices name themselves")
-        if len(set(map(len, self._labels))) > 1:
+        if len({len(names) for names in self._all_names if names}) > 1:
             raise ValueError("stages differ in their number of labels")
         return self
 
     @property
-    def _labels(self) -> list[tuple[str, ...]]:
+    def _all_names(self) -> list[tuple[str, ...] | None]:
         """Return the names of the classes as the pool has them and as its models have them."""
-        given = [self.labels, *(stage.model.label_names for stage in self.stages)]
-        return [tuple(names) for names in given if names]
+        return [super().label_names, *(stage.model.label_names for stage in self.stages)]
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
         """Return the names of the classes in their order, None where they are unknown."""
-        return next(iter(self._labels), None)
+        return next(filter(None, self._all_names), None)
 
     @model_validator(mode="after")
     def _distinct_names(self) -> Pool:
@@ -271,13 +271,11 @@ class Pool(PromptSettings):
         A model that does not tell itself reads the pool's inputs, where these are declared. What rows are called and
         labelled is read, too, and choices, which logits are held against.
         """
-        read = {"example_id", "label", "choices"}
-        for stage in stages:
-            own = stage.model.reads if stage.model.reads is not None else frozenset(self.inputs)
-            if stage.model.reads is None and not own:
-                return None
-            read |= own
-        return frozenset(read)
+        models = [stage.model for stage in stages]
+        if not self.inputs and any(model.reads is None for model in models):
+            return None
+        own = [frozenset(self.inputs) if model.reads is None else model.reads for model in models]
+        return frozenset({"example_id", "label", "choices"}).union(*own)
 
     def chain(self, names: tuple[str, ...]) -> tuple[StageSpec, ...]:
         """Return the stages of a chain in its order."""
@@ -299,8 +297,6 @@ def pool_of(content: object, folder: AnyPath, source: str = "the pool") -> Pool:
 
     Raises ConfigError in one line.
     """
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source} is not a pool file: expected a mapping with name, task and stages")
     try:
         return Pool.model_validate(content, context={"folder": folder})
     except ValidationError as error:

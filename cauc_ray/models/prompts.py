@@ -84,10 +84,8 @@ def _named(labels: Any, info: ValidationInfo) -> Any:
     if not labels:
         raise ValueError("the list of labels is empty")
     for index, label in enumerate(labels):
-        if not isinstance(label, str):
-            raise ValueError(f"class {index}: a name must be a text, got {label!r}; put it in quotes")
-        if not label.strip():
-            raise ValueError(f"class {index} has an empty name")
+        if not isinstance(label, str) or not label.strip():
+            raise ValueError(f"class {index}: a name must be a text that is not empty, got {label!r}; put it in quotes")
     if isinstance(labels, dict):
         return {name: "" if about is None else str(about) for name, about in labels.items()}
     return tuple(labels)
@@ -132,7 +130,24 @@ Examples: TypeAlias = Annotated[
 ]
 
 
-class PromptSettings(Section):
+class Labelled(Section):
+    """Something with classes.   labels: their names, or names with their descriptions."""
+
+    labels: Labels = None
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Return the names of the classes in their order, None where they are not known."""
+        return None if self.labels is None else tuple(self.labels)
+
+    @property
+    def descriptions(self) -> dict[str, str]:
+        """Return the descriptions of the classes that have some."""
+        given = self.labels if isinstance(self.labels, dict) else {}
+        return {name: about for name, about in given.items() if about}
+
+
+class PromptSettings(Labelled):
     """How language models are asked, for a pool or for one of its stages.
 
     prompt: a Jinja template over the columns of a row; by default that of a multiple-choice question. Without
@@ -145,7 +160,6 @@ class PromptSettings(Section):
     """
 
     prompt: str | None = Field(default=None, min_length=1)
-    labels: Labels = None
     examples: Examples = ()
     options: OptionsAs | None = None
 
@@ -166,7 +180,7 @@ LOGITS_ARE: Mapping[OptionsAs, str] = {
 }
 
 
-class LanguageSpec(KindSpec, PromptSettings):
+class LanguageSpec(PromptSettings, KindSpec):
     """A language model that chooses among options.
 
     chat_template_kwargs: variables of the model's own chat template, such as enable_thinking: false.
@@ -232,11 +246,6 @@ class LanguageSpec(KindSpec, PromptSettings):
         return "log-probabilities"
 
     @property
-    def label_names(self) -> tuple[str, ...] | None:
-        """Return the names of the classes in their order, None where each row has its own choices."""
-        return None if self.labels is None else tuple(self.labels)
-
-    @property
     def shown(self) -> str:
         """Return the prompt as one text, with columns by their names: what tables and policies keep of it."""
         return Prompts(self, chat=False).shown
@@ -261,7 +270,9 @@ class LanguageSpec(KindSpec, PromptSettings):
 class Prompts:
     """The prompts of rows, for a model that continues a text or for one that answers in a chat."""
 
-    def __init__(self, spec: LanguageSpec, chat: bool) -> None:
+    def __init__(self, spec: LanguageSpec, chat: bool, n_letters: int = len(LETTERS)) -> None:
+        """Take how rows are asked.   n_letters: so many options can be letters."""
+        self._n_letters = n_letters
         self._spec = spec
         self._chat = chat
         self._with = spec.answers_with
@@ -307,13 +318,13 @@ class Prompts:
             return Unusable("it has no question")
         if all(values[name] is None or not str(values[name]).strip() for name in self._reads if name in values):
             return Unusable(f"it has nothing in {', '.join(self._reads)}")
-        if self._with == "letter" and len(options) > len(LETTERS):
+        if self._with == "letter" and len(options) > self._n_letters:
             return Unusable(
-                f"it has {len(options)} options; letters support up to {len(LETTERS)}, options: text any number"
+                f"it has {len(options)} options; letters support up to {self._n_letters}, options: text any number"
             )
         try:
             text = self._text(values, options)
-            text.encode()
+            "".join([text, *options]).encode()
         except UnicodeEncodeError:
             return Unusable("its text is not valid Unicode")
         except (TemplateError, TypeError, ValueError, ArithmeticError) as error:  # of the template with these values
@@ -335,14 +346,9 @@ class Prompts:
     def _listing(self, options: Sequence[str]) -> str:
         if self._with == "text":
             return ""
-        labels = self._spec.labels
-        about = labels if isinstance(labels, Mapping) else {}
+        about = {name: f": {text}" for name, text in self._spec.descriptions.items()}
         marks = [f"{letter}. " for letter in LETTERS] if self._with == "letter" else ["- "] * len(options)
-        lines = (
-            f"{mark}{name}{': ' if about.get(name) else ''}{about.get(name, '')}\n"
-            for mark, name in zip(marks, options, strict=False)
-        )
-        return "".join(lines)
+        return "".join(f"{mark}{name}{about.get(name, '')}\n" for mark, name in zip(marks, options, strict=False))
 
     def _head(self) -> str:
         """Return what precedes every row: the list of labels, and the examples."""

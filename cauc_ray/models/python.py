@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,13 +45,12 @@ class PythonSpec(DeclaringSpec):
         return python_model(factory(**self.kwargs), f"python {self.factory}", self.logit_kind)
 
 
-def imported(factory: str) -> Callable[..., object]:
-    """Import "package.module:function". Raises ConfigError if that fails."""
-    module_name, _, function_name = factory.partition(":")
+def imported(factory: str, what: str = "factory") -> Callable[..., object]:
+    """Import "package.module:function".   what: it is. Raises ConfigError if that fails."""
     try:
-        found: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
+        found: Callable[..., object] = EntryPoint("", factory, "").load()
     except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(f"factory {factory!r} cannot be imported: {one_line(error)}") from error
+        raise ConfigError(f"{what} {factory!r} cannot be imported: {one_line(error)}") from error
     return found
 
 

@@ -40,7 +40,7 @@ class Resources(Section):
     num_gpus: float = Field(default=0, ge=0)
     num_cpus: float = Field(default_factory=lambda given: max(1, CPUS_PER_GPU * given.get("num_gpus", 0)), ge=0)
     memory: int = Field(default=0, ge=0, le=1 << 60)
-    custom: dict[str, float] = Field(default_factory=dict)
+    custom: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     labels: Labels = Field(default_factory=dict)
     fallback: tuple[Labels, ...] = ()
 
@@ -64,13 +64,11 @@ class Resources(Section):
     @field_validator("custom")
     @classmethod
     def _are_custom(cls, custom: dict[str, float]) -> dict[str, float]:
-        for name, amount in custom.items():
+        for name in custom:
             if name in ("CPU", "GPU", "memory", "object_store_memory") or not name:
                 raise ValueError(
                     f"{name!r} is not a custom resource; use num_cpus, num_gpus and memory for CPUs, GPUs and memory"
                 )
-            if amount <= 0:
-                raise ValueError(f"{name!r}: expected an amount above 0, got {amount:g}")
         return custom
 
     @model_validator(mode="after")

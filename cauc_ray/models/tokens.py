@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cauc_ray.numbers.types import Floats
 
 # Tokens of a prompt's beginning that are worth a cache.
 LEAST_HEAD = 32
+_KEPT_OPTIONS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,27 @@ def scored(
     ]
 
 
-def at_once(ids: Iterable[int]) -> list[list[int]]:
-    """Return tokens in their order, as many at a time as vLLM scores in one request."""
-    listed = sorted(set(ids))
-    return [listed[start : start + IDS_AT_ONCE] for start in range(0, len(listed), IDS_AT_ONCE)]
+def requests(options: Iterable[Sequence[int]], *, by_token: bool = False) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield what an engine is asked for options: tokens that follow the prompt, and the next ones that it scores.
+
+    Where there are no next ones, it scores those that follow the prompt: a longer option at once.   by_token: never.
+    """
+    following: dict[tuple[int, ...], set[int]] = {}
+    longer = []
+    for part in {part for option in options for part in parts(option, by_token=by_token)}:
+        if len(part) == 1 or by_token:
+            following.setdefault(part[:-1], set()).add(part[-1])
+        else:
+            longer.append((list(part), list[int]()))
+    for tokens, own in following.items():
+        ids = sorted(own)
+        yield from ((list(tokens), ids[start : start + IDS_AT_ONCE]) for start in range(0, len(ids), IDS_AT_ONCE))
+    yield from longer
+
+
+def parts(option: Sequence[int], *, by_token: bool = False) -> list[tuple[int, ...]]:
+    """Return the beginnings of an option whose log-probabilities, as requests scores them, add up to its own."""
+    return [tuple(option[:n]) for n in range(1 if by_token else len(option), len(option) + 1)]
 
 
 class Tokenizing:
@@ -68,9 +87,10 @@ class Tokenizing:
         self._spec = spec
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
-        self._prompts = Prompts(spec, self.chat)
-        self._options: dict[str, list[int]] = {}
         self._letters = self._letter_tokens() if spec.answers_with == "letter" else []
+        self._prompts = Prompts(spec, self.chat, len(self._letters))
+        # Those of labels are the same in every row.
+        self._option = lru_cache(_KEPT_OPTIONS)(self._option_tokens)
 
     def __call__(self, batch: Batch) -> tuple[list[Tokens], dict[int, str]]:
         """Return a batch's questions in tokens, and why the other rows have none.
@@ -91,12 +111,7 @@ class Tokenizing:
 
     def _tokens(self, row: int, question: Asked, prompt: list[int]) -> Tokens | Unusable:
         """Return a question in tokens, or why it cannot be asked."""
-        n = len(question.options)
-        if self._letters and n > len(self._letters):
-            return Unusable(
-                f"it has {n} options, more than the {len(self._letters)} letters; options: text takes any number"
-            )
-        options = self._letters[:n] or [self._option(option) for option in question.options]
+        options = self._letters[: len(question.options)] or [self._option(option) for option in question.options]
         asked = Tokens(row, prompt, tuple(options), tuple(len(o.encode()) for o in question.options))
         n_tokens = len(asked.prompt) + asked.longest - 1
         if n_tokens > self._max_tokens:
@@ -105,39 +120,25 @@ class Tokenizing:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of prompts up to where the answer begins."""
-        settings = dict(self._spec.chat_template_kwargs)
         if self.chat:  # as texts first: what apply_chat_template returns as tokens has changed between versions
-            texts = [
-                self._tokenizer.apply_chat_template(
-                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, **settings
-                )
-                for text in texts
-            ]
+            turns = [[{"role": "user", "content": text}] for text in texts]
+            settings = {**self._spec.chat_template_kwargs, "tokenize": False, "add_generation_prompt": True}
+            texts = self._tokenizer.apply_chat_template(turns, **settings) if turns else []
         # At once: the tokenizer then works in threads of its own.
         tokens = self._tokenizer(list(texts), add_special_tokens=not self.chat)["input_ids"] if texts else []
         return list(tokens)
 
-    def _option(self, option: str) -> list[int]:
-        """Return an option's tokens; those of labels are the same in every row."""
-        if option in self._options:
-            return self._options[option]
-        tokens = self._encoded(option if self.chat else f" {option}")
-        if self._spec.labels is not None:
-            self._options[option] = tokens
-        return tokens
-
-    def _encoded(self, text: str) -> list[int]:
+    def _option_tokens(self, option: str) -> list[int]:
+        """Return the tokens of an option at the start of an answer: after a space, or first in a chat's turn."""
+        text = option if self.chat else f" {option}"
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return tokens
 
     def _letter_tokens(self) -> list[list[int]]:
-        """Return the letters' tokens at the start of an answer: after a space, or first in a chat's turn.
-
-        Returns as many letters as are single tokens. Raises ConfigError if these are fewer than two.
-        """
+        """Return the tokens of as many letters as are single ones. Raises ConfigError if these are fewer than two."""
         letters: list[list[int]] = []
         for letter in LETTERS:
-            last = self._encoded(letter if self.chat else f" {letter}")[-1]
+            last = self._option_tokens(letter)[-1]
             if self._tokenizer.decode([last]).strip() != letter:
                 break
             letters.append([last])

@@ -1,9 +1,10 @@
-"""Where and how precisely torch computes, and the GPU time of a network's forward passes."""
+"""Networks in torch: where and how precisely they compute, and for how long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,47 +12,69 @@ import torch
 from torch import nn
 
 from cauc_ray.errors import ConfigError
+from cauc_ray.models.answers import Answers, ModelFacts
 from cauc_ray.models.kind import Device, Precision
+from cauc_ray.models.passes import Inputs, LocalModel
 from cauc_ray.models.resources import amounts_text
+from cauc_ray.numbers.types import Floats
 
 
-class DeviceTime:
-    """Adds up the GPU time of a call's forward passes, without reading, preparing, copying and waiting."""
+class TorchModel(LocalModel):
+    """A network on a device, with the GPU time of its forward passes: without reading, preparing, copying, waiting.
 
-    def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
-        """Measure on a GPU only.   new_event: makes events as torch.cuda.Event instead."""
-        on_gpu = device.type == "cuda"
-        self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if on_gpu else None)
-        self._passes: list[tuple[Any, Any]] = []
+    facts: those that the network does not show.   new_event: makes events as torch.cuda.Event, which GPUs have.
+    """
 
-    def start(self) -> None:
-        """Drop the passes of a failed call."""
-        self._passes = []
+    def __init__(
+        self,
+        network: nn.Module,
+        facts: ModelFacts,
+        device: torch.device,
+        dtype: torch.dtype,
+        new_event: Callable[[], Any] | None = None,
+    ) -> None:
+        params_b = sum(p.numel() for p in network.parameters()) / 1e9
+        self.facts = replace(facts, params_b=params_b, dtype=dtype_name(dtype))
+        self._network, self._device = network, device
+        self._on_gpu = device.type == "cuda"
+        self._new_event = new_event or (partial(torch.cuda.Event, enable_timing=True) if self._on_gpu else None)
+        self._events: list[Any] = []
+        if self._new_event is not None:
+            network.register_forward_pre_hook(self._record)
+            network.register_forward_hook(self._record)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Count a forward pass: the inputs are on the device before, the outputs are taken from it after."""
-        if self._new_event is None:
-            yield
-            return
-        begin, end = self._new_event(), self._new_event()
-        begin.record()
-        yield
-        end.record()
-        self._passes.append((begin, end))
+    def take(self, inputs: Any, launched: torch.Tensor, counts: Counter[str]) -> Iterable[Floats]:
+        """Return the logits of each row of a pass."""
+        logits: Floats = launched.float().cpu().numpy()
+        return logits
 
-    def seconds(self) -> float | None:
-        """Wait for the passes since the start and return their seconds; None if nothing is measured."""
+    def answer(self, prepared: Inputs) -> Answers:
+        """Compute a batch."""
+        self._events = []  # without those of a call that failed
+        with torch.inference_mode():
+            return super().answer(prepared)
+
+    def device_s(self) -> float | None:
+        """Wait for the forward passes of a call and return their seconds, None if nothing is measured."""
         if self._new_event is None:
             return None
-        for _, end in self._passes:
+        for end in self._events[1::2]:
             end.synchronize()
-        return float(sum(begin.elapsed_time(end) for begin, end in self._passes) / 1000)
+        passes = zip(self._events[::2], self._events[1::2], strict=True)
+        return float(sum(begin.elapsed_time(end) for begin, end in passes) / 1000)
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a pass, in pinned memory for a GPU."""
+        return tensor.pin_memory() if self._on_gpu else tensor
 
-def params_b(network: nn.Module) -> float:
-    """Return the number of a network's parameters, in billions."""
-    return float(sum(p.numel() for p in network.parameters()) / 1e9)
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a pass on the network's device; the host does not wait for it."""
+        return tensor.to(self._device, non_blocking=True)
+
+    def _record(self, *_: Any) -> None:
+        assert self._new_event is not None
+        self._events.append(self._new_event())
+        self._events[-1].record()
 
 
 def choose_device(device: Device) -> torch.device:

@@ -19,7 +19,7 @@ from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.kind import Device, ImageSpec, Precision, beside
 
 if TYPE_CHECKING:
-    from cauc_ray.models.vision import ImageModel
+    from cauc_ray.models.classifiers import ImageModel
 
 _FILES = (".pth", ".pt", ".safetensors")
 
@@ -55,7 +55,7 @@ class TorchvisionSpec(ImageSpec):
         self.require("torchvision", "torch", "torchvision", "PIL")
         from torchvision import models
 
-        from cauc_ray.models.vision import ImageModel, classifier_size
+        from cauc_ray.models.classifiers import ImageModel, classifier_size
 
         if self.arch not in models.list_models(models):
             raise ConfigError(unknown_name("arch", self.arch, models.list_models(models)))
@@ -80,7 +80,7 @@ class TorchvisionSpec(ImageSpec):
 
     def _from_file(self, models: Any) -> Any:
         """Build the network as TorchVision does for published weights, with the weights of a file."""
-        from cauc_ray.models.vision import classifier_size, load_state
+        from cauc_ray.models.classifiers import classifier_size, load_state
 
         state = _current_names(load_state(Path(self.weights)))
         options = _INCEPTION if self.arch in ("googlenet", "inception_v3") else {}

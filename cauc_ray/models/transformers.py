@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from cauc_ray.errors import CaucError, ConfigError, first_line
 from cauc_ray.models.answers import Model, ModelFacts
-from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec, Precision
+from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec, Precision, TextColumns
 from cauc_ray.models.prompts import LanguageSpec
 from cauc_ray.numbers.logits import LogitKind
 
 if TYPE_CHECKING:
-    from cauc_ray.models.vision import ImageModel
+    from cauc_ray.models.classifiers import ImageModel, TextClassifier
 
 
-class HubModelSpec(KindSpec):
-    """A model by hub id or local folder.   device: where it computes; auto is a GPU where there is one."""
+class _Config(BaseModel):
+    """What a checkpoint's config.json tells before it is loaded: how the network was saved."""
+
+    architectures: list[str] | None = None
+
+
+class HubSpec(KindSpec):
+    """A model of transformers by hub id or local folder.
+
+    device: where it computes; auto is a GPU where there is one.   revision: of the hub's repository.   dtype: auto is
+    bfloat16 on GPUs that have it.
+    """
 
     model: HubModel
     device: Device = "auto"
-
-
-class HubSpec(HubModelSpec):
-    """A model of transformers.   revision: of the hub's repository.   dtype: auto is bfloat16 on GPUs that have it."""
-
     # What a checkpoint must be, and the names of the architectures that are saved with the head that it needs.
     COMPLETE: ClassVar[tuple[str, str]] = ("model", "")
     revision: str | None = None
@@ -41,7 +45,10 @@ class HubSpec(HubModelSpec):
         """Raise ConfigError if a folder's config tells that its model was saved without the head that is needed."""
         path = Path(self.model, "config.json")
         what, head = self.COMPLETE
-        saved = _architectures(path) if path.is_absolute() and path.is_file() else []
+        saved = None
+        if path.is_absolute():
+            with suppress(OSError, ValueError):  # what cannot be read is for the library to tell
+                saved = _Config.model_validate_json(path.read_bytes()).architectures
         if saved and not any(re.search(head, name) for name in saved):
             raise ConfigError(f"model {self.model!r} is not a complete {what}: it was saved as {saved[0]}")
 
@@ -77,6 +84,40 @@ class SpreadSpec(HubSpec):
     @abstractmethod
     def load(self, *, over_gpus: bool = False) -> Model:
         """Load the model and its tokenizer. Raises ConfigError if they cannot be loaded."""
+
+
+class TransformersClassifierSpec(SpreadSpec):
+    """`{kind: transformers-classifier, model: ORG/NAME, text: [text]}`: any AutoModelForSequenceClassification.
+
+    text: the column that it reads, or two for a pair such as a premise and a hypothesis.   max_tokens: longer texts are
+    cut, by default at the model's own limit.   batch_tokens: most tokens, padding included, of one forward pass.
+    """
+
+    COMPLETE: ClassVar[tuple[str, str]] = ("text classifier", "ForSequenceClassification")
+    kind: Literal["transformers-classifier"]
+    text: TextColumns = ("text",)
+    max_tokens: int | None = Field(default=None, ge=4)
+    batch_tokens: int = Field(default=16384, ge=1)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns that it reads."""
+        return frozenset(self.text)
+
+    texts = needs
+
+    def load(self, *, over_gpus: bool = False) -> TextClassifier:
+        """Load the network and its tokenizer. Raises ConfigError if they cannot be loaded, or it is no classifier."""
+        self.require("transformers", "torch", "transformers")
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        from cauc_ray.models.classifiers import TextClassifier
+
+        network = load_placed(AutoModelForSequenceClassification, self, over_gpus=over_gpus)
+        if network.config.num_labels < 2 or network.config.problem_type == "multi_label_classification":
+            raise ConfigError(f"model {self.model!r} does not choose one of several classes")
+        labels = option_names(network.config.id2label)
+        return TextClassifier(self, fetched(AutoTokenizer, self), network, labels)
 
 
 class HubLanguageSpec(SpreadSpec, LanguageSpec):
@@ -117,14 +158,6 @@ class TransformersChoiceSpec(HubLanguageSpec):
         return load_choice_model(self, over_gpus)
 
 
-def _architectures(config: Path) -> list[str]:
-    """Return the architectures that a checkpoint's config names; what cannot be read is for the library to tell."""
-    try:
-        return [str(name) for name in json.loads(config.read_text(encoding="utf-8")).get("architectures") or []]
-    except (OSError, ValueError, AttributeError, TypeError):
-        return []
-
-
 def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **options: Any) -> Any:
     """Load a network by one of transformers' auto classes.
 
@@ -134,7 +167,7 @@ def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **
     """
     spec.check()
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    network, report = fetched(factory, spec.model, revision=spec.revision, **more, **options)
+    network, report = fetched(factory, spec, **more, **options)
     for name, found, expected in sorted(report["mismatched_keys"]):
         shapes = f"{tuple(found)} in the file, {tuple(expected)} by its config"
         raise ConfigError(f"model {spec.model!r} cannot be loaded: {name} has shape {shapes}")
@@ -164,7 +197,7 @@ def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, **options: Any)
     dtype = choose_dtype(spec.dtype, device)
     if device.type == "cuda":
         spec.check()
-        config = fetched(AutoConfig, spec.model, revision=spec.revision, **options)
+        config = fetched(AutoConfig, spec, **options)
         with loading(spec.model), torch.device("meta"):
             outline = factory.from_config(config)
         if not getattr(config, "quantization_config", None):
@@ -177,9 +210,9 @@ def image_model(spec: HubSpec, network: Any, labels: tuple[str, ...] | None = No
     """Return an image network with the preprocessing of its folder or repository. Raises ConfigError without one."""
     from transformers import AutoImageProcessor
 
-    from cauc_ray.models.vision import ImageModel
+    from cauc_ray.models.classifiers import ImageModel
 
-    processor = fetched(AutoImageProcessor, spec.model, revision=spec.revision)
+    processor = fetched(AutoImageProcessor, spec)
 
     def preprocess(image: Any) -> Any:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
@@ -196,10 +229,15 @@ def option_names(by_index: Mapping[int, Any]) -> tuple[str, ...] | None:
     return names if len(names) == len(by_index) and names != made_up else None
 
 
-def fetched(factory: Any, name: str, **options: Any) -> Any:
-    """Load something by hub id or folder. Raises ConfigError in one line if it cannot be loaded."""
-    with loading(name):
-        return factory.from_pretrained(name, **options)
+def context_length(config: Any) -> int:
+    """Return the most tokens that a model takes, by its config; a large number where it sets none."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9)
+
+
+def fetched(factory: Any, spec: HubSpec, **options: Any) -> Any:
+    """Load a part of a model. Raises ConfigError in one line if it cannot be loaded."""
+    with loading(spec.model):
+        return factory.from_pretrained(spec.model, revision=spec.revision, **options)
 
 
 @contextmanager

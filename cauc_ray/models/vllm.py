@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +14,7 @@ from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, Model, ModelFacts
 from cauc_ray.models.kind import HubModel
 from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.tokens import Tokenizing, Tokens, at_once, scored
+from cauc_ray.models.tokens import Tokenizing, Tokens, parts, requests, scored
 from cauc_ray.models.transformers import HubLanguageSpec
 from cauc_ray.numbers.types import Floats
 
@@ -73,6 +73,7 @@ class VllmModel(LocalModel):
         self._engine = engine
         self._sampling = SamplingParams
         self._lora = None if spec.lora is None else LoRARequest("adapter", 1, spec.lora)
+        self._by_token = spec.lora is not None  # vLLM 0.32 ends when asked for a prompt's log-probabilities with one
         config = engine.llm_engine.model_config
         longest = min(spec.max_tokens or config.max_model_len, config.max_model_len - 1)  # and one of answer
         self._tokenizing = Tokenizing(spec, engine.get_tokenizer(), longest)
@@ -94,22 +95,23 @@ class VllmModel(LocalModel):
 
     def launch(self, inputs: Sequence[Tokens]) -> list[Floats]:
         """Return the log-likelihoods of each row's options; the engine makes batches of all requests."""
-        requests = [(one, *request) for one in inputs for request in self._requests(one)]
-        prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in requests]
-        params = [self._params(ids) for *_, ids in requests]
+        asked = [(one, *request) for one in inputs for request in requests(one.options, by_token=self._by_token)]
+        prompts = [{"prompt_token_ids": one.prompt + tokens} for one, tokens, _ in asked]
+        params = [self._params(ids) for *_, ids in asked]
         outputs = self._engine.generate(prompts, params, use_tqdm=False, lora_request=self._lora)
         scores: dict[int, dict[tuple[int, ...], float]] = {one.row: {} for one in inputs}
-        for (one, tokens, ids), output in zip(requests, outputs, strict=True):
+        for (one, tokens, ids), output in zip(asked, outputs, strict=True):
             if ids:
                 following = output.outputs[0].logprobs[0]
                 scores[one.row] |= {(*tokens, token): following[token].logprob for token in ids}
             else:
                 own = enumerate(tokens, len(one.prompt))
                 scores[one.row][tuple(tokens)] = sum(output.prompt_logprobs[at][token].logprob for at, token in own)
-        return [
-            np.array([sum(scores[one.row][part] for part in self._parts(option)) for option in one.options])
-            for one in inputs
-        ]
+
+        def logprob(row: int, option: list[int]) -> float:
+            return sum(scores[row][part] for part in parts(option, by_token=self._by_token))
+
+        return [np.array([logprob(one.row, option) for option in one.options]) for one in inputs]
 
     def take(self, inputs: Sequence[Tokens], launched: list[Floats], counts: Counter[str]) -> list[Floats]:
         """Return each row's logits."""
@@ -118,22 +120,3 @@ class VllmModel(LocalModel):
     def _params(self, ids: Sequence[int]) -> Any:
         what = {"logprob_token_ids": list(ids)} if ids else {"prompt_logprobs": 0}
         return self._sampling(max_tokens=1, temperature=0, detokenize=False, **what)
-
-    def _requests(self, asked: Tokens) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield a row's requests: what follows its prompt, and which next tokens are scored, or none but those."""
-        following: dict[tuple[int, ...], set[int]] = {}
-        for part in {part for option in asked.options for part in self._parts(option)}:
-            if len(part) == 1 or self._lora is not None:
-                following.setdefault(part[:-1], set()).add(part[-1])
-            else:
-                yield list(part), []
-        for tokens, own in following.items():
-            for ids in at_once(own):
-                yield list(tokens), ids
-
-    def _parts(self, option: list[int]) -> list[tuple[int, ...]]:
-        """Return an option's beginnings whose log-probabilities make up its own: it as a whole where that can be had.
-
-        With an adapter, vLLM 0.32 ends when asked for a prompt's log-probabilities: each token is then a next one.
-        """
-        return [tuple(option[:n]) for n in range(1 if self._lora is not None else len(option), len(option) + 1)]

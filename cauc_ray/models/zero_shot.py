@@ -9,14 +9,14 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.kind import ImageSpec
-from cauc_ray.models.prompts import Labels, rendered
-from cauc_ray.models.transformers import HubSpec, fetched, image_model, load_network
+from cauc_ray.models.prompts import Labelled, Labels, rendered
+from cauc_ray.models.transformers import HubSpec, context_length, fetched, image_model, load_network
 
 if TYPE_CHECKING:
-    from cauc_ray.models.vision import ImageModel
+    from cauc_ray.models.classifiers import ImageModel
 
 
-class TransformersZeroShotSpec(HubSpec, ImageSpec):
+class TransformersZeroShotSpec(Labelled, HubSpec, ImageSpec):
     """`{kind: transformers-zero-shot, model: openai/clip-vit-base-patch32, labels: [cat, dog]}`: image-text similarity.
 
     labels: names of the classes, or names with their descriptions.   prompt: a Jinja template over `label` and
@@ -41,11 +41,6 @@ class TransformersZeroShotSpec(HubSpec, ImageSpec):
         return self
 
     @property
-    def label_names(self) -> tuple[str, ...]:
-        """Return the names of its classes in their order."""
-        return tuple(self.labels or ())
-
-    @property
     def shown(self) -> str:
         """Return the labels' texts, one on each line."""
         return "\n".join(self.label_texts)
@@ -53,8 +48,8 @@ class TransformersZeroShotSpec(HubSpec, ImageSpec):
     @property
     def label_texts(self) -> list[str]:
         """Return the text of each label. Raises TemplateError for a prompt that reads anything else."""
-        about = self.labels if isinstance(self.labels, dict) else {}
-        return [rendered(self.prompt, label=name, description=about.get(name, "")) for name in self.label_names]
+        about = dict.fromkeys(self.labels or (), "") | self.descriptions
+        return [rendered(self.prompt, label=name, description=text) for name, text in about.items()]
 
     def load(self) -> ImageModel:
         """Load the network, its preprocessing and the labels' texts. Raises ConfigError if they cannot be loaded."""
@@ -79,11 +74,11 @@ class TransformersZeroShotSpec(HubSpec, ImageSpec):
             raise ConfigError(f"model {self.model!r} does not compare images with texts as CLIP and SigLIP do")
         # SigLIP was trained on texts of one length.
         padding = "max_length" if "siglip" in network.config.model_type else True
-        longest = getattr(network.config.text_config, "max_position_embeddings", None)
-        tokenizer = fetched(AutoTokenizer, self.model, revision=self.revision)
+        longest = context_length(network.config.text_config)
         given = {"padding": padding, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+        tokens = fetched(AutoTokenizer, self)(self.label_texts, **given)
         with torch.inference_mode():
-            texts = _embedding(network.get_text_features(**tokenizer(self.label_texts, **given)))
+            texts = _embedding(network.get_text_features(**tokens))
         for name in ("text_model", "text_projection"):  # which have done their work
             setattr(network, name, None)
         return image_model(self, Compares(network, texts.clone()), self.label_names)

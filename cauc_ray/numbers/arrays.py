@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, ChainLogits, Costs
@@ -92,7 +93,7 @@ def array_chain(
     missing = next((model for model in models if model not in arrays), None)
     if missing is not None:
         raise ConfigError(f"{source}: {unknown_name('model', missing, arrays)}")
-    rows = {model: _rows(f"{source}: model {model!r}", arrays[model]) for model in models}
+    rows = {model: read_rows(f"{source}: model {model!r}", arrays[model]) for model in models}
     first, (expected, n_options) = models[0], rows[models[0]]
     n, k = expected.shape
     ids = _ids(source, example_ids, n)
@@ -122,8 +123,11 @@ def array_chain(
     )
 
 
-def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
-    """Return rows as float32 (N, K), -inf beyond a row's options, and each row's number of options, int (N,)."""
+def read_rows(where: str, values: Any) -> tuple[Floats, Ints]:
+    """Return rows as float32 (N, K), -inf beyond a row's options, and each row's number of options, int (N,).
+
+    values: an array, or N vectors.   where: begins the message of a DataError.
+    """
     if isinstance(values, np.ma.MaskedArray):
         raise DataError(f"{where}: masked arrays are not supported; use -inf where a row has no such option")
     try:
@@ -135,18 +139,22 @@ def _rows(where: str, values: Any) -> tuple[Floats, Ints]:
             if not isinstance(values, np.ndarray) and len({len(row) for row in values}) > 1:
                 lengths = np.array([len(row) for row in values])
                 padded = np.full((len(values), lengths.max()), -np.inf, dtype=np.float32)
-                for row, own in zip(padded, values, strict=True):
-                    row[: len(own)] = own
+                flat = np.concatenate([np.asarray(own) for own in values])
+                padded[np.arange(lengths.max()) < lengths[:, None]] = _floats(flat)
                 return padded, lengths
-            given = np.asarray(values)
-            if given.dtype.kind not in "biufOV":  # V: bfloat16
-                raise TypeError(f"their dtype is {given.dtype}")
-            logits = given.astype(np.float32, copy=False)
+            logits = _floats(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor that needs its gradient
         raise DataError(f"{where}: the logits are not numbers of shape (N, K): {error}") from error
-    if logits.ndim != 2 or not len(logits):
+    if logits.ndim != 2 or not logits.size:
         raise DataError(f"{where}: logits must be an array (N, K) with at least one row, got shape {logits.shape}")
     return logits, np.full(len(logits), logits.shape[1])
+
+
+def _floats(given: npt.NDArray[Any]) -> Floats:
+    """Return numbers as float32. Raises TypeError for others, such as texts, which numpy would parse."""
+    if given.dtype.kind not in "biufOV":  # V: bfloat16
+        raise TypeError(f"their dtype is {given.dtype}")
+    return given.astype(np.float32, copy=False)
 
 
 def _columns(values: Any) -> list[str]:

@@ -71,18 +71,16 @@ def test_batch_size_padding_and_bucketing_change_no_answer(loaded, options):
 def test_device_time_is_of_every_forward_pass_and_of_nothing_else(language_model, options):
     """The device's clock goes on by a second in each of the network's passes, and at no other time."""
     from cauc_ray.models.language import ChoiceModel
-    from cauc_ray.models.torch_device import DeviceTime
 
     gpu, passes, network = Gpu(), [], language_model.network
-    device_time = DeviceTime(torch.device("cpu"), gpu.event)
     settings = spec(language_model.folder, options=options, batch_tokens=1)
-    model = ChoiceModel(settings, language_model.tokenizer, network, device_time)
+    model = ChoiceModel(settings, language_model.tokenizer, network, gpu.event)
 
-    def run(network, inputs, output):
+    def run(network, inputs):
         passes.append(1)
         gpu.now_s += 1.0
 
-    hook = network.register_forward_hook(run)
+    hook = network.register_forward_pre_hook(run)
     try:
         answers = model(question_batch(("Is it?", ["yes it is", "no"]), ("Which is more?", ["one", "a pair of them"])))
     finally:

@@ -33,8 +33,8 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
     ("output", "says"),
     [
         (np.zeros((3, 2)), "returned 3 rows of logits for 2 inputs"),
-        (np.zeros(2), r"logits of shape \(2,\)"),
-        (np.zeros((2, 0)), r"logits of shape \(2, 0\)"),
+        (np.zeros(2), r"got shape \(2,\)"),
+        (np.zeros((2, 0)), r"got shape \(2, 0\)"),
         (np.array([[0.0, np.nan], [0, 0]]), "row 0 of the batch: a logit is NaN"),
         ([[1.0], [np.inf]], "row 1 of the batch"),
         ([[1.0], []], "row 1 of the batch"),
@@ -42,7 +42,8 @@ def test_a_python_model_answers_arrays_and_ragged_lists():
         (np.array([["1", "2"], ["3", "4"]]), "not numbers"),
         ([["1", "2"], ["3", "4"]], "not numbers"),
         (np.array([[1j], [2j]]), "not numbers"),
-        ([1.0, 2.0], "one vector of logits for each row"),
+        ([["1"], ["2", "3"]], "not numbers"),
+        ([1.0, 2.0], "not numbers"),
         ("ab", "not str"),
     ],
 )
@@ -143,14 +144,14 @@ def test_a_pool_file_is_read_with_its_defaults(tmp_path):
             ({"task": "image-classification", "labels": labels}, says)
             for labels, says in [
                 ([], "labels: the list of labels is empty"),
-                (["cat", ""], "labels: class 1 has an empty name"),
-                ([0, 1], "labels: class 0: a name must be a text, got 0"),
-                ({0: "cat"}, "labels: class 0: a name must be a text, got 0"),
+                (["cat", ""], "labels: class 1: a name must be a text that is not empty"),
+                ([0, 1], "labels: class 0: a name must be a text that is not empty, got 0"),
+                ({0: "cat"}, "labels: class 0: a name must be a text that is not empty, got 0"),
                 ("absent.txt", "labels: there is no file"),
                 (".", "labels: there is no file"),
                 ("a" * 300, "cannot be read: File name too long"),
                 ("empty.txt", "empty.txt is empty"),
-                ("blank.txt", "labels: class 1 has an empty name"),
+                ("blank.txt", "labels: class 1: a name must be a text that is not empty"),
                 ("latin.txt", "latin.txt is not UTF-8 text"),
             ]
         ),

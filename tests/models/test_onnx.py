@@ -133,7 +133,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(linear, tmp_path):
     (tmp_path / "broken.onnx").write_bytes(b"no graph")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"no": "tokenizer"}))
     for settings, says in (
-        ({"path": tmp_path / "absent.onnx"}, "there is no file"),
+        ({"path": tmp_path / "absent.onnx"}, "cannot be loaded"),
         ({"path": tmp_path / "broken.onnx"}, "cannot be loaded"),
         ({"path": linear, "output": "logit"}, "no output 'logit'; it has label, probabilities, logits"),
         ({"path": linear, "tokenizer": str(tmp_path / "tokenizer.json")}, "is not a tokenizer.json"),

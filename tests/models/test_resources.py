@@ -63,7 +63,7 @@ def test_memory_is_bytes_or_a_text_with_its_unit(size, n_bytes):
     [
         ({"num_gpus": 1.5}, "a fraction below 1 or a whole number, got 1.5"),
         ({"custom": {"GPU": 1}}, "'GPU' is not a custom resource"),
-        ({"custom": {"licence": 0}}, "expected an amount above 0, got 0"),
+        ({"custom": {"licence": 0}}, "greater than 0"),
         ({"labels": {"tier": "in(a"}}, "expected .* got 'in"),
         ({"labels": {"tier": ""}}, "expected .* got ''"),
         ({"fallback": [{"tier": "edge"}]}, "fallback needs labels"),

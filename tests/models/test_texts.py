@@ -11,7 +11,7 @@ from language_models import tiny_language_model
 
 from cauc_ray.errors import DataError
 from cauc_ray.models.answers import GPU_PASS_TOKENS, PASS_TOKENS, bucketed
-from cauc_ray.models.texts import TransformersClassifierSpec
+from cauc_ray.models.transformers import TransformersClassifierSpec
 
 torch = pytest.importorskip("torch")
 NAMES = {0: "calm", 1: "angry", 2: "glad"}

@@ -6,8 +6,7 @@ import torch
 from fake_gpu import Gpu
 
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.torch_device import DeviceTime
-from cauc_ray.models.vision import ImageModel
+from cauc_ray.models.classifiers import ImageModel
 
 
 def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0):
@@ -16,8 +15,7 @@ def image_model(network, *, gpu=None, device="cpu", prepare_s=0.0):
             gpu.now_s += prepare_s
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
 
-    time = DeviceTime(torch.device(device), gpu.event) if gpu is not None else None
-    return ImageModel(network, preprocess, ModelFacts("test"), device, device_time=time)
+    return ImageModel(network, preprocess, ModelFacts("test"), device, new_event=gpu and gpu.event)
 
 
 class Takes(torch.nn.Module):

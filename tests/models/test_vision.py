@@ -28,12 +28,12 @@ from torchvision import models
 from cauc_ray.errors import DataError
 from cauc_ray.models import torchvision as torchvision_kind
 from cauc_ray.models.answers import ModelFacts, as_answers
+from cauc_ray.models.classifiers import ImageModel, classifier_size
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec
 from cauc_ray.models.images import FORMATS, MAX_ASPECT, decode_image
 from cauc_ray.models.pool import load_pool
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import TransformersImageSpec
-from cauc_ray.models.vision import ImageModel, classifier_size
 
 PHOTOGRAPHS = SHARED_DATA / "imagenet_nips17_1000.parquet"
 RNG = np.random.default_rng(5)

@@ -1,11 +1,11 @@
-"""Image networks in torch: images read, preprocessed in threads, answered in one forward pass."""
+"""Networks in torch that classify images or texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -15,15 +15,16 @@ from cauc_ray.errors import ConfigError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.images import read_images
 from cauc_ray.models.kind import Device, Precision
-from cauc_ray.models.passes import LocalModel, Passes
-from cauc_ray.models.torch_device import DeviceTime, choose_device, choose_dtype, dtype_name, params_b
+from cauc_ray.models.passes import Passes, text_passes
+from cauc_ray.models.torch_device import TorchModel, choose_device, choose_dtype
+from cauc_ray.models.transformers import TransformersClassifierSpec, context_length
 
 
-class ImageModel(LocalModel):
+class ImageModel(TorchModel):
     """A network with its preprocessing: from the column `image` to logits, or to its penultimate layer.
 
     On a GPU it computes with channels last. Precisions other than float32 are autocast: weights stay float32.
-    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.   device_time: of its forward passes.
+    preprocess: from one RGB image to a tensor (C, H, W), of one shape for all.   new_event: as TorchModel has it.
     """
 
     def __init__(
@@ -33,16 +34,14 @@ class ImageModel(LocalModel):
         facts: ModelFacts,
         device: Device = "auto",
         dtype: Precision = "auto",
-        device_time: DeviceTime | None = None,
+        new_event: Callable[[], Any] | None = None,
     ) -> None:
-        self._device = choose_device(device)
-        self._dtype = choose_dtype(dtype, self._device)
-        self._on_gpu = self._device.type == "cuda"
-        self._layout = torch.channels_last if self._on_gpu else torch.contiguous_format
-        self._network = network.eval().to(self._device, torch.float32).to(memory_format=self._layout)
+        chosen = choose_device(device)
+        self._dtype = choose_dtype(dtype, chosen)
+        self._layout = torch.channels_last if chosen.type == "cuda" else torch.contiguous_format
+        network = network.eval().to(chosen, torch.float32).to(memory_format=self._layout)
+        super().__init__(network, facts, chosen, self._dtype, new_event)
         self._preprocess = preprocess
-        self.facts = replace(facts, dtype=dtype_name(self._dtype), params_b=params_b(network))
-        self._device_time: DeviceTime = device_time or DeviceTime(self._device)
         # As many as torch's own threads: the CPUs of the stage.
         self._pool = ThreadPoolExecutor(torch.get_num_threads())
         self._last_layer: nn.Module | None = None
@@ -66,11 +65,9 @@ class ImageModel(LocalModel):
 
     def launch(self, inputs: torch.Tensor) -> torch.Tensor:
         """Start on images, (m, C, H, W)."""
-        precision = torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
-        with torch.inference_mode(), precision:
+        with torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32):
             images = inputs.to(self._device, torch.float32, non_blocking=True).contiguous(memory_format=self._layout)
-            with self._device_time.forward():
-                return self._forward(images)
+            return self._forward(images)
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
         if self._last_layer is None:
@@ -84,6 +81,43 @@ class ImageModel(LocalModel):
         finally:
             hook.remove()
         return entering[-1].flatten(1)
+
+
+class TextClassifier(TorchModel):
+    """A network that classifies texts; those of like lengths share a forward pass, and padding changes no answer."""
+
+    def __init__(
+        self, spec: TransformersClassifierSpec, tokenizer: Any, network: Any, labels: tuple[str, ...] | None
+    ) -> None:
+        facts = ModelFacts(f"transformers {spec.model}", labels=labels)
+        super().__init__(network, facts, network.device, network.dtype)
+        self._spec = spec
+        self._tokenizer = tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        config = network.config
+        config.pad_token_id = tokenizer.pad_token_id  # decoders look at the last token that is not padding
+        self._max_tokens = spec.max_tokens or min(tokenizer.model_max_length, context_length(config))
+
+    def read(self, batch: Batch) -> tuple[Passes, dict[int, str]]:
+        """Turn a batch into padded passes of tokens. Raises DataError when a column is missing."""
+
+        def encode(texts: list[list[str]]) -> list[dict[str, Any]]:
+            columns = map(list, zip(*texts, strict=True))
+            encoded = self._tokenizer(*columns, truncation=True, max_length=self._max_tokens)
+            return [{key: values[row] for key, values in encoded.items()} for row in range(len(texts))]
+
+        def collate(own: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            padded = self._tokenizer.pad(own, return_tensors="pt")
+            return {name: self.on_host(tensor) for name, tensor in padded.items()}
+
+        return text_passes(batch, self._spec.text, encode, collate, self._spec.batch_tokens, on_gpu=self._on_gpu)
+
+    def launch(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Start on padded texts."""
+        given = {name: self.on_device(tensor) for name, tensor in inputs.items()}
+        logits: torch.Tensor = self._network(**given).logits
+        return logits
 
 
 def load_state(path: Path) -> Mapping[str, torch.Tensor]:
