@@ -185,11 +185,11 @@ REFUSED = [
     (body_of(inputs=[{"shape": [1], "datatype": "INT8"}]), "missing key 'inputs.0.name'"),
     (body_of(inputs=[tensor(), tensor()]), "two inputs named 'x'"),
     (body_of(inputs=[tensor(datatype="BF16")]), "inputs.0.datatype: input should be 'BOOL', 'UINT8',"),
-    (body_of(inputs=[tensor(shape=[3])]), "input 'x' has 2 values"),
+    (body_of(inputs=[tensor(shape=[3])]), "tensor 'x' has 2 values"),
     (body_of(inputs=[tensor(shape=[True, 2])]), "inputs.0.shape.0: "),
     (body_of(inputs=[tensor(shape=[2, -1])]), "inputs.0.shape.1: "),
     (body_of(inputs=[tensor(shape=[1] * 65)]), "inputs.0.shape: "),
-    (body_of(inputs=[tensor(data=None)]), "input 'x' has no 'data'"),
+    (body_of(inputs=[tensor(data=None)]), "tensor 'x' has no 'data'"),
     (body_of(inputs=[tensor(parameters={"shared_memory_region": "r"})]), "inputs.0.parameters.shared_memory_region: "),
     (body_of(inputs=[tensor(parameters={"binary_data_size": 2})]), "both 'data' and a binary_data_size"),
     (body_of(inputs=[tensor(data=None, parameters={"binary_data_size": 2})]), "header Inference-Header-Content-Len"),
@@ -237,7 +237,7 @@ def test_raw_bytes_that_are_too_many_or_too_few_are_refused():
     assert "the body has 1 bytes more" in fault(read, *raw_body(2, 2, raw=b"abcde"))
     message = fault(read, *raw_body(2, 2, raw=b"abc"))
     assert "input 'x1' has the binary_data_size 2, but only 1 bytes are left" in message
-    assert "input 'x1' has 1 bytes, but its shape [2] of UINT8 needs 2" in fault(read, *raw_body(2, 1, raw=b"abc"))
+    assert "tensor 'x1' has 1 bytes, but its shape [2] of UINT8 needs 2" in fault(read, *raw_body(2, 1, raw=b"abc"))
     for size in (-1, True, 2.0, "2", 10**4000):
         assert "binary_data_size" in fault(read, *raw_body(size, raw=b"ab"))
     body = body_of()
@@ -392,5 +392,5 @@ def test_what_json_cannot_hold_must_be_asked_for_as_binary(tensor, data):
     strange = st.just(b"caf\xe9") if tensor.datatype == "BYTES" else st.sampled_from([np.nan, np.inf, -np.inf])
     tensor.values.flat[data.draw(st.integers(0, tensor.values.size - 1))] = data.draw(strange)
     message = fault(tensor.to_json)
-    assert message.startswith("output 'x' has ")
+    assert message.startswith("tensor 'x' has ")
     assert "binary_data" in message
