@@ -273,7 +273,7 @@ class Cascade:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
         if result.error is None and not call.given_up:
-            self._metrics.called(call.stage, len(call), now - call.sent_at)
+            self._metrics.called(call.stage, len(call), now - call.sent_at, result.wire)
         self.scheduler.ended(call, result, states, now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]

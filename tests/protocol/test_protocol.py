@@ -20,6 +20,8 @@ from cauc_ray.protocol.messages import (
     InferRequest,
     decoded_body,
     read_infer_request,
+    read_infer_response,
+    write_infer_request,
     write_infer_response,
 )
 from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
@@ -394,3 +396,39 @@ def test_what_json_cannot_hold_must_be_asked_for_as_binary(tensor, data):
     message = fault(tensor.to_json)
     assert message.startswith("tensor 'x' has ")
     assert "binary_data" in message
+
+
+# What clients write and read.
+
+
+@given(st.lists(NAMES, min_size=1, max_size=3, unique=True), st.booleans(), PARAMETERS, st.data())
+def test_what_a_client_writes_is_what_a_service_reads(names, binary, parameters, data):
+    inputs = [data.draw(tensors(name=name, json=not binary)) for name in names]
+    outputs = data.draw(st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, unique=True))
+    body, length = write_infer_request(inputs, outputs, parameters, binary=binary)
+    read = read_infer_request(body, length)
+    assert (length is not None) == binary
+    assert list(read.inputs) == names
+    for tensor in inputs:
+        assert read.inputs[tensor.name].datatype == tensor.datatype
+        assert same(read.inputs[tensor.name].values, tensor.values)
+    assert read.outputs == dict.fromkeys(outputs, binary)
+    assert read.parameters == parameters
+
+
+@given(named(), st.dictionaries(NAMES, NAMES))
+def test_what_a_service_writes_is_what_a_client_reads(given_tensors, parameters):
+    outputs, binary = given_tensors
+    body, length = write_infer_response(InferRequest(None, {}, binary, {}), "m", outputs, parameters)
+    read = read_infer_response(body, length)
+    assert read.parameters == parameters
+    assert list(read.outputs) == [tensor.name for tensor in outputs]
+    for tensor in outputs:
+        assert same(read.outputs[tensor.name].values, tensor.values)
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"{}", b'{"outputs": [{"name": "x", "shape": [2], "datatype": "FP32", "data": [1]}]}']
+)
+def test_what_is_no_response_is_refused_in_one_line(body):
+    assert "\n" not in fault(read_infer_response, body, None)
