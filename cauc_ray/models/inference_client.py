@@ -118,7 +118,7 @@ class RemoteModel(Model):
         self._spec, self._token, self._deadline_s = spec, token, deadline_s
         self._url = spec.url.rstrip("/")
         self._served: Served | None = None
-        self._has_answered = False
+        self._has_answered, self._usual_s = False, 0.0
         self._traffic, self._reported = Traffic(), Traffic()
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=trust,
@@ -148,6 +148,8 @@ class RemoteModel(Model):
             else:
                 faults[row] = "the server's logits for it are NaN or infinite"
         self._has_answered = self._has_answered or bool(found)
+        if not found:
+            self._served = None  # it may have become another model
         costs = np.array([replies[row].cost if row in replies else 0.0 for row in range(n)])
         now, before = Traffic(self._traffic.bytes_out, self._traffic.bytes_in), self._reported
         self._reported = now
@@ -308,17 +310,19 @@ class RemoteModel(Model):
             if left_s <= 0:
                 break
             headers, body = written(left_s)
-            stuck_s = left_s / (spec.retries + 1 - attempt)
+            # A link that is stuck looks like a model that computes: wait at least as long as answers have taken.
+            share_s = left_s / (spec.retries + 1 - attempt)
+            silent_s = min(left_s, max(share_s, 2 * self._usual_s)) if may_repeat else left_s
+            began = loop.time()
             try:
                 async with asyncio.timeout(left_s):
-                    response = await self._exchange(
-                        method, path, headers, body, stuck_s, stuck_s if may_repeat else left_s
-                    )
+                    response = await self._exchange(method, path, headers, body, share_s, silent_s)
             except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
                 self._require_tls(error)
                 why, asked_s = _reason(error), 0.0
             else:
                 if response.status not in _RETRIED:
+                    self._usual_s = max(0.9 * self._usual_s, loop.time() - began)
                     return response
                 why, asked_s = f"{response.status}: {self._told(response)}", response.retry_after_s
             pause_s = max(asked_s, random.uniform(0.5, 1.0) * min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))
