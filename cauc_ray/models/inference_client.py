@@ -390,7 +390,10 @@ class RemoteModel(Model):
         return f"{self._spec.source} {what}; check {settings} in the stage's model"
 
     def _away(self, why: str) -> str:
-        return f"{self._spec.source} does not answer ({why}); continue when it does"
+        # Many servers hang up on a client whose certificate they refuse, and do not say why.
+        tls = self._url.startswith("https:") and not self._has_answered
+        hint = ", and check cert and key if it asks for them" if tls else ""
+        return f"{self._spec.source} does not answer ({why}); continue when it does{hint}"
 
     def _told(self, response: Response) -> str:
         """Return a server's message in one short line, without the token, which it may repeat."""

@@ -53,7 +53,8 @@ def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
     rows = []
     for row in range(60):
         choices = ["x" * int(n) for n in rng.choice(30, size=int(rng.integers(2, 6)), replace=False) + 1]
-        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": row % len(choices)})
+        label = int(np.argmax([len(choice) for choice in choices])) if row % 3 else row % len(choices)
+        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
     data = write(tmp_path / "q.parquet", rows)
     inputs = {name: {"datatype": "BYTES"} for name in ("question", "choices")}
     common = {"name": "longest", "resources": {"num_cpus": 0.5}}

@@ -16,8 +16,8 @@ from link import Link
 from runs import MODELS, python_pool, saved_model, saved_pool, write_pool
 
 import cauc_ray
-from cauc_ray.errors import ConfigError
-from cauc_ray.models.pool import pool_of
+from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.models.pool import load_pool, pool_of
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
@@ -33,7 +33,7 @@ class Deployed:
         self.policy = fit_rf(chains["calibration"], chains["validation"], ThresholdRule(threshold=0.8))
         self.expected = replay(self.policy, self.test)
         self.alone = cauc_ray.fit(folder / "LOGITS", models=["m2"], threshold=0.5)
-        self.pool = saved_pool(folder)
+        self.pool = load_pool(saved_pool(folder))
 
     def cloud(self, port=0):
         return cauc_ray.serve(self.pool, self.alone, port=port, name="large", local=True)
@@ -223,13 +223,13 @@ def test_mutual_tls_and_a_token_or_one_line(deployed, tmp_path, monkeypatch):
         for wrong, says in (
             ({"ca": None}, "is not trusted"),
             ({"ca": str(others.path)}, "is not trusted"),
-            ({"cert": None, "key": None}, "refuses the TLS connection"),
-            ({"cert": strange, "key": strange_key}, "refuses the TLS connection"),
+            ({"cert": None, "key": None}, "cert and key"),  # whether the server says why is up to it
+            ({"cert": strange, "key": strange_key}, "cert and key"),
             ({"token_env": "OTHER_TOKEN"}, "rejects the token"),
             ({"token_env": None}, "rejects the token"),
         ):
             settings = {name: value for name, value in {**right, **wrong}.items() if value is not None}
-            with pytest.raises(ConfigError) as raised:
+            with pytest.raises((ConfigError, ExecutionError)) as raised:
                 deployed.model(url, **settings)(batch)
             assert says in str(raised.value)
             assert "\n" not in str(raised.value)
