@@ -223,7 +223,7 @@ class Worker:
         if answers is None:
             return self._broken(began, found.error, found.fault), None
         when = self._when(began)
-        if self._gflops is None and answers.costs is None:
+        if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
             batch = gathered(parts, bundles)
             found_alone = measured(self._model, batch, answers)
@@ -289,9 +289,10 @@ class Worker:
         with self._busy():
             ask = self._model.answer if isinstance(self._model, PreparingModel) else self._model
             answers = ask(prepared.own)
-        if self._spec.cost is not None and self._spec.cost.is_round_trip and answers.wire is not None:
-            n = len(answers.logits)
-            answers = replace(answers, costs=np.full(n, answers.wire.seconds / n))
+        cost, wire, n = self._spec.cost, answers.wire, len(answers.logits)
+        if cost is not None and wire is not None:  # the pool's cost, not what the server reports
+            costs = np.full(n, wire.seconds / n) if cost.is_round_trip else None
+            answers = replace(answers, costs=costs, cost_unit=None)
         return answers if self._embeds else matched(answers, prepared.n_choices)
 
     @contextmanager
@@ -336,7 +337,7 @@ class Worker:
         for policy, rows, step in steps:
             predictions[rows], confidences[rows], accepted[rows] = step.predictions, step.confidences, step.accepted
             per_call = answers.costs if policy.costs == "per-call" else None
-            if per_call is not None and self._spec.cost is None and not _agree(answers, policy):
+            if per_call is not None and not _agree(answers, policy):
                 raise ConfigError(
                     f"stage {self._spec.name!r} reports costs in {answers.cost_unit}, the policy has costs in "
                     f"{policy.cost_unit}: give the stage's cost in the policy's unit, or fit a policy with such costs"

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import synthetic
 from asking import infer, outputs_of, until
+from batches import question_batch
+from completion_server import chat_answer, scripted_server
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from link import Link
 from runs import MODELS, python_pool, saved_model, saved_pool, write_pool
+from runs import pool_of as pool_path
 
 import cauc_ray
 from cauc_ray.errors import ConfigError, ExecutionError
@@ -138,6 +141,32 @@ def test_rows_that_the_cloud_cannot_answer_fail_by_themselves(deployed, cloud):
     answers = deployed.model(cloud.url, max_rows=16)({"example_id": ids})
     assert sorted(answers.failures) == [3, 50]
     assert all("'nobody' is not in" in why for why in answers.failures.values())
+
+
+def test_questions_keep_their_choices_and_contexts_and_logits_their_kind(tmp_path):
+    def by_length(prompt, before):
+        return chat_answer({"A": 1 / len(prompt), "B": 0.25, "C": 0.5})
+
+    batch = question_batch(("é?", ["x", "y"]), ("b?", ["x", "y", "z"], "seen in May"), ("c?", ["u", "v", "w"]))
+    logits = np.log([[0.7, 0.3], [0.2, 0.8]] * 20)
+    fitted = {"costs": {"m": 1}, "threshold": 0.5, "logit_kind": "log-probabilities"}
+    policy = cauc_ray.fit({"m": logits}, np.array([0, 1, 1, 1] * 10), **fitted)
+    with scripted_server(by_length) as server:
+        path = pool_path(tmp_path, {"m": {"kind": "openai", "model": "m", "base_url": server.url}})
+        direct = load_pool(path).stages[0].load()(batch)
+        with cauc_ray.serve(path, policy, port=0, name="large", local=True) as service:
+            model = {"kind": "remote", "url": service.url, "model": "large"}
+            for kind in ("raw", "log-probabilities"):
+                one = {"name": "m", "model": {**model, "logit_kind": kind}}
+                stage = pool_of({"name": "p", "task": "multiple-choice", "stages": [one]}, None).stages[0]
+                if kind == "raw":
+                    with pytest.raises(ConfigError, match="of kind log-probabilities, not raw; check logit_kind"):
+                        stage.load()(batch)
+            answers = stage.load()(batch)
+    assert not answers.failures
+    assert np.array_equal(answers.logits, direct.logits)
+    assert answers.n_options.tolist() == direct.n_options.tolist() == [2, 3, 3]
+    assert len({row[0] for row in answers.logits.tolist()}) == 3  # each prompt was another
 
 
 def test_stalled_and_reset_connections_lose_no_row_and_nothing_is_computed_twice(tmp_path):
