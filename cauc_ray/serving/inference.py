@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +127,11 @@ class Inference:
             return await asyncio.to_thread(read_request, body, json_length, self._inputs)
         return read_request(body, json_length, self._inputs)
 
+    @cached_property
+    def _logit_kind(self) -> str:
+        """Return the kind of the output logits, of which some stages read a file."""
+        return joint_kind([_as_output(spec.model.answers_kind) for spec in self._service.specs])
+
     def metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol has it."""
         in_force = self._service.in_force
@@ -148,7 +153,7 @@ class Inference:
                 "method": policy.method,
                 "stages": ",".join(policy.models),
                 "cost_unit": policy.cost_unit,
-                "logit_kind": joint_kind([_as_output(spec.model.answers_kind) for spec in self._service.specs]),
+                "logit_kind": self._logit_kind,
                 "optional_inputs": ",".join(name for name in self._inputs.names if name not in self._inputs.declared),
             },
         }

@@ -23,6 +23,8 @@ KEPT_BYTES = 64_000_000
 # What a kept answer takes next to its body.
 _OWN_BYTES = 2000
 LONGEST_KEY = 200
+# The digest of a longer body is computed in a thread.
+LONG_BODY = 1_000_000
 # What may differ in a request that is repeated: the time that is left for it.
 _TIMEOUT = re.compile(rb'"timeout"\s*:\s*\d+')
 
@@ -53,10 +55,10 @@ class Repeats:
 
         Raises RequestError: 400 for a bad key, 422 for one of another request, and what compute raises.
         """
-        if not key.isprintable() or len(key) > LONGEST_KEY:
+        if not (key.isprintable() and 1 <= len(key) <= LONGEST_KEY):
             raise RequestError(f"an Idempotency-Key has 1 to {LONGEST_KEY} printable characters")
+        digest = _digest(body) if len(body) < LONG_BODY else await asyncio.to_thread(_digest, body)
         self._drop_old()
-        digest = blake2b(_TIMEOUT.sub(b"", body), digest_size=16).digest()
         kept = self._kept.get(key)
         if kept is None:
             kept = self._kept[key] = _Kept(digest, asyncio.ensure_future(compute()))
@@ -87,3 +89,7 @@ class Repeats:
                 break  # the others are younger
             del self._kept[key]
             self._n_bytes -= kept.n_bytes
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(_TIMEOUT.sub(b"", body), digest_size=16).digest()
