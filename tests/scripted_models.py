@@ -31,7 +31,7 @@ def worker_of(
     facts: ModelFacts = TOLD,
 ) -> Worker:
     """Return the worker of a stage that answers by a function; it has policies from the start, by key."""
-    spec = SimpleNamespace(name=f"stage-{stage}", load=lambda: ScriptedModel(answer, facts))
+    spec = SimpleNamespace(name=f"stage-{stage}", cost=None, load=lambda: ScriptedModel(answer, facts))
     worker = Worker(spec, stage, dict(policies), replica=replica)
     worker.load()
     return worker

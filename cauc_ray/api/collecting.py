@@ -108,7 +108,7 @@ def collect(
         "dataset": rows.name,
         "rule": rows.rule if set(splits) <= rows.split_sizes.keys() else "all rows in one piece",
         "splits": sizes,
-        "cost_unit": None if embedding is not None else cost_unit(next(iter(works.values())).stage),
+        "cost_unit": None if embedding is not None else _unit(next(iter(works.values()))),
         "models": [
             _summary(name, work, sum(sizes.values()) - plans[name].n_done if name in plans else 0, seconds.get(name))
             for name, work in works.items()
@@ -174,7 +174,10 @@ def _require_one_unit(stages: Sequence[StageSpec], out: AnyPath) -> None:
         own = stage.model.cost_unit
         if stage.cost is not None and own is not None and stage.cost.value is None:
             raise ConfigError(f"stage {stage.name!r}: its calls tell their own cost in {own}; leave its cost out")
-    units = {stage.name: cost_unit(stage) for stage in stages}
+    # What a remote model reports is known once it has answered.
+    units = {stage.name: cost_unit(stage) for stage in stages if stage.cost is not None or not stage.model.REMOTE}
+    if not units:
+        return
     first, unit = next(iter(units.items()))
     for name, other in units.items():
         if other != unit:
@@ -204,11 +207,17 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
     per_call = _mean_cost(work, _totals(work, splits))
     cost = record.cost(work.stage, per_call)
     assert cost is not None  # the first call has been asked
-    if cost_unit(work.stage) == MEASURED_UNIT:
+    unit = _unit(work)
+    if unit == MEASURED_UNIT:
         far = cost_far_off(name, cost, record.gflops_measured)
         if far is not None:
             warnings.warn(far, CaucWarning, stacklevel=4)
     before = _info(out)
+    if before is not None and before.cost_unit != unit and any(model.name != name for model in before.models):
+        raise ConfigError(
+            f"the costs of model {name!r} are in {unit}, {out} holds costs in {before.cost_unit}; give all stages "
+            "costs in one unit in the pool file, and collect again: what is there is not asked for twice"
+        )
     kind = work.stage.model.answers_kind
     source = f"{record.source}; {record.logit_kind}"
     own = PoolModel(name=name, cost=cost, source=source, logit_kind=kind, dtype=record.dtype, noise=record.noise)
@@ -217,13 +226,19 @@ def _note(work: Collection, order: Sequence[str], out: AnyPath, rows: Dataset) -
         if before is not None and model.name != name:
             models.append(model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"}))
     info = TableInfo(
-        cost_unit=cost_unit(work.stage),
+        cost_unit=unit,
         logit_kind=joint_kind([model.logit_kind or "raw" for model in models]),
         note=f"collected on {rows.name}: {rows.rule}",
         labels=list(rows.source.names) if rows.source.names else before.labels if before else None,
         models=sorted(models, key=lambda model: order.index(model.name) if model.name in order else -1),
     )
     write_info(out, info)
+
+
+def _unit(work: Collection) -> str:
+    """Return the unit of a collected model's costs."""
+    records = [work.record(split) for split in work.records]
+    return cost_unit(work.stage, next((record.cost_unit for record in records if record and record.cost_unit), None))
 
 
 def _totals(work: Collection, splits: Iterable[str]) -> Totals:
@@ -237,7 +252,7 @@ def _totals(work: Collection, splits: Iterable[str]) -> Totals:
 def _mean_cost(work: Collection, totals: Totals) -> float | None:
     """Return the mean of what the calls themselves cost, None where the pool has the cost or they did not say."""
     rows = totals["rows"]
-    return rows["cost"] / rows["paid"] if work.stage.cost is None and rows["paid"] else None
+    return rows["cost"] / rows["paid"] if work.calls_tell_costs and rows["paid"] else None
 
 
 def _summary(name: str, work: Collection, n_new: int, seconds: float | None) -> dict[str, Any]:

@@ -165,7 +165,8 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     batch_sizes: rows in a full batch, by stage. Costs are the ledger's: what was spent, in a resumed run also on
     rows that had to be computed again, which each stage counts as repeated. Times are over a stage's replicas, each
     from the start of its first call to the end of its last: compute_s in model and policy (busy_share of it all),
-    waiting_s otherwise; device_s is None without a GPU. queue_s: seconds that a row waited for its call, on average.
+    waiting_s otherwise; device_s is None without a GPU, bytes_out and
+    bytes_in are without a remote model. queue_s: seconds that a row waited for its call, on average.
     lost_calls: those that brought neither an answer nor a row to go on with. Of the whole run, cost is what was spent
     for each row that was answered, None if none was, saving what that is less than the last model's, and expected_...
     what the policy predicts, None where it predicts nothing; guards say whether rows cost what it predicts.
@@ -196,7 +197,7 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
                 "cost": float(of["cost"]),
                 "cost_share": of["cost"] / total if total > 0 else None,
                 "compute_s": float(of["compute_s"]),
-                "device_s": of.get("device_s"),
+                **{key: of.get(key) for key in _MEASURED},
                 "waiting_s": float(at_work_s - of["compute_s"]),
                 "busy_share": of["compute_s"] / at_work_s if at_work_s > 0 else None,
                 "queue_s": of["row_queue_s"] / of["rows_waited"] if of["rows_waited"] else None,
@@ -234,13 +235,19 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     }
 
 
-_SUMMED = ("rows", "lost_calls", "batch", "cost", "compute_s", "device_s", "row_queue_s", "rows_waited", "calls")
+# What only some models measure.
+_MEASURED = ("device_s", "bytes_out", "bytes_in")
+_SUMMED = (
+    *("rows", "lost_calls", "batch", "cost", "compute_s", "row_queue_s", "rows_waited", "calls"),
+    *_MEASURED,
+)
 
 
 def _by_stage(ledger: AnyPath) -> dict[str, Counter[str]]:
     """Return what the calls of each stage add up to, from one file after the other.
 
-    replica_s: from the start of each replica's first call to the end of its last. Without a value device_s is missing.
+    replica_s: from the start of each replica's first call to the end of its last. What no
+    call has, such as device_s, is missing.
     """
     stages: dict[str, Counter[str]] = {}
     # A replica has a number of its own in every attempt at a run, so that no time between two attempts counts.
@@ -275,7 +282,7 @@ def _calls(ledger: pa.Table) -> pa.Table:
         "row_queue_s": pc.multiply(ledger.column("queue_s"), ledger.column("batch")),
         "rows_waited": pc.if_else(pc.is_valid(ledger.column("queue_s")), ledger.column("batch"), 0),
         "calls": pa.repeat(1, len(ledger)),
-        **{key: ledger.column(key) for key in ("stage", "replica", "batch", "cost", "device_s")},
+        **{key: ledger.column(key) for key in ("stage", "replica", "batch", "cost", *_MEASURED)},
     }
     return pa.table(columns)
 

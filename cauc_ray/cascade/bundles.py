@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cauc_ray.cascade.rows import Vector
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
@@ -32,8 +33,8 @@ class Part:
 
     bundle: which argument of the call holds them.   positions: int (n,), there, in rising order, or a slice of
     neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the bundle
-    does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants_scores:
-    whether calibrated logits are wanted.
+    does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants: vectors
+    of each row.
     """
 
     bundle: int
@@ -41,7 +42,7 @@ class Part:
     policy: str = ""
     state: Floats | None = None
     keeps: Bools | None = None
-    wants_scores: bool = False
+    wants: frozenset[Vector] = frozenset()
 
     def __len__(self) -> int:
         return self.positions.stop - self.positions.start if isinstance(self.positions, slice) else len(self.positions)

@@ -16,7 +16,7 @@ import numpy as np
 
 from cauc_ray.cascade.rows import Fault
 from cauc_ray.errors import CaucError, ConfigError, ExecutionError, printable
-from cauc_ray.models.answers import Answers, Batch, batch_size, ragged
+from cauc_ray.models.answers import Answers, Batch, batch_size, ragged, wires
 from cauc_ray.numbers.types import Floats, Ints
 
 Ask: TypeAlias = Callable[[Batch], Answers]
@@ -139,4 +139,12 @@ def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, 
             costs[rows] = answers.costs
         failures |= {int(rows[row]): reason for row, reason in answers.failures.items()}
     seconds = [answers.device_s for _, answers in found if answers.device_s is not None]
-    return Answers(*ragged(n, logits), costs, failures, dict(counts), sum(seconds) if seconds else None)
+    return Answers(
+        *ragged(n, logits),
+        costs,
+        failures,
+        dict(counts),
+        sum(seconds) if seconds else None,
+        next((answers.cost_unit for _, answers in found if answers.cost_unit), None),
+        wires(answers.wire for _, answers in found),
+    )

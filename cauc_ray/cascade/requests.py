@@ -146,7 +146,7 @@ class RequestScheduler(Scheduler):
     def _wait(self, stage: int, rows: Rows, now: float) -> None:
         owner = rows.owner
         if stage in owner.closed:  # others of its rows have waited too long there
-            self._leave_out(stage, rows, "timeout", self._late(stage))
+            self._leave_out(stage, rows, "timeout", self._late(owner, stage))
             return
         expires_at = min(now + self.stages[stage].limits.timeout_s, owner.deadline)
         heapq.heappush(self._expiries, (expires_at, next(self._number), owner, stage))
@@ -182,7 +182,7 @@ class RequestScheduler(Scheduler):
             idle = [call for call in at.calls() if not (call.wanted or call.probe)]
             # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
             silent = now - at.health.succeeded_at > at.limits.timeout_s
-            if idle and silent and any(stage == at.stage for _, stage in late):
+            if idle and silent and any(stage == at.stage and not owner.hurries for owner, stage in late):
                 self._failed_call(at, f"it has not answered within {at.limits.timeout_s:g} s", now, for_good=True)
 
     def _close_stage(self, owner: Owner, stage: int) -> None:
@@ -190,13 +190,14 @@ class RequestScheduler(Scheduler):
         if not owner.wants(stage):
             return
         indices = np.flatnonzero(owner.at == stage)
-        self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), "timeout", self._late(stage))
+        self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), "timeout", self._late(owner, stage))
         owner.closed.add(stage)
         self._drops = True
 
-    def _late(self, stage: int) -> str:
+    def _late(self, owner: Owner, stage: int) -> str:
         limits = self.stages[stage].limits
-        return f"stage {limits.name!r} has not answered within {limits.timeout_s:g} s"
+        within = "the request's timeout" if owner.hurries else f"{limits.timeout_s:g} s"
+        return f"stage {limits.name!r} has not answered within {within}"
 
     def _blame(self, owner: Owner, stage: int, now: float) -> None:
         """Refuse an input that hangs in an isolated call, and suspect the rows of a call that may hang."""

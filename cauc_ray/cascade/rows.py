@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import printable
+from cauc_ray.models.answers import Wire, wires
 from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # Who is at fault where no row of a call was answered: the replica (it fails on a row known to be good, too), the stage
@@ -18,6 +19,8 @@ Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
 # Why a stage has not answered rows: it cannot answer any, not in time, has too much to do, failed; or it is the rows'
 # own fault.
 Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
+# What a row may be asked for besides its answer: calibrated logits after its last stage, and that model's own.
+Vector: TypeAlias = Literal["scores", "logits"]
 # Positions in a call, a slice where they are neighbours.
 Positions: TypeAlias = Ints | slice
 
@@ -39,8 +42,8 @@ class CallResult:
     n_batches: that the model was given one after the other.
     next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
     carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
-    scores: float64 (n, K), calibrated logits; None where no part wants them.   likeliest: int16 (n,), as Step.likeliest
-    returns them; None where no policy has a reference.
+    vectors: those that parts want, each float64 (n, K).   likeliest: int16 (n,), as Step.likeliest returns them; None
+    where no policy has a reference.   wire: of a remote call, None of others.
     """
 
     predictions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -59,16 +62,17 @@ class CallResult:
     raised: frozenset[int] = frozenset()
     replica: str = ""
     carried: Bools | None = None
-    scores: Floats | None = None
+    vectors: Mapping[Vector, Floats] = field(default_factory=dict)
     likeliest: Ints | None = None
     next: Ints | None = None
     n_batches: int = 1
+    wire: Wire | None = None
 
     @classmethod
     def joined(cls, results: Sequence[CallResult]) -> CallResult:
         """Return the results of a call's batches as one, the first one of which no row was answered if there is one.
 
-        Calibrated logits are left out.
+        Vectors are left out.
         """
         failed = next((result for result in results if result.error is not None), None)
         if len(results) == 1 or failed is not None:
@@ -89,10 +93,11 @@ class CallResult:
             raised=frozenset(start + row for start, result in placed for row in result.raised),
             state_bytes=max(result.state_bytes for result in results),
             carried=_joined(results, "carried", False),
-            scores=None,
+            vectors={},
             likeliest=_joined(results, "likeliest", -1),
             next=_joined(results, "next", -1),
             n_batches=sum(result.n_batches for result in results),
+            wire=wires(result.wire for result in results),
         )
 
     @classmethod
@@ -132,7 +137,8 @@ class Owner:
     where the row could not be read.   at: int8, the stage that a row waits for or is at, -1 once it needs none.
     n_left: rows that need something.   restarts: how often all of it was started again, because objects were lost with
     their nodes.   live: False once its answers are no longer wanted.   closed: stages that have taken too long, whose
-    answers are not wanted.   deadline: when the last answer is wanted, in seconds.   kind: rows whose owners have
+    answers are not wanted.   deadline: when the last answer is wanted, in seconds.   hurries: whether that is
+    sooner than stages are expected to answer.   kind: rows whose owners have
     different ones share no call.
     """
 
@@ -149,6 +155,7 @@ class Owner:
         self.live = True
         self.closed: set[int] = set()
         self.deadline = inf
+        self.hurries = False
         self.kind: Any = None
 
     def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:

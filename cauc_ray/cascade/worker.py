@@ -21,7 +21,7 @@ import numpy as np
 
 from cauc_ray.cascade.bundles import Bundle, Part, chosen, gathered, states_of
 from cauc_ray.cascade.isolation import Isolated, answer_isolated, reason_of, row_of
-from cauc_ray.cascade.rows import CallResult, Fault
+from cauc_ray.cascade.rows import CallResult, Fault, Vector
 from cauc_ray.errors import ConfigError, DataError, ExecutionError, PolicyError
 from cauc_ray.models.answers import (
     EMBEDDING,
@@ -223,7 +223,7 @@ class Worker:
         if answers is None:
             return self._broken(began, found.error, found.fault), None
         when = self._when(began)
-        if self._gflops is None and answers.costs is None:
+        if self._gflops is None and answers.costs is None and answers.wire is None:
             assert self._model is not None
             batch = gathered(parts, bundles)
             found_alone = measured(self._model, batch, answers)
@@ -237,6 +237,7 @@ class Worker:
             device_s=answers.device_s,
             failures=answers.failures,
             raised=found.raised,
+            wire=answers.wire,
             **when,
         )
         self._ended = time.perf_counter()
@@ -288,6 +289,10 @@ class Worker:
         with self._busy():
             ask = self._model.answer if isinstance(self._model, PreparingModel) else self._model
             answers = ask(prepared.own)
+        cost, wire, n = self._spec.cost, answers.wire, len(answers.logits)
+        if cost is not None and wire is not None:  # the pool's cost, not what the server reports
+            costs = np.full(n, wire.seconds / n) if cost.is_round_trip else None
+            answers = replace(answers, costs=costs, cost_unit=None)
         return answers if self._embeds else matched(answers, prepared.n_choices)
 
     @contextmanager
@@ -332,6 +337,11 @@ class Worker:
         for policy, rows, step in steps:
             predictions[rows], confidences[rows], accepted[rows] = step.predictions, step.confidences, step.accepted
             per_call = answers.costs if policy.costs == "per-call" else None
+            if per_call is not None and not _agree(answers, policy):
+                raise ConfigError(
+                    f"stage {self._spec.name!r} reports costs in {answers.cost_unit}, the policy has costs in "
+                    f"{policy.cost_unit}: give the stage's cost in the policy's unit, or fit a policy with such costs"
+                )
             costs[rows] = policy.stages[self._stage].cost if per_call is None else per_call[rows]
             if policy.reference is not None:
                 likeliest = np.full(n, -1, dtype=np.int16) if likeliest is None else likeliest
@@ -361,9 +371,14 @@ class Worker:
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
             raised=found.raised,
             carried=carried,
-            scores=_laid_out([(rows, step.scores) for _, rows, step in steps], np.ones(n, dtype=bool))
-            if any(part.wants_scores for part in parts)
-            else None,
+            vectors={
+                name: _laid_out(
+                    [(rows, step.scores if name == "scores" else answers.logits[rows]) for _, rows, step in steps],
+                    np.ones(n, dtype=bool),
+                )
+                for name in frozenset[Vector]().union(*(part.wants for part in parts))
+            },
+            wire=answers.wire,
             likeliest=likeliest,
             next=following,
             **self._when(began),
@@ -417,6 +432,11 @@ def _laid_out(pieces: Sequence[tuple[Ints, Floats]], wanted: Bools) -> Floats:
     for rows, values in kept:
         whole[rows, : values.shape[1]] = values
     return whole
+
+
+def _agree(answers: Answers, policy: Policy) -> bool:
+    """Return whether the costs that calls report are in a policy's unit, as far as is known."""
+    return answers.cost_unit in (None, policy.cost_unit) or policy.cost_unit == UNNAMED_UNIT
 
 
 def _as_they_are(answers: Answers) -> Answers:

@@ -237,6 +237,10 @@ def run_summary(summary: Mapping[str, Any]) -> None:
         f"{summary['run_s']:.1f} s of work, {summary['elapsed_s']:.1f} s with Ray and the models started; "
         f"replicas waited {amount(waiting_s)} of {amount(waiting_s + compute_s)} s"
     )
+    for stage in stages:
+        if stage["bytes_out"] is not None:
+            sent, received = stage["bytes_out"] / 1e6, stage["bytes_in"] / 1e6
+            line(f"{stage['name']} is elsewhere: {number(sent)} MB sent, {number(received)} MB received")
     trouble = {
         "rows failed (see failed/)": summary["n_failed"],
         "rows answered without a stage that was down": summary["degraded"],

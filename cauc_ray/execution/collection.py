@@ -100,6 +100,7 @@ class CollectRecord(BaseModel):
     gflops_measured: float | None = None
     noise: float | None = None
     params_b: float | None = None
+    cost_unit: str | None = None
 
     def same_work(self, other: CollectRecord) -> bool:
         """Return whether another record is of the same rows and the same model."""
@@ -128,6 +129,11 @@ class Collection:
     def name(self) -> str:
         """Return the model's name, or the encoder's."""
         return self.stage.name
+
+    @property
+    def calls_tell_costs(self) -> bool:
+        """Return whether what a call costs is its own, not the pool's."""
+        return self.stage.cost is None or self.stage.cost.is_round_trip
 
     @property
     def _folder(self) -> AnyPath:
@@ -254,7 +260,7 @@ class CollectedTables:
         sums: dict[str, float] = {"answered": len(kept)}
         if is_model:
             known = None if labels is None else labels[kept]
-            costs = np.array([at.costs[row] for row in kept]) if at.costs and self._work.stage.cost is None else None
+            costs = np.array([at.costs[row] for row in kept]) if at.costs and self._work.calls_tell_costs else None
             table = logit_columns(ids, known, vectors, costs)
             if known is not None:
                 right = sum(label == np.argmax(own) for label, own in zip(known, vectors, strict=True))
@@ -289,7 +295,8 @@ class CollectedTables:
 
     def _take_measure(self, collected: Collected) -> None:
         self._measured = True
-        self._note(gflops_measured=collected.gflops, noise=collected.noise)
+        unit = collected.answers.cost_unit
+        self._note(gflops_measured=collected.gflops, noise=collected.noise, cost_unit=unit)
         record = next(iter(self._records.values()))
         per_call = None if collected.answers.costs is None else 0.0
         if self._work.kind == "model" and record.cost(self._work.stage, per_call) is None:

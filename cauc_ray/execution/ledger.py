@@ -40,9 +40,11 @@ LEDGER_SCHEMA = pa.schema(
         ("device_s", pa.float64()),
         ("cost", pa.float64()),
         ("attempt", pa.int32()),
+        ("bytes_out", pa.int64()),
+        ("bytes_in", pa.int64()),
     ]
 )
-FORMAT: Literal["cauc-run/3"] = "cauc-run/3"
+FORMAT: Literal["cauc-run/4"] = "cauc-run/4"
 # The replicas of a run's next attempt are numbered on from here.
 ATTEMPT_REPLICAS = 100_000
 
@@ -55,7 +57,7 @@ class RunRecord(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    format: Literal["cauc-run/3"] = FORMAT
+    format: Literal["cauc-run/4"] = FORMAT
     run_id: str
     policy_id: str
     block_rows: int
@@ -159,6 +161,8 @@ class RunTables:
                 result.device_s,
                 cost,
                 call.attempt,
+                None if result.wire is None else result.wire.bytes_out,
+                None if result.wire is None else result.wire.bytes_in,
             )
         )
 

@@ -22,13 +22,29 @@ Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """What a call has taken of the network.
+
+    bytes_out, bytes_in: sent and received, everything included.   seconds: from the first request to the last answer.
+    """
+
+    bytes_out: int
+    bytes_in: int
+    seconds: float
+
+    def __add__(self, other: Wire) -> Wire:
+        return Wire(self.bytes_out + other.bytes_out, self.bytes_in + other.bytes_in, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
     """A model's answers for n rows.
 
     logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
     rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
     answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
-    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.
+    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.   cost_unit: of
+    the costs, where only the calls tell it.   wire: of a remote call, None of others.
     """
 
     logits: Floats
@@ -37,6 +53,14 @@ class Answers:
     failures: Mapping[int, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     device_s: float | None = None
+    cost_unit: str | None = None
+    wire: Wire | None = None
+
+
+def wires(found: Iterable[Wire | None]) -> Wire | None:
+    """Return what several calls have taken of the network together, None if none has."""
+    known = [one for one in found if one is not None]
+    return sum(known[1:], known[0]) if known else None
 
 
 # What Answers.counts holds of language models.

@@ -17,11 +17,14 @@ MEASURED_UNIT = "GFLOPs"
 FAR = 1.25
 
 
-def cost_unit(stage: StageSpec) -> str:
-    """Return the unit of a stage's costs: as declared, as the model's own calls are billed, else GFLOPs."""
+def cost_unit(stage: StageSpec, reported: str | None = None) -> str:
+    """Return the unit of a stage's costs: as declared, as the model's own calls are billed, else GFLOPs.
+
+    reported: by calls, where nothing else tells.
+    """
     if stage.cost is not None:
         return stage.cost.unit
-    return stage.model.cost_unit or MEASURED_UNIT
+    return stage.model.cost_unit or reported or MEASURED_UNIT
 
 
 def model_cost(
@@ -30,14 +33,15 @@ def model_cost(
     """Return the cost of one example, None if unknown.
 
     declared: the pool's value; "auto" asks the model.   per_call: the mean of the calls' own costs, used if the pool
-    has no value.   Without both, GFLOPs: published, else measured.
+    has no value, or says that they measure it.   Without both, GFLOPs: published, else measured.
     """
     if declared is not None and declared.value is not None:
         return declared.value
-    if declared is not None and declared.unit != MEASURED_UNIT:
-        return facts.params_b
-    if declared is None and per_call is not None:
+    calls_tell = declared is None or declared.is_round_trip
+    if calls_tell and per_call is not None:
         return per_call
+    if declared is not None and declared.unit != MEASURED_UNIT:
+        return None if calls_tell else facts.params_b
     return facts.gflops if facts.gflops is not None else measured_gflops
 
 

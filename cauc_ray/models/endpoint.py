@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 import weakref
 from abc import abstractmethod
@@ -16,6 +15,7 @@ import openai
 
 from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
 from cauc_ray.models.answers import BELOW, Answers, Batch, Model, ModelFacts, answered, batch_size, little
+from cauc_ray.models.background import Background
 from cauc_ray.models.openai import DecisionsSpec, EndpointSpec
 from cauc_ray.models.prompts import Asked, Prompts
 from cauc_ray.numbers.types import Floats
@@ -72,12 +72,11 @@ class EndpointModel(Model):
         self._deadline_s = min(attempts * spec.timeout_s + spec.max_retries * _LONGEST_WAIT_S, deadline_s)
         self._spent_usd = 0.0
         self._kept: dict[Asked, Reply] = {}
-        self._loop = asyncio.new_event_loop()
+        self._background = Background(f"{spec.model}: requests")
         self._client = openai.AsyncOpenAI(
             api_key=key, base_url=spec.url, timeout=spec.timeout_s, max_retries=spec.max_retries
         )
-        threading.Thread(target=_run, args=(self._loop,), name=f"{spec.model}: requests", daemon=True).start()
-        weakref.finalize(self, self._loop.call_soon_threadsafe, _end, self._client)
+        weakref.finalize(self, self._background.end, self._client.close)
 
     @abstractmethod
     async def ask(self, question: Asked, bill: Bill) -> Reply:
@@ -90,7 +89,7 @@ class EndpointModel(Model):
         row's cost is what the server billed for it, 0 if it reported none.
         """
         questions, faults = self._prompts(batch)
-        replies = asyncio.run_coroutine_threadsafe(self._ask_all(questions), self._loop).result()
+        replies = self._background.run(self._ask_all(questions))
         n = batch_size(batch)
         refused = {row: reply.failure for row, reply in replies.items() if reply.failure is not None}
         found = {row: reply.logits for row, reply in replies.items() if row not in refused}
@@ -143,7 +142,7 @@ class EndpointModel(Model):
         """
         started_at = time.monotonic()
         try:
-            async with asyncio.timeout_at(self._loop.time() + max(0.0, bill.deadline - time.monotonic())):
+            async with asyncio.timeout(max(0.0, bill.deadline - time.monotonic())):
                 answer = await self._client.post(path, cast_to=object, body={"model": self._spec.model, **body})
         except openai.APIStatusError as error:
             if "max_tokens" in body and _wants_new_name(error):
@@ -230,18 +229,6 @@ class DecisionsModel(EndpointModel):
         if not all(isinstance(value, int | float) and 0 <= value <= 1 for value in values):
             raise DataError("the answer has no probability of each option")
         return Reply(np.array(values, dtype=np.float64))
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped."""
-    loop.run_forever()
-    loop.close()
-
-
-def _end(client: openai.AsyncOpenAI) -> None:
-    """Close a client, then stop its loop, in which this is called."""
-    loop = asyncio.get_running_loop()
-    loop.create_task(client.close()).add_done_callback(lambda _: loop.stop())
 
 
 def _wants_new_name(error: openai.APIStatusError) -> bool:

@@ -72,6 +72,8 @@ class KindSpec(Section):
     SPANS_GPUS: ClassVar[bool] = False
     # Whether a call has its own timeout and must be awaited until then: another replica would ask the same server.
     GIVES_UP: ClassVar[bool] = False
+    # Whether its calls measure what they take of the network.
+    REMOTE: ClassVar[bool] = False
     kind: str
 
     @property

@@ -14,6 +14,7 @@ from cauc_ray.models.onnx import OnnxSpec
 from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
 from cauc_ray.models.prompts import PromptSettings
 from cauc_ray.models.python import PythonSpec, imported, python_model
+from cauc_ray.models.remote import RemoteSpec
 from cauc_ray.models.saved import SavedSpec
 from cauc_ray.models.torchvision import TorchvisionSpec
 from cauc_ray.models.transformers import (
@@ -31,6 +32,7 @@ _SPECS: tuple[type[KindSpec], ...] = (
     OnnxSpec,
     OpenAISpec,
     PythonSpec,
+    RemoteSpec,
     SavedSpec,
     TorchvisionSpec,
     TransformersChoiceSpec,

@@ -98,13 +98,14 @@ Amount: TypeAlias = Annotated[StrictFloat, Field(ge=0)]
 class CostSpec(Section):
     """What one call on one example costs: exactly one number, whose key is its unit.
 
-    gflops and params_b may be "auto": as published with the model, else as measured.
+    gflops and params_b may be "auto": as published with the model, else as measured; so may seconds of a remote stage:
+    the measured round trip of each call, divided by its rows.
     """
 
     gflops: Amount | Literal["auto"] | None = None
     params_b: Amount | Literal["auto"] | None = None
     kflops: Amount | None = None
-    seconds: Amount | None = None
+    seconds: Amount | Literal["auto"] | None = None
     usd: Amount | None = None
     usd_per_mtok: Amount | None = None
 
@@ -122,6 +123,11 @@ class CostSpec(Section):
     def unit(self) -> str:
         """Return the unit as costs are reported in it."""
         return COST_UNITS[self._key]
+
+    @property
+    def is_round_trip(self) -> bool:
+        """Return whether each call costs the seconds that it takes."""
+        return self.seconds == "auto"
 
     @property
     def value(self) -> float | None:
@@ -157,6 +163,19 @@ class StageSpec(PromptSettings):
         if self.resources.num_gpus > 1:
             return self.model.load_over_gpus()
         return self.model.load_within(self.call_timeout_s)
+
+    def served(self) -> StageSpec:
+        """Return the stage as a service has it: calls that end by themselves end before their rows are abandoned."""
+        longest_s = min(self.call_timeout_s, self.serving.timeout_s)
+        return self.model_copy(update={"call_timeout_s": longest_s}) if self.model.GIVES_UP else self
+
+    @model_validator(mode="after")
+    def _measures_its_seconds(self) -> StageSpec:
+        if self.cost is not None and self.cost.is_round_trip and not self.model.REMOTE:
+            raise ValueError(
+                f"seconds: auto is the round trip of a remote stage; a model of kind {self.model.kind!r} needs a number"
+            )
+        return self
 
     @model_validator(mode="after")
     def _uses_its_gpus(self) -> StageSpec:

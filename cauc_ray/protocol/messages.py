@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -18,24 +18,24 @@ from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor, shown
 VERSION = "1"
 
 Output: TypeAlias = Literal[
-    "prediction", "prediction_label", "confidence", "probabilities", "stage", "cost", "degraded"
+    "prediction", "prediction_label", "confidence", "probabilities", "logits", "stage", "cost", "degraded"
 ]
 # numpy has no arrays of more dimensions.
 _Shape: TypeAlias = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]
 
 
 class InputParameters(TypedDict, total=False):
-    """How the data of an input are sent."""
+    """How the data of a tensor are sent."""
 
     binary_data_size: Annotated[
         Annotated[int, Field(ge=0)] | None,
-        Field(description="length of its raw bytes, which follow the JSON part in the order of the inputs"),
+        Field(description="length of its raw bytes, which follow the JSON part in the order of the tensors"),
     ]
     shared_memory_region: Annotated[None, Field(description="not supported")]
 
 
 class InputTensor(TypedDict):
-    """Rows of one of the model's inputs."""
+    """Rows of one of the model's inputs or outputs."""
 
     name: Annotated[str, Field(min_length=1)]
     shape: Annotated[_Shape, Field(description="rows first")]
@@ -70,6 +70,10 @@ class RequestParameters(TypedDict, total=False):
         int | str | None, Field(description="the deepest stage to call: its number from 0, or its name")
     ]
     binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
+    timeout: Annotated[
+        Annotated[int, Field(ge=0)] | None,
+        Field(description="microseconds that the client waits, 0 for any; rows that are late are not answered"),
+    ]
 
 
 class InferenceRequest(TypedDict):
@@ -82,7 +86,40 @@ class InferenceRequest(TypedDict):
     outputs: NotRequired[Annotated[list[NamedOutput], Field(fail_fast=True)] | None]
 
 
-_REQUEST = TypeAdapter(InferenceRequest)
+class InferenceResponse(TypedDict):
+    """Rows that have been answered. Unknown keys are ignored."""
+
+    outputs: list[InputTensor]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class TensorMetadata(TypedDict):
+    """An input or output of a model.   datatype: any that a server has.   shape: rows first; -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    """What a server reports of a model. Unknown keys are ignored."""
+
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    parameters: NotRequired[dict[str, Any] | None]
+
+
+class ServerMetadata(TypedDict):
+    """What a server reports of itself. Unknown keys are ignored."""
+
+    extensions: NotRequired[list[str] | None]
+
+
+_REQUEST, _RESPONSE = TypeAdapter(InferenceRequest), TypeAdapter(InferenceResponse)
+_MODEL_METADATA, _SERVER_METADATA = TypeAdapter(ModelMetadata), TypeAdapter(ServerMetadata)
+# Extensions that servers report: tensors as raw bytes; a repeated Idempotency-Key gets the answer of the first request.
+BINARY_DATA, IDEMPOTENCY = "binary_tensor_data", "idempotency_key"
+T = TypeVar("T")
 # What a response holds unless the request names outputs.
 DEFAULT_OUTPUTS: tuple[Output, ...] = ("prediction", "prediction_label", "confidence")
 
@@ -100,6 +137,14 @@ class InferRequest:
     parameters: RequestParameters
 
 
+@dataclass(frozen=True, slots=True)
+class InferResponse:
+    """The answer to a request for inference.   outputs: by name."""
+
+    outputs: Mapping[str, Tensor]
+    parameters: Mapping[str, Any]
+
+
 def read_infer_request(body: bytes | memoryview, json_length: int | None) -> InferRequest:
     """Read a request's body: JSON, and after it the raw bytes of those inputs that declare them, in order.
 
@@ -110,20 +155,50 @@ def read_infer_request(body: bytes | memoryview, json_length: int | None) -> Inf
     >>> read_infer_request(body, None).inputs["x"].values.tolist()
     [3, 4]
     """
-    end = len(body) if json_length is None else json_length
-    if not 0 <= end <= len(body):
-        raise RequestError(f"Inference-Header-Content-Length is {shown(end)}, but the body has {len(body)} bytes")
-    try:
-        message = _REQUEST.validate_json(bytes(body[:end]), strict=True)
-    except ValidationError as error:
-        raise RequestError(printable(f"the request is invalid: {explain(error)}")) from error
+    message, raw = _apart(_REQUEST, "request", body, json_length)
     parameters = message.get("parameters") or {}
     return InferRequest(
         id=message.get("id"),
-        inputs=_read_inputs(message["inputs"], memoryview(body)[end:]),
+        inputs=_read_tensors("input", message["inputs"], raw),
         outputs=_read_outputs(message.get("outputs") or (), parameters.get("binary_data_output") or False),
         parameters=parameters,
     )
+
+
+def write_infer_request(
+    inputs: Sequence[Tensor], outputs: Sequence[str], parameters: Mapping[str, object], *, binary: bool
+) -> tuple[bytes, int | None]:
+    """Write a request: its body, and the length of the JSON part, None where it is all.
+
+    outputs: names of those that are asked for.   binary: whether tensors are sent, and asked for, as raw bytes.
+    Raises RequestError naming an input that JSON cannot hold.
+
+    >>> import numpy as np
+    >>> x = Tensor("x", "INT8", np.array([[3, 4]], np.int8))
+    >>> body, json_length = write_infer_request([x], ["logits"], {}, binary=True)
+    >>> read_infer_request(body, json_length).inputs["x"].values.tolist()
+    [[3, 4]]
+    """
+    how = {"parameters": {"binary_data": True}} if binary else {}
+    asked = [{"name": name, **how} for name in outputs]
+    about = {"parameters": parameters} if parameters else {}
+    return _written({**about, "outputs": asked}, "inputs", [(tensor, binary) for tensor in inputs])
+
+
+def read_infer_response(body: bytes | memoryview, json_length: int | None) -> InferResponse:
+    """Read a response's body as read_infer_request reads a request's. Raises RequestError for anything else."""
+    message, raw = _apart(_RESPONSE, "response", body, json_length)
+    return InferResponse(_read_tensors("output", message["outputs"], raw), message.get("parameters") or {})
+
+
+def read_model_metadata(body: bytes) -> ModelMetadata:
+    """Read a model's metadata. Raises RequestError for anything else."""
+    return _read(_MODEL_METADATA, "model's metadata", body)
+
+
+def read_server_metadata(body: bytes) -> ServerMetadata:
+    """Read a server's metadata. Raises RequestError for anything else."""
+    return _read(_SERVER_METADATA, "server's metadata", body)
 
 
 def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
@@ -153,44 +228,71 @@ def write_infer_response(
     if request.id is not None:
         response["id"] = request.id
     response["parameters"] = parameters
-    response["outputs"] = described = []
+    return _written(response, "outputs", [(tensor, request.outputs[tensor.name]) for tensor in outputs])
+
+
+def _written(
+    message: Mapping[str, object], key: str, tensors: Sequence[tuple[Tensor, bool]]
+) -> tuple[bytes, int | None]:
+    """Write a message with tensors under a key, each with whether it is written as raw bytes.
+
+    Returns its body, and the length of the JSON part, None where no tensor is binary.
+    """
     raw: list[bytes] = []
-    for tensor in outputs:
-        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape}
-        if request.outputs[tensor.name]:
+    described: list[dict[str, Any]] = []
+    for tensor, binary in tensors:
+        one: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.values.shape}
+        if binary:
             raw.append(tensor.to_raw())
-            output["parameters"] = {"binary_data_size": len(raw[-1])}
+            one["parameters"] = {"binary_data_size": len(raw[-1])}
         else:
-            output["data"] = tensor.to_json()
-        described.append(output)
-    text = to_json(response, inf_nan_mode="null")
+            one["data"] = tensor.to_json()
+        described.append(one)
+    text = to_json({**message, key: described}, inf_nan_mode="null")
     return (b"".join([text, *raw]), len(text)) if raw else (text, None)
 
 
-def _read_inputs(items: Sequence[InputTensor], raw: memoryview) -> dict[str, Tensor]:
-    """Return the inputs by name; raw: what follows the JSON part. Raises RequestError where they do not fit."""
-    inputs: dict[str, Tensor] = {}
+def _apart(
+    adapter: TypeAdapter[T], what: str, body: bytes | memoryview, json_length: int | None
+) -> tuple[T, memoryview]:
+    """Return a message's JSON part and the raw bytes after it."""
+    end = len(body) if json_length is None else json_length
+    if not 0 <= end <= len(body):
+        raise RequestError(f"Inference-Header-Content-Length is {shown(end)}, but the body has {len(body)} bytes")
+    return _read(adapter, what, bytes(body[:end])), memoryview(body)[end:]
+
+
+def _read(adapter: TypeAdapter[T], what: str, text: bytes) -> T:
+    try:
+        return adapter.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise RequestError(printable(f"the {what} is invalid: {explain(error)}")) from error
+
+
+def _read_tensors(what: str, items: Sequence[InputTensor], raw: memoryview) -> dict[str, Tensor]:
+    """Return tensors by name; raw: what follows the JSON part. Raises RequestError where they do not fit."""
+    tensors: dict[str, Tensor] = {}
     at = 0
     for item in items:
         name, data = item["name"], item.get("data")
         size = (item.get("parameters") or {}).get("binary_data_size")
-        if name in inputs:
-            raise RequestError(f"the request has two inputs named {shown(name)}")
+        if name in tensors:
+            raise RequestError(f"there are two {what}s named {shown(name)}")
         if size is None:
-            inputs[name] = Tensor.from_json(name, item["datatype"], item["shape"], data)
+            tensors[name] = Tensor.from_json(name, item["datatype"], item["shape"], data)
             continue
         if data is not None:
-            raise RequestError(f"input {shown(name)} has both 'data' and a binary_data_size")
+            raise RequestError(f"{what} {shown(name)} has both 'data' and a binary_data_size")
         if size > len(raw) - at:
             raise RequestError(
-                f"input {shown(name)} has the binary_data_size {shown(size)}, but only {len(raw) - at} bytes are left "
+                f"{what} {shown(name)} has the binary_data_size {shown(size)}, but only {len(raw) - at} bytes are left "
                 "in the body after its JSON part, whose length is the header Inference-Header-Content-Length"
             )
-        inputs[name] = Tensor.from_raw(name, item["datatype"], item["shape"], raw[at : at + size])
+        tensors[name] = Tensor.from_raw(name, item["datatype"], item["shape"], raw[at : at + size])
         at += size
     if at != len(raw):
-        raise RequestError(f"the body has {len(raw) - at} bytes more than its JSON part and its inputs take")
-    return inputs
+        raise RequestError(f"the body has {len(raw) - at} bytes more than its JSON part and its {what}s take")
+    return tensors
 
 
 def _read_outputs(items: Sequence[NamedOutput], by_default: bool) -> dict[str, bool]:

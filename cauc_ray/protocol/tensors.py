@@ -99,9 +99,9 @@ class Tensor:
 
     @classmethod
     def from_json(cls, name: str, datatype: str, shape: Sequence[int], data: object) -> Tensor:
-        """Read an input from what JSON holds of it; data: a list, flat (row-major) or nested by the shape.
+        """Read a tensor from what JSON holds of it; data: a list, flat (row-major) or nested by the shape.
 
-        Raises RequestError naming the input when shape and data do not agree, or data are not of the datatype.
+        Raises RequestError naming it when shape and data do not agree, or data are not of the datatype.
         """
         n = _size(name, datatype, shape)
         if not isinstance(data, list):
@@ -115,9 +115,9 @@ class Tensor:
 
     @classmethod
     def from_raw(cls, name: str, datatype: str, shape: Sequence[int], raw: memoryview) -> Tensor:
-        """Read an input from raw bytes: little-endian, row-major; BYTES: elements, each after its uint32 length.
+        """Read a tensor from raw bytes: little-endian, row-major; BYTES: elements, each after its uint32 length.
 
-        Raises RequestError naming the input when the bytes do not fit datatype and shape.
+        Raises RequestError naming it when the bytes do not fit datatype and shape.
         """
         dtype, n = DATATYPES[datatype], _size(name, datatype, shape)
         if datatype == "BYTES":
@@ -132,7 +132,7 @@ class Tensor:
         return cls(name, datatype, values.reshape(shape))
 
     def to_json(self) -> list[Any]:
-        """Return an output's values for JSON, flat. Raises RequestError where JSON cannot hold them."""
+        """Return the values for JSON, flat. Raises RequestError where JSON cannot hold them."""
         try:
             if self.datatype == "BYTES":
                 return [element.decode() for element in self.values.ravel()]
@@ -144,7 +144,7 @@ class Tensor:
         return values
 
     def to_raw(self) -> bytes:
-        """Return an output's values as raw bytes, laid out as `from_raw` reads them."""
+        """Return the values as raw bytes, laid out as `from_raw` reads them."""
         if self.datatype == "BYTES":
             elements = self.values.ravel()
             return b"".join(part for element in elements for part in (_LENGTH.pack(len(element)), element))
@@ -152,7 +152,7 @@ class Tensor:
 
     def _not_for_json(self, what: str) -> RequestError:
         return RequestError(
-            f"output {shown(self.name)} has {what}, which JSON cannot represent; ask for it with binary_data"
+            f"tensor {shown(self.name)} has {what}, which JSON cannot represent; ask for it with binary_data"
         )
 
 
@@ -228,4 +228,4 @@ def _beyond(name: str, datatype: str) -> RequestError:
 
 
 def _fault(name: str, what: str) -> RequestError:
-    return RequestError(f"input {shown(name)} {what}")
+    return RequestError(f"tensor {shown(name)} {what}")

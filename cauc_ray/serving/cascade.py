@@ -16,7 +16,7 @@ from typing import Protocol, cast
 from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
 from cauc_ray.cascade.requests import OpenRequests, RequestScheduler
-from cauc_ray.cascade.rows import Call, CallResult
+from cauc_ray.cascade.rows import Call, CallResult, Vector
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
@@ -96,11 +96,19 @@ class Cascade:
     # Requests
 
     async def answer(
-        self, policy: Policy, columns: Batch, n: int, *, last_stage: int | None = None, wants_scores: bool = False
+        self,
+        policy: Policy,
+        columns: Batch,
+        n: int,
+        *,
+        last_stage: int | None = None,
+        asks_for: frozenset[Vector] = frozenset(),
+        timeout_s: float | None = None,
     ) -> RequestState:
         """Answer a request of n rows; if the caller is cancelled, so is what has not begun.
 
-        columns: each (n, ...).   last_stage: the deepest to call, by its number.   wants_scores: keep them.
+        columns: each (n, ...).   last_stage: the deepest to call, by its number.   asks_for: vectors of each row.
+        timeout_s: that the caller waits, where that is less than the service gives a request.
         Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
@@ -114,23 +122,26 @@ class Cascade:
             last_stage,
             self._metrics,
             degrades=self._degrades,
-            wants_scores=wants_scores,
+            asks_for=asks_for,
         )
         first = policy.first(n)
         self._open_requests.came(1)
         try:
-            await self.follow(request, 0 if first is None else first, None)
+            await self.follow(request, 0 if first is None else first, None, timeout_s)
         finally:
             self._open_requests.left(1)
         return request
 
-    async def follow(self, request: RequestState, stages: int | Ints, state: Floats | None) -> None:
+    async def follow(
+        self, request: RequestState, stages: int | Ints, state: Floats | None, timeout_s: float | None = None
+    ) -> None:
         """Have a request's rows wait, with the state (n, S) that they bring along; return at its end.
 
         stages: for which one, all of them or each, int8 (n,). Raises RequestError.
         """
         now = self._loop.time()
-        request.deadline = now + self._timeout_s
+        request.hurries = timeout_s is not None and timeout_s < self._timeout_s
+        request.deadline = now + (self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s))
         try:
             row_bytes = n_bytes(request.columns) / request.n
             self.scheduler.start(request, stages, state, row_bytes, now, counts=not request.shadow)
@@ -262,7 +273,7 @@ class Cascade:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
         if result.error is None and not call.given_up:
-            self._metrics.called(call.stage, len(call), now - call.sent_at)
+            self._metrics.called(call.stage, len(call), now - call.sent_at, result.wire)
         self.scheduler.ended(call, result, states, now)
         for number, why in at.take_bad().items():
             name = self._replica_names[number]

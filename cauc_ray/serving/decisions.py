@@ -127,8 +127,7 @@ def response(
     request: DecisionRequest, answered: RequestState, orders: Sequence[list[int] | None], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the body of a response: for each question an answer, its stage, its cost and whether it is degraded."""
-    assert answered.scores is not None
-    probabilities = softmax(answered.scores)
+    probabilities = softmax(answered.vectors["scores"])
     answers = []
     for row, question in enumerate(request.questions):
         order = orders[row]

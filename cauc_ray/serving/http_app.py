@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hmac
 import json
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
@@ -22,10 +24,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.protocol.messages import VERSION, decoded_body
+from cauc_ray.protocol.messages import BINARY_DATA, IDEMPOTENCY, VERSION, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.policies_live import PolicyChange
+from cauc_ray.serving.repeats import Answered, Repeats
 from cauc_ray.serving.request_state import RETRY_AFTER_S
 
 if TYPE_CHECKING:
@@ -43,11 +46,10 @@ READING_BYTES = 1 << 30
 BODY_S = 300.0
 # How a request ends whose client went away: the number that proxies use in their logs. Nobody is sent it.
 CLIENT_GONE = 499
+# Shorter answers are not compressed; longer ones than the second are, in a thread.
+GZIP_BYTES, LONG_GZIP = 1000, 50_000
 # How Serve's handlers know a line of an access log; where that is off, so is ours.
 _ACCESS = {"serve_access_log": True, "log_to_stderr": False}
-
-# A response and its fields for the log.
-Answered: TypeAlias = tuple[Response, Mapping[str, Any]]
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +96,12 @@ class _Handlers:
 
     def __init__(self, service: Service) -> None:
         self._service, self._inference, self._bodies = service, Inference(service), Bodies()
+        self._repeats = Repeats()
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
 
     async def server(self, request: Request) -> Response:
-        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": ["binary_tensor_data"]}
+        own = {"name": "cauc-ray", "version": PACKAGE_VERSION, "extensions": [BINARY_DATA, IDEMPOTENCY]}
         return JSONResponse({**own, "models": [self._service.model]})
 
     async def live(self, request: Request) -> Response:
@@ -172,6 +175,7 @@ class _Handlers:
             with self._service.one_more_request():
                 self._require_model(request)
                 response, fields = await answer(request)
+                response = await _gzipped(response, request.headers.get("accept-encoding", ""))
             status = 200
         except asyncio.CancelledError:
             status = CLIENT_GONE
@@ -214,6 +218,10 @@ class _Handlers:
         length = headers.get("inference-header-content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
+        key, compute = headers.get("idempotency-key"), partial(self._inferred, body, length, headers)
+        return await (compute() if key is None else self._repeats.answer(key, body, compute))
+
+    async def _inferred(self, body: bytes, length: str | None, headers: Mapping[str, str]) -> Answered:
         content, json_length, fields = await self._inference.answer(
             body, None if length is None else int(length), headers
         )
@@ -293,6 +301,17 @@ def authorize(headers: Mapping[str, str], *tokens: bytes | None) -> None:
     same = [hmac.compare_digest(given, token) for token in wanted]
     if scheme.lower() != "bearer" or not given or not any(same):
         raise RequestError("the header 'Authorization: Bearer TOKEN' with a valid token is required", 401)
+
+
+async def _gzipped(response: Response, accepted: str) -> Response:
+    """Return a response compressed, where that is accepted and the body is long."""
+    body = bytes(response.body)
+    ways = {way.split(";")[0].strip().lower(): way.replace(" ", "") for way in accepted.split(",")}
+    if len(body) < GZIP_BYTES or ways.get("gzip", ";q=0").lower().endswith((";q=0", ";q=0.0")):
+        return response
+    packed = gzip.compress(body, 1) if len(body) < LONG_GZIP else await asyncio.to_thread(gzip.compress, body, 1)
+    headers = {name: value for name, value in response.headers.items() if name != "content-length"}
+    return Response(packed, response.status_code, {**headers, "Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
 
 
 async def _refused(request: Request, error: Exception) -> Response:

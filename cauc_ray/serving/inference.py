@@ -6,17 +6,18 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cauc_ray.cascade.rows import Vector
 from cauc_ray.models.answers import Batch
 from cauc_ray.models.python import imported
-from cauc_ray.numbers.logits import softmax
+from cauc_ray.numbers.logits import LogitKind, joint_kind, softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
     VERSION,
@@ -39,10 +40,13 @@ OUTPUTS: Mapping[str, Datatype] = {
     "prediction_label": "BYTES",
     "confidence": "FP32",
     "probabilities": "FP32",
+    "logits": "FP32",
     "stage": "INT8",
     "cost": "FP32",
     "degraded": "BOOL",
 }
+# What the cascade is to keep for them, and their shapes.
+VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
 # Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
 # some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
 LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
@@ -71,7 +75,7 @@ class Inference:
         """
         started_ns, service = time.time_ns(), self._service
         request, columns, n = await self._read(body, json_length)
-        answered, parameters = await self._answered(columns, n, request.parameters, "probabilities" in request.outputs)
+        answered, parameters = await self._answered(columns, n, request.parameters, request.outputs)
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
         write = partial(write_infer_response, request, service.model, outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
@@ -90,13 +94,13 @@ class Inference:
             )
         labels = None if self._service.pool.task == "multiple-choice" else self._service.labels
         columns, orders = columns_of(request, labels, self._inputs.texts)
-        answered, parameters = await self._answered(columns, len(request.questions), {}, True)
+        answered, parameters = await self._answered(columns, len(request.questions), {}, ["probabilities"])
         fields = {"rows": len(request.questions), **parameters}
         self._spans.report(headers, started_ns, answered, fields)
         return response(request, answered, orders, parameters), fields
 
     async def _answered(
-        self, columns: Batch, n: int, limits: RequestParameters, wants_scores: bool
+        self, columns: Batch, n: int, limits: RequestParameters, outputs: Iterable[str]
     ) -> tuple[RequestState, dict[str, Any]]:
         """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
         service = self._service
@@ -106,7 +110,8 @@ class Inference:
             columns,
             n,
             last_stage=last_stage(limits, in_force.policy),
-            wants_scores=wants_scores,
+            asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
+            timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
         )
         service.watching.answered(answered, in_force.id)
         if answered.early:
@@ -122,6 +127,11 @@ class Inference:
             return await asyncio.to_thread(read_request, body, json_length, self._inputs)
         return read_request(body, json_length, self._inputs)
 
+    @cached_property
+    def _logit_kind(self) -> str:
+        """Return the kind of the output logits, of which some stages read a file."""
+        return joint_kind([_as_output(spec.model.answers_kind) for spec in self._service.specs])
+
     def metadata(self) -> dict[str, Any]:
         """Return the model's metadata as the protocol has it."""
         in_force = self._service.in_force
@@ -135,7 +145,7 @@ class Inference:
                 for name, spec in self._inputs.declared.items()
             ],
             "outputs": [
-                {"name": name, "datatype": datatype, "shape": [-1, -1] if name == "probabilities" else [-1]}
+                {"name": name, "datatype": datatype, "shape": [-1, -1] if name in VECTORS else [-1]}
                 for name, datatype in OUTPUTS.items()
             ],
             "parameters": {
@@ -143,6 +153,8 @@ class Inference:
                 "method": policy.method,
                 "stages": ",".join(policy.models),
                 "cost_unit": policy.cost_unit,
+                "logit_kind": self._logit_kind,
+                "optional_inputs": ",".join(name for name in self._inputs.names if name not in self._inputs.declared),
             },
         }
 
@@ -152,8 +164,9 @@ class Inference:
         if name == "prediction_label":
             return self._labels(answered)
         if name == "probabilities":
-            assert answered.scores is not None
-            return softmax(answered.scores).astype(np.float32)
+            return softmax(answered.vectors["scores"]).astype(np.float32)
+        if name == "logits":
+            return answered.vectors["logits"].astype(np.float32)
         if name == "stage":
             return answered.stages
         if name == "degraded":
@@ -170,6 +183,11 @@ class Inference:
             text = known[option] if known is not None and option < len(known) else str(option)
             texts[row] = text.encode()
         return texts
+
+
+def _as_output(kind: LogitKind) -> LogitKind:
+    """Return the kind of the output logits of a stage; the worker has taken the logarithms of probabilities."""
+    return "log-probabilities" if kind == "probabilities" else kind
 
 
 def _parameters(answered: RequestState) -> dict[str, Any]:

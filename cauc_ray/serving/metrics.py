@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from cauc_ray.cascade.rows import Trouble
+from cauc_ray.models.answers import Wire
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.monitor import Watched
 
@@ -31,6 +32,11 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     ),
     "cauc_serve_call_seconds": ("histogram", ("model", "stage"), "Seconds of a call, seen from the router"),
     "cauc_serve_batch_rows": ("histogram", ("model", "stage"), "Rows in one call of a stage"),
+    "cauc_serve_wire_bytes": (
+        "counter",
+        ("model", "stage", "way"),
+        "Bytes that calls of a remote stage have sent (way out) and received (in)",
+    ),
     "cauc_serve_confidence": ("histogram", ("model", "stage"), "Confidence of rows after a stage"),
     "cauc_serve_cost": ("counter", ("model", "stage", "unit"), "What a stage's answers cost, in the policy's unit"),
     "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
@@ -102,8 +108,11 @@ class ServingMetrics:
         self._note("cauc_serve_stage_seconds", name)(waited_s)
         self._counts["cauc_serve_cost", name, self._unit] += float(costs.sum())
 
-    def called(self, stage: int, n_rows: int, call_s: float) -> None:
-        """Note a call of a stage."""
+    def called(self, stage: int, n_rows: int, call_s: float, wire: Wire | None = None) -> None:
+        """Note a call of a stage.   wire: what it has taken of the network."""
+        if wire is not None:
+            self._counts["cauc_serve_wire_bytes", self._stages[stage], "out"] += wire.bytes_out
+            self._counts["cauc_serve_wire_bytes", self._stages[stage], "in"] += wire.bytes_in
         self._note("cauc_serve_call_seconds", self._stages[stage])(call_s)
         self._note("cauc_serve_batch_rows", self._stages[stage])(n_rows)
 

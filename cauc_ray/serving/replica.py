@@ -35,7 +35,7 @@ class Replica:
         self.name = name
         self.leaves = False
         self._spec = spec
-        self._worker = Worker(spec, stage, {}, replica=name)
+        self._worker = Worker(spec.served(), stage, {}, replica=name)
         self._model, self._host = _Thread(f"{name}: model"), _Thread(f"{name}: host")
         self.facts: Future[ModelFacts] = self._model.submit(self._worker.load)
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from cauc_ray.cascade.bundles import Part
 from cauc_ray.cascade.isolation import row_of
-from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble
+from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble, Vector
 from cauc_ray.data.blocks import concat_column
 from cauc_ray.models.answers import Batch
+from cauc_ray.numbers.logits import widened
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy, joined_states
 from cauc_ray.protocol.tensors import RequestError
@@ -61,10 +62,10 @@ class RequestState(Owner):
     key: what stages know the policy by.   columns: the input, each (n, ...).   last_stage: none of its rows goes
     beyond.   degrades: whether rows that a later stage does not answer keep the answer of the one before.
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
-    the policy has a reference.   scores: float64 (n, K), of the best answers, kept only where they are wanted.
-    called: the stages that have answered.   shadow: whether it is a shadow request, counted separately.
-    early: its rows that get a shadow request.   reason: why rows are degraded, as of the first one.   spans_ns: by
-    stage, when rows were first ready for it and when they were last answered, since the epoch.
+    the policy has a reference.   asks_for: vectors that are wanted.   vectors: those of the best answers,
+    float64 (n, K).   called: the stages that have answered.   shadow: whether it is a shadow request, counted
+    separately.   early: its rows that get a shadow request.   reason: why rows are degraded, as of the first one.
+    spans_ns: by stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -77,19 +78,19 @@ class RequestState(Owner):
         metrics: ServingMetrics,
         *,
         degrades: bool = False,
-        wants_scores: bool = False,
+        asks_for: frozenset[Vector] = frozenset(),
         shadow: bool = False,
     ) -> None:
         super().__init__(0, n)
         self.policy, self.key, self.columns, self.last_stage = policy, key, columns, last_stage
-        self.degrades, self.wants_scores, self.shadow = degrades, wants_scores, shadow
+        self.degrades, self.asks_for, self.shadow = degrades, asks_for, shadow
         self._metrics = metrics
         # Joined arrays of two types would become one type, and of two shapes a column of objects: a model may read
         # them differently, or not at all, and a row's answer would depend on its neighbours.
         self.kind = frozenset((name, column.dtype.str, column.shape[1:]) for name, column in columns.items())
         self.likeliest = _NO_OPTION.repeat(n)
         self.called: set[int] = set()
-        self.scores: Floats | None = None
+        self.vectors: dict[Vector, Floats] = {}
         self.reason: str | None = None
         self.early: list[Early] = []
         self.spans_ns: dict[int, tuple[int, int]] = {}
@@ -111,8 +112,8 @@ class RequestState(Owner):
         self.spans_ns[stage] = since_ns, now_ns
         if result.likeliest is not None and self.policy.reference is not None:
             self.likeliest[indices] = result.likeliest[positions]
-        if self.wants_scores and result.scores is not None:
-            self._keep_scores(indices, result.scores[positions])
+        for name in self.asks_for:
+            self._keep(name, indices, result.vectors[name][positions])
         if self.shadow:  # the last stage's word is wanted
             self._metrics.shadowed(stage, result.costs[positions])
             on[:] = stage < self.last_stage
@@ -170,14 +171,11 @@ class RequestState(Owner):
         if not self.done.done():
             self.done.set_exception(error)
 
-    def _keep_scores(self, rows: Ints, scores: Floats) -> None:
-        k = scores.shape[1]
-        if self.scores is None:
-            self.scores = np.full((self.n, k), -np.inf)
-        elif (more := k - self.scores.shape[1]) > 0:
-            self.scores = np.pad(self.scores, ((0, 0), (0, more)), constant_values=-np.inf)
-        self.scores[rows] = -np.inf
-        self.scores[rows, :k] = scores
+    def _keep(self, name: Vector, rows: Ints, values: Floats) -> None:
+        k = values.shape[1]
+        whole = self.vectors[name] = widened(self.vectors.get(name, np.full((self.n, k), -np.inf)), k)
+        whole[rows] = -np.inf
+        whole[rows, :k] = values
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +211,11 @@ def stage_call(call: Call, replica: str, keeps: Bools | None, *, router: str, ne
     requests = requests_of(call)
     parts, start = [], 0
     asked = zip(requests, call.rows, strict=True)
-    for (key, wants_scores), alike in groupby(asked, lambda one: (one[0].key, one[0].wants_scores)):
+    for (key, wants), alike in groupby(asked, lambda one: (one[0].key, one[0].asks_for)):
         states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in alike]
         positions = slice(start, start + sum(n for n, _ in states))
         kept = None if keeps is None else keeps[positions]
-        parts.append(Part(0, positions, key, joined_states(states), kept, wants_scores))
+        parts.append(Part(0, positions, key, joined_states(states), kept, wants))
         start = positions.stop
     own = [slice(None) if len(rows) == rows.owner.n else rows.indices for rows in call.rows]
     good = call.good_row

@@ -54,7 +54,8 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
         mask = rows % 2 == 0 if keeps else None
         bundles.append(Bundle({"row": rows}, state if in_bundles else None))
         carries = None if in_bundles else state
-        asked.append(Part.of(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants_scores=True))
+        wants = frozenset({"scores", "logits"})
+        asked.append(Part.of(len(bundles) - 1, np.arange(len(rows)), key, state=carries, keeps=mask, wants=wants))
         expected.append(POLICIES[key].step(stage, DATA.logits[stage][rows], state))
         kept.append(np.zeros(len(rows), bool) if mask is None else mask)
     result, goes_on = worker.decide(asked, bundles)
@@ -63,7 +64,8 @@ def test_rows_of_several_policies_are_decided_as_each_policy_does(stage, parts, 
         assert np.array_equal(getattr(result, name), np.concatenate([getattr(step, name) for step in expected]))
     assert np.array_equal(result.costs, [POLICIES[key].stages[stage].cost for key, rows in parts for _ in rows])
     assert np.array_equal(result.carried, np.concatenate(carried))
-    assert np.array_equal(result.scores, stacked([step.scores for step in expected]))
+    assert np.array_equal(result.vectors["scores"], stacked([step.scores for step in expected]))
+    assert np.array_equal(result.vectors["logits"], stacked([DATA.logits[stage][sorted(rows)] for _, rows in parts]))
     if result.carried.any():
         states = [step.state[own] for step, own in zip(expected, carried, strict=True) if own.any()]
         assert np.array_equal(goes_on.state, stacked(states))

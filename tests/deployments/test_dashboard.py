@@ -11,6 +11,7 @@ import promql_parser as promql
 import pytest
 import ray
 
+from cauc_ray.models.answers import Wire
 from cauc_ray.policies.monitor import Evidence, StageSums, Watched
 from cauc_ray.serving.metrics import METRICS, ServingMetrics
 from cauc_ray.serving.on_serve import ray_metric
@@ -151,7 +152,7 @@ class Teller:
         metrics.request(200, 0.7)
         metrics.rows(0, "accepted", 3)
         metrics.answered(0, np.array([0.7]), np.array([0.2]), 0.7)
-        metrics.called(0, 3, 0.7)
+        metrics.called(0, 3, 0.7, Wire(10, 20, 0.7))
         metrics.degraded(0, "timeout", 1)
         metrics.queued([2])
         metrics.policy("after", "before")

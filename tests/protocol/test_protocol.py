@@ -20,6 +20,8 @@ from cauc_ray.protocol.messages import (
     InferRequest,
     decoded_body,
     read_infer_request,
+    read_infer_response,
+    write_infer_request,
     write_infer_response,
 )
 from cauc_ray.protocol.tensors import DATATYPES, RequestError, Tensor
@@ -185,11 +187,11 @@ REFUSED = [
     (body_of(inputs=[{"shape": [1], "datatype": "INT8"}]), "missing key 'inputs.0.name'"),
     (body_of(inputs=[tensor(), tensor()]), "two inputs named 'x'"),
     (body_of(inputs=[tensor(datatype="BF16")]), "inputs.0.datatype: input should be 'BOOL', 'UINT8',"),
-    (body_of(inputs=[tensor(shape=[3])]), "input 'x' has 2 values"),
+    (body_of(inputs=[tensor(shape=[3])]), "tensor 'x' has 2 values"),
     (body_of(inputs=[tensor(shape=[True, 2])]), "inputs.0.shape.0: "),
     (body_of(inputs=[tensor(shape=[2, -1])]), "inputs.0.shape.1: "),
     (body_of(inputs=[tensor(shape=[1] * 65)]), "inputs.0.shape: "),
-    (body_of(inputs=[tensor(data=None)]), "input 'x' has no 'data'"),
+    (body_of(inputs=[tensor(data=None)]), "tensor 'x' has no 'data'"),
     (body_of(inputs=[tensor(parameters={"shared_memory_region": "r"})]), "inputs.0.parameters.shared_memory_region: "),
     (body_of(inputs=[tensor(parameters={"binary_data_size": 2})]), "both 'data' and a binary_data_size"),
     (body_of(inputs=[tensor(data=None, parameters={"binary_data_size": 2})]), "header Inference-Header-Content-Len"),
@@ -237,7 +239,7 @@ def test_raw_bytes_that_are_too_many_or_too_few_are_refused():
     assert "the body has 1 bytes more" in fault(read, *raw_body(2, 2, raw=b"abcde"))
     message = fault(read, *raw_body(2, 2, raw=b"abc"))
     assert "input 'x1' has the binary_data_size 2, but only 1 bytes are left" in message
-    assert "input 'x1' has 1 bytes, but its shape [2] of UINT8 needs 2" in fault(read, *raw_body(2, 1, raw=b"abc"))
+    assert "tensor 'x1' has 1 bytes, but its shape [2] of UINT8 needs 2" in fault(read, *raw_body(2, 1, raw=b"abc"))
     for size in (-1, True, 2.0, "2", 10**4000):
         assert "binary_data_size" in fault(read, *raw_body(size, raw=b"ab"))
     body = body_of()
@@ -392,5 +394,41 @@ def test_what_json_cannot_hold_must_be_asked_for_as_binary(tensor, data):
     strange = st.just(b"caf\xe9") if tensor.datatype == "BYTES" else st.sampled_from([np.nan, np.inf, -np.inf])
     tensor.values.flat[data.draw(st.integers(0, tensor.values.size - 1))] = data.draw(strange)
     message = fault(tensor.to_json)
-    assert message.startswith("output 'x' has ")
+    assert message.startswith("tensor 'x' has ")
     assert "binary_data" in message
+
+
+# What clients write and read.
+
+
+@given(st.lists(NAMES, min_size=1, max_size=3, unique=True), st.booleans(), PARAMETERS, st.data())
+def test_what_a_client_writes_is_what_a_service_reads(names, binary, parameters, data):
+    inputs = [data.draw(tensors(name=name, json=not binary)) for name in names]
+    outputs = data.draw(st.lists(st.sampled_from(sorted(OUTPUTS)), min_size=1, unique=True))
+    body, length = write_infer_request(inputs, outputs, parameters, binary=binary)
+    read = read_infer_request(body, length)
+    assert (length is not None) == binary
+    assert list(read.inputs) == names
+    for tensor in inputs:
+        assert read.inputs[tensor.name].datatype == tensor.datatype
+        assert same(read.inputs[tensor.name].values, tensor.values)
+    assert read.outputs == dict.fromkeys(outputs, binary)
+    assert read.parameters == parameters
+
+
+@given(named(), st.dictionaries(NAMES, NAMES))
+def test_what_a_service_writes_is_what_a_client_reads(given_tensors, parameters):
+    outputs, binary = given_tensors
+    body, length = write_infer_response(InferRequest(None, {}, binary, {}), "m", outputs, parameters)
+    read = read_infer_response(body, length)
+    assert read.parameters == parameters
+    assert list(read.outputs) == [tensor.name for tensor in outputs]
+    for tensor in outputs:
+        assert same(read.outputs[tensor.name].values, tensor.values)
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", b"{}", b'{"outputs": [{"name": "x", "shape": [2], "datatype": "FP32", "data": [1]}]}']
+)
+def test_what_is_no_response_is_refused_in_one_line(body):
+    assert "\n" not in fault(read_infer_response, body, None)

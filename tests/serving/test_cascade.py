@@ -59,7 +59,9 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
     async def main():
         mine = stages(before=before)
         cascade, counts = cascade_of(a_pool(NAMES, batch_wait_s=0.001), mine)
-        answers = await asyncio.gather(*(answered(cascade, policy, rows, wants_scores=True) for rows in requests))
+        answers = await asyncio.gather(
+            *(answered(cascade, policy, rows, asks_for=frozenset({"scores"})) for rows in requests)
+        )
         return mine, counts, answers
 
     mine, counts, answers = run_virtually(main())
@@ -69,7 +71,7 @@ def test_answers_are_those_of_the_replay_however_requests_are_cut(method, sizes,
         assert np.array_equal(answer.stages, expected.stages[rows])
         assert np.array_equal(answer.costs, expected.costs[rows])
         assert not answer.degraded.any()
-        assert (answer.scores.argmax(axis=1) == answer.predictions).all()
+        assert (answer.vectors["scores"].argmax(axis=1) == answer.predictions).all()
     for stage, own in enumerate(mine):
         seen = [row for batch in own.batches for row in batch]
         assert sorted(seen) == sorted(np.flatnonzero(expected.stages >= stage))  # nothing twice, nothing for nothing

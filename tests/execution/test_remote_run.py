@@ -1,0 +1,79 @@
+"""Collections and runs with a stage elsewhere."""
+
+import numpy as np
+import pytest
+import synthetic
+from link import Link
+from runs import MODELS, answers_of, pool_of, python_model, read_all, saved_model, split_input, write_pool
+from stored import write
+
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def remote(url, **settings):
+    return {"kind": "remote", "url": url, "model": "large", **settings}
+
+
+def port_of(service):
+    return int(service.url.rsplit(":", 1)[1])
+
+
+def test_a_run_answers_as_the_replay_and_its_ledger_has_the_bytes_of_the_wire(tmp_path):
+    chains = synthetic.write_table(tmp_path / "LOGITS", n=200, ragged=True)
+    policy = fit_rf(chains["calibration"], chains["validation"], ThresholdRule(threshold=0.8))
+    expected = replay(policy, chains["test"])
+    alone = cauc_ray.fit(tmp_path / "LOGITS", models=["m2"], threshold=0.5)
+    models = {name: saved_model(name) for name in MODELS}
+    cloud = pool_of(tmp_path, models)
+    with (
+        cauc_ray.serve(cloud, alone, port=0, name="large", local=True) as service,
+        Link(port_of(service), delay_s=0.01) as link,
+    ):
+        edge = pool_of(tmp_path, {**models, "m2": remote(link.url)})
+        summary = cauc_ray.run(edge, policy, split_input(tmp_path, chains["test"]), tmp_path / "out")
+    answers = answers_of(tmp_path / "out")
+    ids = [f"test-{example}" for example in chains["test"].example_ids]
+    assert [answers[one]["prediction"] for one in ids] == expected.predictions.tolist()
+    assert [answers[one]["stage"] for one in ids] == expected.stages.tolist()
+    ledger = read_all(tmp_path / "out" / "ledger").to_pylist()
+    for way in ("bytes_out", "bytes_in"):
+        assert sum(call[way] for call in ledger if call["stage"] == "m2") == getattr(link, way)
+        assert {call[way] for call in ledger if call["stage"] != "m2"} == {None}
+        assert [stage[way] for stage in summary["stages"]] == [None, None, getattr(link, way)]
+
+
+def test_a_collection_costs_what_the_wire_or_the_cloud_says(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = []
+    for row in range(60):
+        choices = ["x" * int(n) for n in rng.choice(30, size=int(rng.integers(2, 6)), replace=False) + 1]
+        label = int(np.argmax([len(choice) for choice in choices])) if row % 3 else row % len(choices)
+        rows.append({"id": f"q{row}", "question": f"{row}?", "choices": choices, "label": label})
+    data = write(tmp_path / "q.parquet", rows)
+    inputs = {name: {"datatype": "BYTES"} for name in ("question", "choices")}
+    common = {"name": "longest", "resources": {"num_cpus": 0.5}}
+    own = {**common, "model": python_model("longest"), "cost": {"usd": 0.5}}
+    cloud = write_pool(tmp_path, [own], inputs=inputs)
+    cauc_ray.collect(cloud, data, tmp_path / "CLOUD", split="all")
+    policy = cauc_ray.fit(tmp_path / "CLOUD", calibration_split="all", threshold=0.5)
+    with cauc_ray.serve(cloud, policy, port=0, name="large", local=True) as service:
+        for name, cost, unit in (("timed", {"cost": {"seconds": "auto"}}, "s"), ("billed", {}, "USD")):
+            stage = {**common, "model": remote(service.url), **cost}
+            summary = cauc_ray.collect(write_pool(tmp_path, [stage], inputs=inputs), data, tmp_path / name, split="all")
+            table = LogitTable(tmp_path / name)
+            assert (summary["cost_unit"], table.info.cost_unit) == (unit, unit)
+            there, here = (one.read_model("longest", "all") for one in (LogitTable(tmp_path / "CLOUD"), table))
+            order = np.argsort(there.example_ids.to_pylist()), np.argsort(here.example_ids.to_pylist())
+            assert np.array_equal(there.logits[order[0]], here.logits[order[1]])
+            assert np.array_equal(there.n_options[order[0]], here.n_options[order[1]])
+            assert table.info.costs["longest"] == pytest.approx(here.costs.mean())
+            if unit == "USD":
+                assert (here.costs == 0.5).all()
+            else:
+                assert (here.costs > 0).all()

@@ -1,0 +1,264 @@
+"""Models of other servers: a strict stand-in for Triton, and the failures of servers and links."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+from link import Link
+from strict_server import LOGITS, METADATA, logits_of, strict_server
+
+from cauc_ray.errors import CaucError, ConfigError, DataError, ExecutionError
+from cauc_ray.models.pool import pool_of
+
+INPUTS = {"numbers": "INPUT__0", "title": "TITLE"}
+
+
+def stage(url, cost=None, **settings):
+    own = {"kind": "remote", "url": url, "model": "net", "inputs": INPUTS, "output": "OUTPUT__0", **settings}
+    one = {"name": "large", "model": own, **({} if cost is None else {"cost": cost})}
+    return pool_of({"name": "p", "task": "classification", "stages": [one]}, None).stages[0]
+
+
+def remote(url, **settings):
+    return stage(url, **settings).load()
+
+
+def port_of(server):
+    return int(server.url.rsplit(":", 1)[1])
+
+
+def batch_of(n):
+    numbers = np.arange(2.0 * n).reshape(n, 2) / 8
+    return {"numbers": numbers, "title": np.array([f"né {row}" for row in range(n)], dtype=object), "other": np.ones(n)}
+
+
+def expected_of(batch):
+    return logits_of(batch["numbers"], batch["title"]).astype(np.float32)
+
+
+@pytest.mark.parametrize(("max_rows", "sizes"), [(1, [1] * 10), (3, [1, 3, 3, 3]), (64, [10])])
+def test_a_server_of_other_names_gets_what_it_reads_and_no_more_in_any_number_of_requests(max_rows, sizes):
+    batch = batch_of(10)
+    with strict_server() as server:
+        model = remote(server.url, max_rows=max_rows, timeout_s=60)
+        answers = model(batch)
+    assert np.array_equal(answers.logits, expected_of(batch))
+    assert (answers.n_options == 3).all()
+    assert not answers.failures
+    assert answers.costs is None
+    assert sorted(n for _, _, n in server.asked) == sizes
+    assert len({headers["Idempotency-Key"] for headers, _, _ in server.asked}) == len(server.asked)
+    assert all(0 < parameters["timeout"] <= 60e6 for _, parameters, _ in server.asked)
+
+
+def test_nothing_is_sent_before_the_first_call():
+    with strict_server() as server:
+        url = server.url
+    model = remote(url, retries=0)
+    assert model.facts.source == f"net at {url}"
+    with pytest.raises(ExecutionError, match="does not answer"):
+        model(batch_of(1))
+
+
+@pytest.mark.parametrize("statuses", [[], [429], [503, 502, 504]])
+def test_what_passes_is_tried_again_with_the_same_key(statuses):
+    with strict_server(faults=[(status, {"Retry-After": "0"}) for status in statuses]) as server:
+        assert not remote(server.url)(batch_of(2)).failures
+    assert len({headers["Idempotency-Key"] for headers, _, _ in server.asked}) == 1
+    assert len(server.asked) == len(statuses) + 1
+    left = [parameters["timeout"] for _, parameters, _ in server.asked]
+    assert left == sorted(left, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "says"),
+    [
+        ((503, {}), ExecutionError, "503: not now, 3 attempts"),
+        ((503, {"Retry-After": "3600"}), ExecutionError, "503: not now, 1 attempts"),
+        ((500, {}), DataError, "fails (500: not now)"),
+        ((401, {}), ConfigError, "rejects the token (401: not now); check token_env"),
+        ((404, {}), ConfigError, "does not answer such requests (404: not now)"),
+        ((302, {"Location": "https://elsewhere"}), ConfigError, "see https://elsewhere"),
+        ((200, {}, b"<html>Welcome to our network</html>"), ExecutionError, "its answer cannot be read"),
+    ],
+)
+def test_what_does_not_pass_is_one_line(fault, error, says):
+    with strict_server(faults=[fault] * 9) as server, pytest.raises(CaucError) as raised:
+        remote(server.url, retries=2)(batch_of(2))
+    assert type(raised.value) is error
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_a_server_refuses_are_failed_rows_and_the_others_are_answered():
+    batch = batch_of(20)
+    with strict_server(refuses="né 7") as server:
+        answers = remote(server.url, max_rows=8)(batch)
+    assert list(answers.failures) == [7]
+    assert "400: not now" not in answers.failures[7]
+    assert "refuses it: not now" in answers.failures[7]
+    others = np.arange(20) != 7
+    assert np.array_equal(answers.logits[others], expected_of(batch)[others])
+    assert server.n_rows == 19
+
+
+def test_a_server_that_refuses_everything_from_the_start_is_not_the_rows_fault():
+    with strict_server(faults=[(400, {})] * 999) as server, pytest.raises(ConfigError, match="refuses every row"):
+        remote(server.url)(batch_of(64))
+    assert len(server.asked) < 64
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_with_bad_logits_fail(bad):
+    def answers(numbers, titles):
+        logits = logits_of(numbers, titles)
+        logits[2, 1] = bad
+        logits[3, 1] = -np.inf
+        return logits
+
+    with strict_server(answers=answers) as server:
+        found = remote(server.url)(batch_of(5))
+    assert list(found.failures) == [2]
+    assert found.logits[3].tolist()[1] == -np.inf
+    assert (found.n_options[[0, 1, 3, 4]] == 3).all()
+
+
+@pytest.mark.parametrize("shape", [(slice(1, None), slice(None)), (slice(None), 0), (slice(None), slice(0, 0))])
+def test_an_answer_of_another_shape_is_refused(shape):
+    with (
+        strict_server(answers=lambda *rows: logits_of(*rows)[shape]) as server,
+        pytest.raises(ExecutionError, match=r"expected numbers of shape \[rows, options\]"),
+    ):
+        remote(server.url)(batch_of(5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "says"),
+    [
+        ({"outputs": [{**LOGITS, "name": "y"}, {**LOGITS, "name": "z"}]}, {}, "has no output 'OUTPUT__0', only y, z"),
+        ({"outputs": [{**LOGITS, "datatype": "INT64"}]}, {}, "are not logits"),
+        ({}, {"inputs": {"numbers": "x"}}, "has no input 'x', only INPUT__0, TITLE"),
+        ({"inputs": []}, {"inputs": {}}, "does not name its inputs"),
+        ({"inputs": [{**METADATA["inputs"][0], "shape": [4, 2]}, METADATA["inputs"][1]]}, {}, "rows, -1, first"),
+        ({}, {"model": "nett"}, "unknown model"),
+    ],
+)
+def test_a_model_unlike_the_settings_is_one_line_that_names_what_there_is(changes, settings, says):
+    with strict_server(metadata={**METADATA, **changes}) as server, pytest.raises(ConfigError) as raised:
+        remote(server.url, **settings)(batch_of(2))
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_values_that_a_tensor_does_not_take_are_failed_rows():
+    batch = batch_of(6)
+    batch["numbers"] = np.fromiter([*batch["numbers"][:3], None, [1.0, 2.0, 3.0], ["a", "b"]], dtype=object, count=6)
+    batch["title"][0] = "\udce9"
+    with strict_server() as server:
+        answers = remote(server.url)(batch)
+    assert sorted(answers.failures) == [0, 3, 4, 5]
+    assert server.n_rows == 2
+    with strict_server() as server, pytest.raises(DataError, match="no column 'title'"):
+        remote(server.url)({"numbers": batch["numbers"]})
+
+
+# Links.
+
+
+def test_connections_that_are_reset_cost_attempts_not_rows():
+    batch = batch_of(40)
+    with strict_server() as server, Link(port_of(server), seed=3, reset_share=0.3) as link:
+        model = remote(link.url, max_rows=4, retries=12)
+        for _ in range(3):
+            assert np.array_equal(model(batch).logits, expected_of(batch))
+    assert link.n_connections > 1
+
+
+def test_a_call_ends_at_its_deadline_whatever_the_link_does():
+    with strict_server() as server, Link(port_of(server)) as link:
+        model = remote(link.url, timeout_s=0.5)
+        assert not model(batch_of(4)).failures
+        link.cut()
+        began = time.monotonic()
+        with pytest.raises(ExecutionError):
+            model(batch_of(4))
+        assert time.monotonic() - began < 10  # not for ever
+        link.restore()
+        until = time.monotonic() + 30
+        while True:
+            try:
+                assert not model(batch_of(4)).failures
+                break
+            except ExecutionError:
+                assert time.monotonic() < until
+
+
+def test_bytes_are_those_of_the_wire_and_every_call_is_the_next_one():
+    with strict_server() as server, Link(port_of(server), delay_s=0.01) as link:
+        model = remote(link.url, max_rows=2, max_concurrency=2)
+        wires = [model(batch_of(n)).wire for n in (1, 5, 3)]
+        assert sum(wire.bytes_out for wire in wires) == link.bytes_out
+        assert sum(wire.bytes_in for wire in wires) == link.bytes_in
+        assert link.n_connections == 2
+    assert all(wire.seconds > 0 for wire in wires)
+
+
+def test_a_server_that_comes_back_is_not_noticed():
+    with strict_server() as server, Link(port_of(server)) as link:
+        model = remote(link.url, retries=0)
+        for _ in range(3):
+            assert not model(batch_of(4)).failures
+            link.reset()
+            threading.Event().wait(0.1)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"url": "http://user:word@host"}, "url"),
+        ({"url": "http://h", "ca": "ca.pem"}, "need a url with https"),
+        ({"url": "https://h", "cert": "c.pem"}, "belong together"),
+        ({"url": "http://h", "inputs": {"a": "x", "b": "x"}}, "same tensor"),
+        ({"url": "http://h", "timeout": 3}, "did you mean 'timeout_s'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says):
+        stage(**settings)
+
+
+def test_seconds_are_measured_of_remote_stages_only():
+    assert stage("http://h", cost={"seconds": "auto"}).cost.unit == "s"
+    python = {"kind": "python", "factory": "user_models:by_x"}
+    content = {"name": "p", "task": "classification"}
+    with pytest.raises(ConfigError, match="round trip of a remote stage; a model of kind 'python' needs a number"):
+        pool_of({**content, "stages": [{"name": "s", "model": python, "cost": {"seconds": "auto"}}]}, None)
+
+
+def test_a_token_comes_from_the_environment_and_is_not_shown(monkeypatch):
+    secret = "s3cret-t0ken"
+    with pytest.raises(ConfigError, match="the environment variable CLOUD_TOKEN has no token"):
+        remote("http://h", token_env="CLOUD_TOKEN")
+    monkeypatch.setenv("CLOUD_TOKEN", f"{secret}\n")
+    echoes = (403, {}, json.dumps({"error": f"bad token {secret}"}).encode())
+    with strict_server(faults=[echoes]) as server:
+        model = remote(server.url, token_env="CLOUD_TOKEN")
+        with pytest.raises(ConfigError) as raised:
+            model(batch_of(1))
+        assert secret not in str(raised.value)
+        assert not model(batch_of(1)).failures
+    assert {headers["Authorization"] for headers, _, _ in server.asked} == {f"Bearer {secret}"}
+
+
+def test_only_what_changes_answers_changes_the_identity():
+    of = stage("https://h").model.identity
+    same = {"timeout_s": 3, "retries": 1, "compress": True, "token_env": "T", "max_rows": 7, "ca": "x.pem"}
+    assert stage("https://h", **same).model.identity == of
+    assert stage("https://h", output="y").model.identity != of
+    assert stage("https://h").model.reads == {"numbers", "title"}
+    assert stage("https://h", inputs={}).model.reads is None

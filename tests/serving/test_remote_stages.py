@@ -1,0 +1,265 @@
+"""A service as a stage of another: what the edge answers, whatever the link to the cloud does."""
+
+import datetime
+import ipaddress
+import ssl
+
+import numpy as np
+import pytest
+import synthetic
+from asking import infer, outputs_of, until
+from batches import question_batch
+from completion_server import chat_answer, scripted_server
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from link import Link
+from runs import MODELS, python_pool, saved_model, saved_pool, write_pool
+from runs import pool_of as pool_path
+
+import cauc_ray
+from cauc_ray.errors import ConfigError, ExecutionError
+from cauc_ray.models.pool import load_pool, pool_of
+from cauc_ray.policies.fitting import fit_rf
+from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import replay
+
+
+class Deployed:
+    """Saved logits of three models: the cloud has the last one, an edge the others.   port: of the cloud."""
+
+    def __init__(self, folder):
+        chains = synthetic.write_table(folder / "LOGITS", n=120, ragged=True)
+        self.folder, self.test = folder, chains["test"]
+        self.ids = np.array([f"test-{example}" for example in self.test.example_ids], dtype=object)
+        self.policy = fit_rf(chains["calibration"], chains["validation"], ThresholdRule(threshold=0.8))
+        self.expected = replay(self.policy, self.test)
+        self.alone = cauc_ray.fit(folder / "LOGITS", models=["m2"], threshold=0.5)
+        self.pool = load_pool(saved_pool(folder))
+
+    def cloud(self, port=0):
+        return cauc_ray.serve(self.pool, self.alone, port=port, name="large", local=True)
+
+    def remote(self, url, **settings):
+        return {"kind": "remote", "url": url, "model": "large", **settings}
+
+    def edge(self, url, on_failure="degrade", **settings):
+        models = {name: saved_model(name) for name in MODELS[:2]} | {"m2": self.remote(url, **settings)}
+        serving = {"batch_size": 16, "batch_wait_s": 0.0, "timeout_s": settings.get("timeout_s", 20.0) / 0.8}
+        stages = [{"name": name, "model": model, "serving": serving} for name, model in models.items()]
+        path = write_pool(self.folder, stages, on_failure=on_failure)
+        return cauc_ray.serve(path, self.policy, port=0, name="edge", local=True)
+
+    def model(self, url, **settings):
+        one = {"name": "m2", "model": self.remote(url, **settings)}
+        content = {"name": "p", "task": "multiple-choice", "stages": [one]}
+        return pool_of(content, self.folder).stages[0].load()
+
+    def ask(self, service, rows=slice(None), **parameters):
+        """Return the outputs of rows by name, and the response's parameters."""
+        outputs = ("prediction", "stage", "confidence", "cost")
+        status, content = infer(service.url, "edge", {"example_id": self.ids[rows].tolist()}, outputs, parameters)
+        assert status == 200, content
+        return outputs_of(content), content["parameters"]
+
+
+def port_of(service):
+    return int(service.url.rsplit(":", 1)[1])
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    return Deployed(tmp_path_factory.mktemp("deployed"))
+
+
+@pytest.fixture(scope="module")
+def cloud(deployed):
+    with deployed.cloud() as service:
+        yield service
+
+
+def require_logits(deployed, answers):
+    assert not answers.failures
+    assert np.array_equal(answers.logits, deployed.test.logits[2])
+    assert answers.n_options.tolist() == np.isfinite(deployed.test.logits[2]).sum(axis=1).tolist()
+
+
+def test_an_edge_with_a_remote_stage_answers_as_the_replay(deployed, cloud):
+    with Link(port_of(cloud), delay_s=0.02) as link, deployed.edge(link.url, max_rows=7) as edge:
+        outputs, told = deployed.ask(edge)
+    expected = deployed.expected
+    assert np.array_equal(outputs["prediction"], expected.predictions)
+    assert np.array_equal(outputs["stage"], expected.stages)
+    assert np.array_equal(outputs["confidence"], expected.confidences.astype(np.float32))
+    assert np.array_equal(outputs["cost"], expected.costs.astype(np.float32))
+    assert told["degraded"] is False
+    assert 0 < (expected.stages == 2).sum() < len(deployed.ids)
+
+
+def test_a_cut_link_degrades_answers_and_nothing_is_restarted_when_it_is_back(deployed, cloud):
+    with Link(port_of(cloud)) as link, deployed.edge(link.url, timeout_s=0.8) as edge:
+        cheap, _ = deployed.ask(edge, max_stage=1)
+        assert deployed.ask(edge)[1]["degraded"] is False
+        link.cut()
+        for _ in range(3):
+            outputs, told = deployed.ask(edge)
+            assert told["degraded"] is True
+            assert np.array_equal(outputs["prediction"], cheap["prediction"])
+            assert np.array_equal(outputs["stage"], np.minimum(deployed.expected.stages, 1))
+        link.restore()
+        until(lambda: not deployed.ask(edge)[1]["degraded"])
+        assert np.array_equal(deployed.ask(edge)[0]["prediction"], deployed.expected.predictions)
+
+
+def test_an_edge_starts_without_its_cloud(deployed):
+    with deployed.cloud() as service:
+        port = port_of(service)
+    with deployed.edge(f"http://127.0.0.1:{port}", timeout_s=2.0) as edge:
+        assert deployed.ask(edge)[1]["degraded"] is True
+        with deployed.cloud(port):
+            until(lambda: not deployed.ask(edge)[1]["degraded"])
+
+
+def test_a_restarted_cloud_is_not_noticed(deployed):
+    with deployed.cloud() as service:
+        model, port = deployed.model(service.url, retries=0), port_of(service)
+        require_logits(deployed, model({"example_id": deployed.ids}))
+    with deployed.cloud(port):
+        require_logits(deployed, model({"example_id": deployed.ids}))
+
+
+def test_costs_are_those_that_the_cloud_reports(deployed, cloud):
+    answers = deployed.model(cloud.url)({"example_id": deployed.ids[:5], "unread": np.ones(5)})
+    assert answers.cost_unit == "GFLOPs"
+    assert answers.costs.tolist() == [deployed.alone.stages[0].cost] * 5
+
+
+def test_rows_that_the_cloud_cannot_answer_fail_by_themselves(deployed, cloud):
+    ids = deployed.ids.copy()
+    ids[[3, 50]] = "nobody"
+    answers = deployed.model(cloud.url, max_rows=16)({"example_id": ids})
+    assert sorted(answers.failures) == [3, 50]
+    assert all("'nobody' is not in" in why for why in answers.failures.values())
+
+
+def test_questions_keep_their_choices_and_contexts_and_logits_their_kind(tmp_path):
+    def by_length(prompt, before):
+        return chat_answer({"A": 1 / len(prompt), "B": 0.25, "C": 0.5})
+
+    batch = question_batch(("é?", ["x", "y"]), ("b?", ["x", "y", "z"], "seen in May"), ("c?", ["u", "v", "w"]))
+    logits = np.log([[0.7, 0.3], [0.2, 0.8]] * 20)
+    fitted = {"costs": {"m": 1}, "threshold": 0.5, "logit_kind": "log-probabilities"}
+    policy = cauc_ray.fit({"m": logits}, np.array([0, 1, 1, 1] * 10), **fitted)
+    with scripted_server(by_length) as server:
+        path = pool_path(tmp_path, {"m": {"kind": "openai", "model": "m", "base_url": server.url}})
+        direct = load_pool(path).stages[0].load()(batch)
+        with cauc_ray.serve(path, policy, port=0, name="large", local=True) as service:
+            model = {"kind": "remote", "url": service.url, "model": "large"}
+            for kind in ("raw", "log-probabilities"):
+                one = {"name": "m", "model": {**model, "logit_kind": kind}}
+                stage = pool_of({"name": "p", "task": "multiple-choice", "stages": [one]}, None).stages[0]
+                if kind == "raw":
+                    with pytest.raises(ConfigError, match="of kind log-probabilities, not raw; check logit_kind"):
+                        stage.load()(batch)
+            answers = stage.load()(batch)
+    assert not answers.failures
+    assert np.array_equal(answers.logits, direct.logits)
+    assert answers.n_options.tolist() == direct.n_options.tolist() == [2, 3, 3]
+    assert len({row[0] for row in answers.logits.tolist()}) == 3  # each prompt was another
+
+
+def test_stalled_and_reset_connections_lose_no_row_and_nothing_is_computed_twice(tmp_path):
+    log = tmp_path / "calls"
+    own = {"seconds": 0.0, "log": str(log)}
+    path = python_pool(tmp_path, [("slow_by_x", own), ("by_x", {})])
+    path.write_text(f"{path.read_text()}inputs: {{x: {{datatype: FP64}}}}\n")
+    labels = np.array([0, 1, 1, 1] * 10)  # it has most of them right
+    policy = cauc_ray.fit({"small": 3 * np.eye(2)[[0, 1] * 20]}, labels, costs={"small": 1}, threshold=0.5)
+    with cauc_ray.serve(path, policy, port=0, name="large", local=True) as service:
+        with Link(port_of(service), stall_share=0.2, reset_share=0.2, seed=1) as link:
+            one = {"name": "s", "model": {"kind": "remote", "url": link.url, "model": "large"}}
+            one["model"] |= {"timeout_s": 40, "retries": 40, "max_rows": 4}
+            model = pool_of({"name": "p", "task": "classification", "stages": [one]}, None).stages[0].load()
+            x = np.linspace(-2, 2, 120)
+            for _ in range(3):
+                answers = model({"x": x})
+                assert np.array_equal(answers.logits, np.column_stack([x, np.zeros(120)]).astype(np.float32))
+                link.reset()
+        assert link.n_connections > 6
+    assert sum(map(int, log.read_text().split())) == 3 * 120
+
+
+# TLS.
+
+
+class Authority:
+    """A certificate authority that writes certificates into a folder."""
+
+    def __init__(self, folder, name):
+        self.folder, self.name = folder, name
+        self.key = ec.generate_private_key(ec.SECP256R1())
+        self.certificate = self._signed(name, self.key, ca=True)
+        self.path = folder / f"{name}.pem"
+        self.path.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
+
+    def _signed(self, name, key, *, ca):
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
+        now = datetime.datetime.now(datetime.UTC)
+        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        builder = builder.add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        return builder.sign(self.key, hashes.SHA256())
+
+    def issue(self, name):
+        """Return the paths of a certificate and its key."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert, own = self.folder / f"{self.name}-{name}.pem", self.folder / f"{self.name}-{name}.key"
+        cert.write_bytes(self._signed(name, key, ca=False).public_bytes(serialization.Encoding.PEM))
+        plain = serialization.NoEncryption()
+        own.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
+        return str(cert), str(own)
+
+
+def test_mutual_tls_and_a_token_or_one_line(deployed, tmp_path, monkeypatch):
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(*ours.issue("cloud"))
+    tls.load_verify_locations(ours.path)
+    tls.verify_mode = ssl.CERT_REQUIRED
+    cert, key = ours.issue("edge")
+    right = {"ca": str(ours.path), "cert": cert, "key": key, "token_env": "EDGE_TOKEN"}
+    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
+    monkeypatch.setenv("EDGE_TOKEN", "s3cret")
+    batch = {"example_id": deployed.ids}
+    with deployed.cloud() as service, Link(port_of(service), tls=tls) as inner, Link(inner.port) as outer:
+        url = f"https://127.0.0.1:{outer.port}"
+        model = deployed.model(url, compress=True, **right)
+        wires = []
+        for _ in range(2):
+            answers = model(batch)
+            require_logits(deployed, answers)
+            wires.append(answers.wire)
+        until(lambda: sum(wire.bytes_out for wire in wires) == outer.bytes_out)
+        assert sum(wire.bytes_in for wire in wires) == outer.bytes_in
+        strange, strange_key = others.issue("edge")
+        monkeypatch.setenv("OTHER_TOKEN", "guess")
+        for wrong, says in (
+            ({"ca": None}, "is not trusted"),
+            ({"ca": str(others.path)}, "is not trusted"),
+            ({"cert": None, "key": None}, "cert and key"),  # whether the server says why is up to it
+            ({"cert": strange, "key": strange_key}, "cert and key"),
+            ({"token_env": "OTHER_TOKEN"}, "rejects the token"),
+            ({"token_env": None}, "rejects the token"),
+        ):
+            settings = {name: value for name, value in {**right, **wrong}.items() if value is not None}
+            with pytest.raises((ConfigError, ExecutionError)) as raised:
+                deployed.model(url, **settings)(batch)
+            assert says in str(raised.value)
+            assert "\n" not in str(raised.value)
+        with pytest.raises(ConfigError, match="cannot be used as ca, cert and key"):
+            deployed.model(url, **{**right, "ca": str(tmp_path / "none.pem")})
