@@ -33,7 +33,7 @@ class Part:
     bundle: which argument of the call holds them.   positions: int (n,), there, in rising order, or a slice of
     neighbours.   policy: the key of the one that decides.   state: float64 (n, S), what they carry where the bundle
     does not hold it.   keeps: bool (n,), rows whose state is wanted even if they stop; None for none.   wants_scores:
-    whether calibrated logits are wanted.
+    whether calibrated logits are wanted.   wants_logits: whether the model's own are, and its own costs.
     """
 
     bundle: int
@@ -42,6 +42,7 @@ class Part:
     state: Floats | None = None
     keeps: Bools | None = None
     wants_scores: bool = False
+    wants_logits: bool = False
 
     def __len__(self) -> int:
         return self.positions.stop - self.positions.start if isinstance(self.positions, slice) else len(self.positions)

@@ -39,8 +39,10 @@ class CallResult:
     n_batches: that the model was given one after the other.
     next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
     carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
-    scores: float64 (n, K), calibrated logits; None where no part wants them.   likeliest: int16 (n,), as Step.likeliest
-    returns them; None where no policy has a reference.
+    scores: float64 (n, K), calibrated logits, and logits: float32 (n, K), as the model gave them; -inf beyond a row's
+    options, None where no part wants them.   own_costs: float64 (n,), which the model reported of this call, None where
+    it reports none or no part wants logits.   likeliest: int16 (n,), as Step.likeliest returns them; None where no
+    policy has a reference.
     """
 
     predictions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -60,6 +62,8 @@ class CallResult:
     replica: str = ""
     carried: Bools | None = None
     scores: Floats | None = None
+    logits: Floats | None = None
+    own_costs: Floats | None = None
     likeliest: Ints | None = None
     next: Ints | None = None
     n_batches: int = 1
@@ -68,7 +72,7 @@ class CallResult:
     def joined(cls, results: Sequence[CallResult]) -> CallResult:
         """Return the results of a call's batches as one, the first one of which no row was answered if there is one.
 
-        Calibrated logits are left out.
+        Logits are left out.
         """
         failed = next((result for result in results if result.error is not None), None)
         if len(results) == 1 or failed is not None:
@@ -90,6 +94,8 @@ class CallResult:
             state_bytes=max(result.state_bytes for result in results),
             carried=_joined(results, "carried", False),
             scores=None,
+            logits=None,
+            own_costs=None,
             likeliest=_joined(results, "likeliest", -1),
             next=_joined(results, "next", -1),
             n_batches=sum(result.n_batches for result in results),
@@ -133,7 +139,7 @@ class Owner:
     n_left: rows that need something.   restarts: how often all of it was started again, because objects were lost with
     their nodes.   live: False once its answers are no longer wanted.   closed: stages that have taken too long, whose
     answers are not wanted.   deadline: when the last answer is wanted, in seconds.   kind: rows whose owners have
-    different ones share no call.
+    different ones share no call.   priority: rows of owners with a lower one go first.
     """
 
     def __init__(self, block: int, n: int, names: Any = None, restarts: int = 0) -> None:
@@ -150,6 +156,7 @@ class Owner:
         self.closed: set[int] = set()
         self.deadline = inf
         self.kind: Any = None
+        self.priority = 0
 
     def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:
         """Take a call's answers for some of the rows. Returns which of them go on, bool (m,).

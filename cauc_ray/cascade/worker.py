@@ -364,6 +364,8 @@ class Worker:
             scores=_laid_out([(rows, step.scores) for _, rows, step in steps], np.ones(n, dtype=bool))
             if any(part.wants_scores for part in parts)
             else None,
+            logits=answers.as_given if (wanted := any(part.wants_logits for part in parts)) else None,
+            own_costs=answers.costs if wanted else None,
             likeliest=likeliest,
             next=following,
             **self._when(began),

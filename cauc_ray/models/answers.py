@@ -27,7 +27,8 @@ class Answers:
     logits: float32 (n, K), of the model's kind, -inf beyond a row's options.   n_options: int (n,), None where all
     rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
     answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
-    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.
+    logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.   given: the model's own
+    numbers, as logits, where they were converted.
     """
 
     logits: Floats
@@ -36,6 +37,12 @@ class Answers:
     failures: Mapping[int, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     device_s: float | None = None
+    given: Floats | None = None
+
+    @property
+    def as_given(self) -> Floats:
+        """Return the logits as the model gave them."""
+        return self.logits if self.given is None else self.given
 
 
 # What Answers.counts holds of language models.
@@ -260,7 +267,7 @@ class AsDeclared:
             return answers
         every = answers.logits.copy()
         every[rows] = logits
-        return replace(answers, logits=every)
+        return replace(answers, logits=every, given=answers.logits)
 
     def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
         """Count rows together with earlier rows; repeated rows count once."""

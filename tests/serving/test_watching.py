@@ -17,7 +17,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving import watching
 from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.request_state import StageError
-from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S
+from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S, sampled_rows
 from cauc_ray.serving.watching import Feedback, Reported, Watching, report_of
 
 DATA = chain(3, n=400, ragged=True)
@@ -41,8 +41,13 @@ class Recorder:
         self.seen.append(watched)
 
 
+def id_of(rows):
+    return f"1{rows[0]:031x}"
+
+
 async def ask(cascade, rows, **options):
-    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), **options)
+    chosen = sampled_rows(id_of(rows), len(rows), cascade.shadows.share)
+    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), chosen=chosen, **options)
 
 
 def shadowed(share):
@@ -58,7 +63,7 @@ def shadowed(share):
         for rows in np.arange(len(DATA)).reshape(-1, 5):
             answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
-            cascade.shadows.offer(answers[-1], told.agreements)
+            cascade.shadows.offer(answers[-1], id_of(rows), told.agreements)
             assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
         await asyncio.sleep(PATIENCE_S + 1)
         return counts, told, [sum(map(len, stage.batches)) for stage in mine], answers
@@ -118,7 +123,7 @@ def test_a_stage_that_is_busy_is_left_alone():
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
         await asyncio.sleep(0.01)
-        cascade.shadows.offer(await ask(cascade, early), Recorder().agreements)
+        cascade.shadows.offer(await ask(cascade, early), id_of(early), Recorder().agreements)
         await asyncio.gather(*busy)
         return counts, set(early.tolist())
 
@@ -135,11 +140,11 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
         told, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
-        cascade.shadows.offer(await ask(cascade, early[:10]), told.agreements)
+        cascade.shadows.offer(await ask(cascade, early[:10]), id_of(early), told.agreements)
         await asyncio.sleep(1)
         assert (counts.of("shadow_rows"), told.agreed) == ({"dropped": 10}, [])
         for _ in range(3 + MOST_WAITING // 20):
-            cascade.shadows.offer(await ask(cascade, early[:20]), told.agreements)
+            cascade.shadows.offer(await ask(cascade, early[:20]), id_of(early), told.agreements)
         assert counts.of("shadow_rows")["dropped"] == 10 + 60
         return counts
 
@@ -229,6 +234,7 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
         EXPECTED.stages,
         EXPECTED.confidences.astype(np.float32).astype(float),
         DATA.labels > 0,
+        DATA.labels,
     )
     assert len(said.given_by(POLICY)) == len(DATA)
 
