@@ -1,8 +1,6 @@
 """What a service logs is a logit table: fitted as it is, the policy is that of logits which were collected."""
 
 import json
-import os
-import signal
 import time
 
 import numpy as np
@@ -10,12 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from asking import Command, http, infer, outputs_of, until
+from asking import http, infer, outputs_of, until
 from runs import python_model
 
 import cauc_ray
-from cauc_ray.data.logits import LogitTable
-from cauc_ray.errors import CaucWarning, ConfigError, DataError
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import path_of
 
