@@ -56,7 +56,7 @@ def test_rows_that_wait_together_go_by_priority_whatever_their_requests_sizes(re
 
 def test_one_that_comes_later_overtakes_at_every_stage():
     async def main():
-        stages, cascade, _ = served()
+        _, cascade, _ = served()
         many = [asyncio.create_task(ask(cascade, np.arange(at, at + 4))) for at in range(0, 160, 4)]
         await asyncio.sleep(3.5 * CALL_S)
         began = asyncio.get_running_loop().time()
