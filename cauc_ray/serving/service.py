@@ -117,7 +117,7 @@ class Service(ABC):
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
         self._reported = Reported(store, life)
         self.elsewhere = Elsewhere()
-        self.log = self._new_log(policy)
+        self.table_log = self._new_table_log(policy)
         self._stages_began = False
         self.leaving = False
         self.n_open = 0
@@ -125,7 +125,7 @@ class Service(ABC):
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.policy(self.in_force.id)
 
-    def _new_log(self, policy: Policy) -> TableLog | None:
+    def _new_table_log(self, policy: Policy) -> TableLog | None:
         """Return what writes the shadow sample, if the pool has it written. Raises ConfigError without pyarrow."""
         spec = self.pool.serving.log
         if spec is None:
@@ -148,7 +148,7 @@ class Service(ABC):
     def cascade(self) -> Cascade:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
-            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.log)
+            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
             follow = (self.current_policy, self._follow_stages, self.watched, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
@@ -198,8 +198,8 @@ class Service(ABC):
     def close(self) -> None:
         """End what the service has started outside of its event loop."""
         self.elsewhere.close()
-        if self.log is not None:
-            self.log.close()
+        if self.table_log is not None:
+            self.table_log.close()
 
     async def policy_for_request(self) -> InForce:
         """Return the active policy, read again if this replica has not checked it recently."""
@@ -278,10 +278,10 @@ class Service(ABC):
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
         n, n_counted, says = len(feedback), 0, None
         is_watched = feedback.policy_id == in_force.id and in_force.policy.reference is not None
-        if is_watched or self.log is not None:
+        if is_watched or self.table_log is not None:
             feedback = await asyncio.to_thread(self._reported.new, feedback)
-        if self.log is not None:
-            self.log.label(feedback.logged(self.pool.serving.shadow))
+        if self.table_log is not None:
+            self.table_log.label(feedback.logged(self.pool.serving.shadow))
         if feedback.policy_id != in_force.id:
             says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
@@ -363,6 +363,6 @@ class Service(ABC):
     async def _count(self) -> None:
         """Bring the metrics up to date."""
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
-        if self.log is not None:
-            self.metrics.logged(self.log.take_counts())
+        if self.table_log is not None:
+            self.metrics.logged(self.table_log.take_counts())
         self.metrics.flush()

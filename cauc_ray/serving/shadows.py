@@ -13,6 +13,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import shake_128
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -50,7 +51,8 @@ def sampled_rows(answer_id: str, n: int, share: float) -> Bools | None:
     """
     if not share or answer_id[0] == "0":
         return None
-    chosen: Bools = np.random.default_rng(int(answer_id, 16)).random(n) < share
+    # Faster than to seed a generator, and the first rows' are the same for any n.
+    chosen: Bools = np.frombuffer(shake_128(answer_id.encode()).digest(4 * n), "<u4") < share * 2.0**32
     return chosen if chosen.any() else None
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -100,6 +101,61 @@ def test_a_share_is_chosen_at_random_and_always_the_same():
     assert none.of("shadow_rows") == {}
     assert had[0] == len(DATA)
     assert had[2] == (EXPECTED.stages == 2).sum()
+
+
+class Log:
+    """Remembers what it takes."""
+
+    def __init__(self):
+        self.rows, self.counts = {}, Counter()
+
+    def add(self, rows):
+        self.rows |= dict(rows)
+
+    def count(self, outcome, n):
+        self.counts[outcome] += n
+
+
+def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_ones():
+    """A row that stopped early has no other logits while stages are busy; without those of its time, it would be rare."""
+
+    async def main():
+        async def slow(call, batch):
+            await asyncio.sleep(0.05)
+
+        log, late = Log(), np.flatnonzero(EXPECTED.stages == 2)[:8]
+        mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
+        cascade, _ = cascade_of(a_pool(DATA.models, shadow=0.5, timeout_s=60.0), mine, log)
+        stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
+
+        async def keep_busy():
+            while asyncio.get_running_loop().time() < stop:
+                await cascade.answer(POLICY, columns_of(DATA.logits, late), len(late))
+
+        async def sample(rows):
+            cascade.shadows.offer(await ask(cascade, rows), id_of(rows), Recorder().agreements)
+            chosen = sampled_rows(id_of(rows), len(rows), 0.5)
+            return {f"{id_of(rows)}-{at}": rows[at] for at in np.flatnonzero(chosen)}
+
+        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        dropped = await sample(np.arange(100))
+        await asyncio.gather(*busy)
+        await asyncio.sleep(1.0)
+        assert (log.rows, log.counts["incomplete"]) == ({}, len(dropped))
+        kept = {}
+        for rows in np.arange(100, 400).reshape(-1, 10):
+            kept |= await sample(rows)
+        await asyncio.sleep(PATIENCE_S)
+        assert log.counts["incomplete"] == len(dropped)
+        return log.rows, dropped, kept
+
+    logged, dropped, kept = run_virtually(main())
+    assert set(EXPECTED.stages[list(dropped.values())]) == {0, 1, 2}
+    assert logged.keys() == kept.keys()
+    for name, row in kept.items():
+        for stage, own in enumerate(DATA.logits):
+            assert np.array_equal(logged[name][stage][0], own[row])
 
 
 def test_a_stage_that_is_busy_is_left_alone():
