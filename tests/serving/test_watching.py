@@ -117,7 +117,7 @@ class Log:
 
 
 def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_ones():
-    """A row that stopped early has no other logits while stages are busy; without those of its time, it would be rare."""
+    """While stages are busy, a row that stopped early gets no other logits: those of its time are dropped with it."""
 
     async def main():
         async def slow(call, batch):
