@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -25,7 +26,7 @@ from cauc_ray.files.parquet import parquet_below, write_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import LogSpec, StageSpec
-from cauc_ray.numbers.logits import joint_kind
+from cauc_ray.numbers.logits import joint_kind, widened
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.policy import Policy
 
@@ -36,6 +37,8 @@ LOOK_S, PAUSE_S, LONGEST_PAUSE_S, EXPIRE_S = 0.2, 1.0, 60.0, 3600.0
 # How long a service that is stopped waits for what is left to be written.
 CLOSE_S = 3.0
 _TIME = "%Y%m%dT%H%M%SZ"
+# What must not change under a model's name.
+_SAME = attrgetter("source", "logit_kind", "prompt")
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,7 @@ class TableLog:
     def _take(self, rows: list[tuple[str, RowLogits]], labels: list[tuple[str, int]], dropped: str) -> None:
         most = MOST_FLUSHES * self._spec.flush_rows
         with self._lock:
-            if len(self._rows) + len(rows) > most or len(self._labels) + len(labels) > LABELS_PER_ROW * most:
+            if len(self._rows) >= most or len(self._labels) >= LABELS_PER_ROW * most:
                 self._counts[dropped] += len(rows) + len(labels)
                 return
             self._rows += rows
@@ -130,8 +133,8 @@ class TableLog:
                     self._write(self._flush)
                     self._flush = None
                 if self._spec.keep_days is not None and time.monotonic() >= expires_at:
-                    self._expire(self._spec.keep_days)
                     expires_at = time.monotonic() + EXPIRE_S
+                    self._expire(self._spec.keep_days)
                 pause_s, self._is_away = LOOK_S, False
             except Exception as error:  # a store fails in many ways, and none of them is a request's affair
                 if not self._is_away:
@@ -155,56 +158,50 @@ class TableLog:
 
     def _declare(self) -> None:
         """Write pool.json, or complete the one that is there. Raises ConfigError where it is of other models."""
-        models = []
-        for spec, stage, facts in zip(self._stages, self._policy.stages, self._facts(), strict=True):
-            assert facts is not None
-            models.append(
-                PoolModel(
-                    name=spec.name,
-                    cost=stage.cost,
-                    source=f"{facts.source}; {facts.logit_kind}",  # as a collection writes it
-                    logit_kind=spec.model.answers_kind,
-                    dtype=facts.dtype,
-                    prompt=spec.model.shown,
-                )
+        models = [
+            PoolModel(
+                name=spec.name,
+                cost=stage.cost,
+                source=f"{facts.source}; {facts.logit_kind}",  # as a collection writes it
+                logit_kind=spec.model.answers_kind,
+                dtype=facts.dtype,
+                prompt=spec.model.shown,
             )
+            for spec, stage, facts in zip(self._stages, self._policy.stages, self._facts(), strict=True)
+            if facts is not None
+        ]
         names, unit = self._labels_of(), self._policy.cost_unit
-        info = TableInfo(
-            cost_unit=unit,
-            logit_kind=joint_kind([model.logit_kind or "raw" for model in models]),
-            note="logged by a service",
-            labels=list(names) if names else None,
-            models=models,
-        )
         found = read_info(self._to)
-        if found is not None:
-            if found.cost_unit != unit:
-                raise ConfigError(f"it has costs in {found.cost_unit}, the policy has them in {unit}; log elsewhere")
-            there = {model.name: model for model in found.models}
-            for model in models:
-                other = there.get(model.name, model)
-                if (other.source, found.kind(model.name) or model.logit_kind, other.prompt) != (
-                    model.source,
-                    model.logit_kind,
-                    model.prompt,
-                ):
-                    raise ConfigError(f"it has logits of another model {model.name!r}; log elsewhere")
-                there[model.name] = other.model_copy(update={"cost": model.cost})
-            info = found.model_copy(update={"models": list(there.values())})
+        if found is not None and found.cost_unit != unit:
+            raise ConfigError(f"it has costs in {found.cost_unit}, the policy has them in {unit}; log elsewhere")
+        before = found or TableInfo(
+            cost_unit=unit, note="logged by a service", labels=list(names or ()) or None, models=[]
+        )
+        there = {
+            model.name: model.model_copy(update={"logit_kind": before.kind(model.name) or "raw"})
+            for model in before.models
+        }
+        for model in models:
+            other = there.setdefault(model.name, model)
+            if _SAME(other) != _SAME(model):
+                raise ConfigError(f"it has logits of another model {model.name!r}; log elsewhere")
+            there[model.name] = other.model_copy(update={"cost": model.cost})
+        kind = joint_kind([model.logit_kind or "raw" for model in there.values()])
+        info = before.model_copy(update={"models": [*there.values()], "logit_kind": kind})
         if info != found:
             make_folder(self._to)
             write_info(self._to, info)
 
     def _write(self, flush: _Flush) -> None:
-        # All folders first: what is left of a first flush that is cut short is not a table of fewer models.
-        folders = [self._to / f"model={spec.name}" / f"split={self._spec.split}" for spec in self._stages]
-        for folder in folders if flush.rows else ():
+        models = self._stages if flush.rows else ()
+        folders = [self._to / f"model={spec.name}" / f"split={self._spec.split}" for spec in models]
+        for folder in folders:  # all of them first: what a first flush that is cut short leaves is no smaller table
             make_folder(folder)
+        ids = [example for example, _ in flush.rows]
         lengths = [max(_n_options(logits) for logits, _ in row.values()) for _, row in flush.rows]
-        for stage, folder in enumerate(folders if flush.rows else ()):
-            ids = [example for example, _ in flush.rows]
+        for stage, folder in enumerate(folders):
             found = [row[stage] for _, row in flush.rows]
-            vectors = [_of_length(logits, n) for (logits, _), n in zip(found, lengths, strict=True)]
+            vectors = [widened(logits[None], n)[0, :n] for (logits, _), n in zip(found, lengths, strict=True)]
             costs = np.array([cost for _, cost in found], dtype=np.float64) if self._has_costs(stage, found) else None
             write_parquet(folder / flush.name, logit_columns(ids, None, vectors, costs))
         if flush.labels:
@@ -231,9 +228,3 @@ class TableLog:
 def _n_options(logits: Floats) -> int:
     """Return how many options a row is known to have: beyond them a call has -inf, as it has for masks."""
     return int(np.flatnonzero(np.isfinite(logits))[-1]) + 1
-
-
-def _of_length(logits: Floats, n: int) -> Floats:
-    padded = np.full(n, -np.inf, dtype=np.float32)
-    padded[: len(logits)] = logits[:n]
-    return padded
