@@ -52,8 +52,8 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     ids.set_data_from_numpy(np.array([one.encode() for one in chain.ids], dtype=object), binary_data=binary)
     names = [one["name"] for one in metadata["outputs"]]
     wanted = [InferRequestedOutput(name, binary_data=binary) for name in names]
-    compression = "gzip" if binary else None
-    result = client.infer("six", [ids], outputs=wanted, request_id="7", request_compression_algorithm=compression)
+    more = {"request_compression_algorithm": "gzip" if binary else None, "priority": int(binary)}
+    result = client.infer("six", [ids], outputs=wanted, request_id="7", **more)
     expected = chain.expected("rf")
     assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
     assert np.array_equal(result.as_numpy("stage"), expected.stages)
@@ -93,6 +93,8 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         ({"max_stage": 3}, "max_stage must be 0 to 2 or one of m0, m1, m2, got 3"),
         ({"max_stage": "m9"}, "max_stage must be 0 to 2"),
         ({"max_stage": True}, "max_stage"),
+        ({"priority": -1}, "priority: input should be greater than or equal to 0"),
+        ({"log": 0}, "log: input should be a valid boolean"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
         ({"max_cots": 1}, "unknown key 'parameters.max_cots'"),
