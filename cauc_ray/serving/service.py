@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
@@ -25,10 +25,8 @@ from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
+from cauc_ray.serving.table_log import Logged, TableLog
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
-
-if TYPE_CHECKING:
-    from cauc_ray.serving.table_log import TableLog
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
 # computes what it has watched, and brings its metrics up to date.
@@ -132,9 +130,9 @@ class Service(ABC):
             return None
         if find_spec("pyarrow") is None:
             raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
-        from cauc_ray.serving.table_log import TableLog
-
-        return TableLog(spec, self.specs, policy, lambda: self.facts, lambda: self.labels)
+        costs = [stage.cost for stage in policy.stages]
+        logged = Logged(spec, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
+        return TableLog(logged, lambda: self.facts, lambda: self.labels)
 
     @abstractmethod
     async def ask_all(self, what: str) -> list[Any]:
