@@ -229,14 +229,15 @@ def unfit_row(
         row = outside[part.ranks[outside].argmin()]
         found.append((int(part.ranks[row]), f"has label {part.labels[row]}, which is outside its {first[row]} options"))
     for block in part.blocks() if gaps else ():
-        labels = part.labels[block]
-        chosen = np.arange(len(labels)), np.clip(labels, 0, part.logits[0].shape[1] - 1)
-        masked = (labels >= 0) & np.logical_or.reduce([np.isneginf(own[block][chosen]) for own in part.logits])
+        logits, labels = [own[block] for own in part.logits], part.labels[block]
+        shared: Bools = np.logical_and.reduce([np.isfinite(own) for own in logits])
+        possible = shared.any(axis=1)
+        if not possible.all():
+            found.append((int(part.ranks[block][~possible].min()), "has no option that is possible for all models"))
+        chosen = shared[np.arange(len(labels)), np.clip(labels, 0, shared.shape[1] - 1)]
+        masked = possible & (labels >= 0) & ~chosen
         if masked.any():
             found.append((int(part.ranks[block][masked].min()), "has a label whose logit is -inf or a mask"))
-        shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits]).any(axis=1)
-        if not shared.all():
-            found.append((int(part.ranks[block][~shared].min()), "has no option that is possible for all models"))
     return min(found, default=None)
 
 

@@ -153,13 +153,15 @@ class TableLog:
     def _due(self) -> Flush | None:
         """Take what waits once that is enough, has waited for long enough, or the service ends."""
         with self._lock:
-            waited_s = 0.0 if self._since is None else time.monotonic() - self._since
-            full = len(self._rows) >= self._spec.flush_rows
-            if self._since is None or not (full or waited_s >= self._spec.flush_s or self._closing):
+            most, now = self._spec.flush_rows, time.monotonic()
+            waited_s = 0.0 if self._since is None else now - self._since
+            is_due = len(self._rows) >= most or waited_s >= self._spec.flush_s or self._closing
+            if self._since is None or not is_due:
                 return None
             name = f"log-{datetime.now(UTC).strftime(TIME)}-{uuid.uuid4().hex[:12]}.parquet"
-            flush = Flush(name, self._rows, self._labels)
-            self._rows, self._labels, self._since = [], [], None
+            flush = Flush(name, self._rows[:most], self._labels)
+            self._rows, self._labels = self._rows[most:], []
+            self._since = now if self._rows else None
         return flush
 
 
