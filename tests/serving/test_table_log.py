@@ -281,7 +281,7 @@ def test_a_service_that_is_killed_over_its_log_leaves_a_readable_table(tmp_path,
         service = Command(tmp_path, "--local", "--port", "0")
         try:
             while len(logged(to)) < wanted:
-                if len(found) < wanted + 200:  # nobody reads what it writes about each request
+                if len(found) < wanted + 600:  # nobody reads what it writes about each request
                     found |= traffic(service, np.arange(len(found), len(found) + 40.0))
                 time.sleep(0.05)
             os.kill(service.process.pid, signal.SIGKILL)
