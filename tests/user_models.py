@@ -400,3 +400,14 @@ def brightness_below(batch, limit):
     """Answer as brightness does, and raise on a batch that holds an image brighter than a limit."""
     if any(image[0] > limit for image in batch["image"]):
         raise ValueError("too bright")
+
+
+def planted(strength, seed, k=4):
+    """Answer with logits that favour the option x mod k by about a strength; a row's noise depends on x alone."""
+
+    def answer(batch):
+        rows = [np.random.default_rng([int(x), seed]).normal(0, 2, k) for x in batch["x"]]
+        logits = np.array(rows) + strength * (np.arange(k) == (np.asarray(batch["x"]) % k)[:, None])
+        return logits.astype(np.float32)
+
+    return answer

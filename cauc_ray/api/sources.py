@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,7 @@ from cauc_ray.api.options import ChainOptions, EvaluateOptions
 from cauc_ray.data.logits import CallCosts, ChainHeads, LogitKinds, LogitTable, Texts, model_kinds, read_embeddings
 from cauc_ray.data.splits import split_shares
 from cauc_ray.data.writing import read_info
-from cauc_ray.errors import ConfigError, DataError, unknown_name
+from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
@@ -30,6 +31,7 @@ from cauc_ray.policies.trace import EmbeddingCall, Examples
 Logits: TypeAlias = str | AnyPath | Mapping[str, Any]
 # What calls cost: by model, else as CallCosts has it.
 ModelCosts: TypeAlias = Mapping[str, float] | Literal["per-call"] | None
+_Chain = TypeVar("_Chain", ChainLogits, ChainHeads)
 
 
 class LogitArrays:
@@ -167,14 +169,27 @@ class Source:
         splits = [calibration, *({validation} & set(self._source.splits(self.models[0])))]
         priced, unit = _in_order(self.costs, self.models), self._options.cost_unit
         chains = [self._source.read_chain_heads(self.models, split, costs=priced) for split in splits]
+        chains[0] = _labelled(chains[0], chains[0].known["source"])
         if unit is not None:
             chains = [replace(c, known={**c.known, "costs": Costs(unit, c.known["costs"].per_call)}) for c in chains]
         return chains
 
     def _read(self, models: Sequence[str], split: str, costs: CallCosts) -> ChainLogits:
         chain = self._source.read_chain(models, split, costs=costs)
+        if split == self._options.calibration_split:
+            chain = _labelled(chain, chain.source)
         unit = self._options.cost_unit
         return chain if unit is None else replace(chain, costs=Costs(unit, chain.costs.per_call))
+
+
+def _labelled(chain: _Chain, source: str) -> _Chain:
+    """Return the examples that have a label, with a warning that counts the others; all of them where none has one."""
+    rows = np.flatnonzero(chain.labelled)
+    if len(rows) in (0, len(chain)):
+        return chain
+    lacking = f"{len(chain) - len(rows):,} of {len(chain):,} examples have no label and are left out"
+    warnings.warn(f"{source}: {lacking}", CaucWarning, stacklevel=5)
+    return chain.of_rows(rows)
 
 
 def _in_order(costs: ModelCosts, models: Sequence[str]) -> CallCosts:

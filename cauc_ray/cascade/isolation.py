@@ -127,13 +127,14 @@ def _halves(rows: Ints) -> list[Ints]:
 
 def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, str]) -> Answers:
     """Return the answers to parts of n rows as one, with those that raised as failures."""
-    logits, costs = dict[int, Floats](), None
+    logits, given, costs = dict[int, Floats](), dict[int, Floats](), None
     failures, counts = dict(raised), Counter[str]()
     for rows, answers in found:
         counts.update(answers.counts)
         for position, row in enumerate(rows.tolist()):
             n_options = None if answers.n_options is None else answers.n_options[position]
             logits[row] = answers.logits[position, :n_options]
+            given[row] = answers.as_given[position, :n_options]
         if answers.costs is not None:
             costs = np.zeros(n) if costs is None else costs
             costs[rows] = answers.costs
@@ -147,4 +148,5 @@ def _joined(n: int, found: Sequence[tuple[Ints, Answers]], raised: Mapping[int, 
         sum(seconds) if seconds else None,
         next((answers.cost_unit for _, answers in found if answers.cost_unit), None),
         wires(answers.wire for _, answers in found),
+        ragged(n, given)[0],
     )

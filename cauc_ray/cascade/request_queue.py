@@ -1,16 +1,19 @@
 """One stage of a service: rows of requests that wait for an answer.
 
-Requests take turns: a batch's worth each, half of one where shorter requests wait, which the next batch has. A batch
-that is not full goes to a replica that is free, or just in time for one that will be, so that rows can join it until
-then. What the stage cannot answer in time is refused as it comes.
+Requests of one priority take turns: a batch's worth each, half of one where shorter requests wait, which the next batch
+has. Those of a higher one go first, however long others wait. A batch that is not full goes to a replica that is free,
+or just in time for one that will be, so that rows can join it until then. What the stage cannot answer in time is
+refused as it comes; a full queue has its lowest priority make room for a higher one.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from math import inf
 from statistics import median
 from typing import Literal, TypeAlias
@@ -168,6 +171,10 @@ class RequestLimits(StageLimits):
     degrades: bool = False
 
 
+def _priority(rows: Rows) -> int:
+    return rows.owner.priority
+
+
 @dataclass(slots=True)
 class RequestQueue(StageQueue):
     """What waits for a stage of a service, what is at its replicas, and whether it is well."""
@@ -194,16 +201,40 @@ class RequestQueue(StageQueue):
             return "down", f"stage {name!r} is down: {why}"
         if self.suspects.verdict(rows.owner, now) == "guilty":
             return "refused", f"this input has ended or hung replicas of stage {name!r}"
-        too_many = self.n_waiting + len(rows) > limits.queue_rows
-        too_large = self.queued_bytes > 0 and self.queued_bytes + rows.n_bytes > limits.queue_bytes
-        if too_many or too_large or self._wait_s(len(rows)) > MOST_WAIT * limits.timeout_s:
+        n_waiting, waiting_bytes, n_owners = self._ahead_of(rows.owner.priority)
+        too_many = n_waiting + len(rows) > limits.queue_rows
+        too_large = waiting_bytes > 0 and waiting_bytes + rows.n_bytes > limits.queue_bytes
+        if too_many or too_large or self._wait_s(len(rows), n_waiting, n_owners) > MOST_WAIT * limits.timeout_s:
             return "overloaded", f"stage {name!r} is overloaded"
         return None
+
+    def _ahead_of(self, priority: int) -> tuple[int, float, int]:
+        """Return what is answered before rows of a priority that come now: how many rows, their bytes, and requests."""
+        if not self._queue or _priority(self._queue[-1]) <= priority:
+            return self.n_waiting, self.queued_bytes, len(self._queue) + len(self._again)
+        ahead = [rows for rows in self._queue if _priority(rows) <= priority]
+        n = self.n_waiting - self.queued_rows + sum(map(len, ahead))
+        return n, sum(rows.n_bytes for rows in ahead), len(ahead) + len(self._again)
+
+    def take_surplus(self, priority: int) -> list[Rows]:
+        """Take what is too much for the queue, from the rows below a priority."""
+        surplus: list[Rows] = []
+        limits = self.limits
+        while self._queue and _priority(self._queue[-1]) > priority:
+            if self.n_waiting <= limits.queue_rows and self.queued_bytes <= limits.queue_bytes:
+                break
+            surplus.append(self._queue.pop())
+            self.queued_rows -= len(surplus[-1])
+            self.queued_bytes -= surplus[-1].n_bytes
+        return surplus
 
     def push(self, rows: Rows) -> None:
         """Have rows wait; those that a replica may have ended for, for a call of their own."""
         if self.suspects.verdict(rows.owner, rows.ready_at) == "clear":
             StageQueue.push(self, rows)
+            if len(self._queue) > 1 and _priority(self._queue[-2]) > _priority(rows):
+                self._queue.pop()
+                self._queue.insert(bisect_right(self._queue, _priority(rows), key=_priority), rows)
         else:
             self.set_apart([rows], rows.ready_at)
 
@@ -227,14 +258,17 @@ class RequestQueue(StageQueue):
                 self._again += [] if same else [call]
         return alike
 
-    def _wait_s(self, n: int) -> float:
-        """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet."""
+    def _wait_s(self, n: int, n_ahead: int, n_owners: int) -> float:
+        """Return in how many seconds n rows that come now are likely to be answered; 0 if at once, or not known yet.
+
+        n_ahead: rows that go before them, of so many owners.
+        """
         if not self.service_time.long_call_s:
             return 0.0
         n_replicas, n_calls = max(1, self.n_replicas), self.n_calls
         n_free = max(0, n_replicas - n_calls)
         # Of a longer request only so much goes before these.
-        n_before = min(self.n_waiting, (len(self._queue) + len(self._again)) * max(n, self.limits.batch_size))
+        n_before = min(n_ahead, n_owners * max(n, self.limits.batch_size))
         n_waiting = n_before / self.limits.batch_size - n_free
         if n_free and n_waiting <= 0:
             return 0.0
@@ -254,30 +288,44 @@ class RequestQueue(StageQueue):
         return [call for replica in self._replicas.values() for call in replica.calls]
 
     def _pop(self, n: int) -> list[Rows]:
-        """Take rows of one kind. Of those that would fill a batch alone, half of it where shorter ones wait, too."""
+        """Take rows of one kind, those of higher priority first."""
         kind = self._queue[0].owner.kind
         taken: list[Rows] = []
+        if _priority(self._queue[0]) == _priority(self._queue[-1]):
+            self._pop_level(self._queue, kind, n, taken)
+            return taken
+        levels = [deque(level) for _, level in groupby(self._queue, key=_priority)]
+        for level in levels:
+            n -= self._pop_level(level, kind, n, taken)
+        self._queue = deque(chain.from_iterable(levels))
+        return taken
+
+    def _pop_level(self, queue: deque[Rows], kind: object, n: int, taken: list[Rows]) -> int:
+        """Take up to n rows of one kind and priority; return how many are taken.
+
+        Of those that would fill a batch alone, half of it where shorter ones wait, too.
+        """
         longer: list[Rows] = []
         others: list[Rows] = []
         left = n
-        while self._queue and left > (n - n // 2 if longer else 0):
-            rows = self._queue.popleft()
+        while queue and left > (n - n // 2 if longer else 0):
+            rows = queue.popleft()
             if rows.owner.kind != kind:
                 others.append(rows)
             elif len(rows) > self.limits.batch_size:
                 longer.append(rows)
             else:
-                left -= self._take(rows, left - (n - n // 2 if longer else 0), taken)
+                left -= self._take(rows, left - (n - n // 2 if longer else 0), queue, taken)
         while longer and left:
-            left -= self._take(longer.pop(0), left, taken)
-        self._queue.extendleft(reversed(others + longer))
-        return taken
+            left -= self._take(longer.pop(0), left, queue, taken)
+        queue.extendleft(reversed(others + longer))
+        return n - left
 
-    def _take(self, rows: Rows, n: int, taken: list[Rows]) -> int:
+    def _take(self, rows: Rows, n: int, queue: deque[Rows], taken: list[Rows]) -> int:
         """Take up to n of some rows; the others wait for another turn. Returns how many are taken."""
         if len(rows) > n:
             rows, rest = rows.cut(n)
-            self._queue.append(rest)
+            queue.append(rest)
         taken.append(rows)
         self.queued_rows -= len(rows)
         self.queued_bytes -= rows.n_bytes

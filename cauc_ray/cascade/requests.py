@@ -151,6 +151,9 @@ class RequestScheduler(Scheduler):
         expires_at = min(now + self.stages[stage].limits.timeout_s, owner.deadline)
         heapq.heappush(self._expiries, (expires_at, next(self._number), owner, stage))
         super()._wait(stage, rows, now)
+        at = self.stages[stage]
+        for lower in at.take_surplus(owner.priority):
+            self._leave_out(stage, lower, "overloaded", f"stage {at.limits.name!r} is overloaded")
 
     def _more_can_come(self, stage: int) -> bool:
         return self._others_at_work(stage) or (stage == 0 and self._expects_more())

@@ -20,7 +20,7 @@ Fault: TypeAlias = Literal["replica", "stage", "policy", "unknown"]
 # own fault.
 Trouble: TypeAlias = Literal["down", "timeout", "overloaded", "error", "refused"]
 # What a row may be asked for besides its answer: calibrated logits after its last stage, and that model's own.
-Vector: TypeAlias = Literal["scores", "logits"]
+Vector: TypeAlias = Literal["scores", "logits", "given"]
 # Positions in a call, a slice where they are neighbours.
 Positions: TypeAlias = Ints | slice
 
@@ -42,8 +42,9 @@ class CallResult:
     n_batches: that the model was given one after the other.
     next: int8 (n,), the stage that each row goes to if it does not stop; None for the one after.
     carried: bool (n,), the rows whose state is returned next to it, in their order.   state_bytes: of one such row.
-    vectors: those that parts want, each float64 (n, K).   likeliest: int16 (n,), as Step.likeliest returns them; None
-    where no policy has a reference.   wire: of a remote call, None of others.
+    vectors: those that parts want, each float64 (n, K).   own_costs: float64 (n,), which the model reported of this
+    call, None where it reports none or no part wants what it gave.   likeliest: int16 (n,), as Step.likeliest returns
+    them; None where no policy has a reference.   wire: of a remote call, None of others.
     """
 
     predictions: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -63,6 +64,7 @@ class CallResult:
     replica: str = ""
     carried: Bools | None = None
     vectors: Mapping[Vector, Floats] = field(default_factory=dict)
+    own_costs: Floats | None = None
     likeliest: Ints | None = None
     next: Ints | None = None
     n_batches: int = 1
@@ -94,6 +96,7 @@ class CallResult:
             state_bytes=max(result.state_bytes for result in results),
             carried=_joined(results, "carried", False),
             vectors={},
+            own_costs=None,
             likeliest=_joined(results, "likeliest", -1),
             next=_joined(results, "next", -1),
             n_batches=sum(result.n_batches for result in results),
@@ -138,8 +141,8 @@ class Owner:
     n_left: rows that need something.   restarts: how often all of it was started again, because objects were lost with
     their nodes.   live: False once its answers are no longer wanted.   closed: stages that have taken too long, whose
     answers are not wanted.   deadline: when the last answer is wanted, in seconds.   hurries: whether that is
-    sooner than stages are expected to answer.   kind: rows whose owners have
-    different ones share no call.
+    sooner than stages are expected to answer.   kind: rows whose owners have different ones share no call.
+    priority: rows of owners with a lower one go first.
     """
 
     def __init__(self, block: int, n: int, names: Any = None, restarts: int = 0) -> None:
@@ -157,6 +160,7 @@ class Owner:
         self.deadline = inf
         self.hurries = False
         self.kind: Any = None
+        self.priority = 0
 
     def note(self, ended: Ended, rows: Rows, positions: Positions) -> Bools:
         """Take a call's answers for some of the rows. Returns which of them go on, bool (m,).

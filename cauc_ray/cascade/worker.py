@@ -360,6 +360,11 @@ class Worker:
         if carried.any():
             columns = chosen(parts, bundles, carried) if carries_columns else {}
             goes_on = Bundle(columns, _laid_out(states, carried))
+        every, vectors = np.ones(n, dtype=bool), {}
+        for name in frozenset[Vector]().union(*(part.wants for part in parts)):
+            own = answers.as_given if name == "given" else answers.logits
+            of = [(rows, step.scores if name == "scores" else own[rows]) for _, rows, step in steps]
+            vectors[name] = _laid_out(of, every)
         result = CallResult(
             predictions=predictions,
             confidences=confidences,
@@ -371,13 +376,8 @@ class Worker:
             state_bytes=max((state.shape[1] * state.itemsize for _, state in states), default=0.0),
             raised=found.raised,
             carried=carried,
-            vectors={
-                name: _laid_out(
-                    [(rows, step.scores if name == "scores" else answers.logits[rows]) for _, rows, step in steps],
-                    np.ones(n, dtype=bool),
-                )
-                for name in frozenset[Vector]().union(*(part.wants for part in parts))
-            },
+            vectors=vectors,
+            own_costs=answers.costs if "given" in vectors else None,
             wire=answers.wire,
             likeliest=likeliest,
             next=following,

@@ -2,6 +2,7 @@
 
 LOGITS/model=<name>/split=<split>/*.parquet with example_id, label, logits and optionally cost, and
 LOGITS/pool.json with the models' costs and the kind of logits. Embeddings lie next to them, texts in other files.
+Labels that became known later are in LOGITS/labels/*.parquet, for rows whose own label is null.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from cauc_ray.data.model_rows import (
     typed_column,
     unfit_row,
 )
-from cauc_ray.data.writing import read_info
+from cauc_ray.data.writing import LABELS, LOGGED, read_info
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, unknown_name
-from cauc_ray.files.parquet import parquet_files, read_parquet
+from cauc_ray.files.parquet import parquet_below, parquet_files, read_parquet
 from cauc_ray.files.paths import AnyPath, hive_values, path_of
 from cauc_ray.numbers.arrays import require_no_probabilities
-from cauc_ray.numbers.chain import UNNAMED_UNIT, ChainLogits, ChainPart, Costs
+from cauc_ray.numbers.chain import UNKNOWN_LABEL, UNNAMED_UNIT, ChainLogits, ChainPart, Costs
 from cauc_ray.numbers.logits import LOGIT_KINDS, LogitKind, SumsToOne, stacked, widened
-from cauc_ray.numbers.types import Floats
+from cauc_ray.numbers.types import Bools, Floats, Ints
 
 # LOGITS/failed/model=<name>/split=<split>/*.parquet: rows that a model could not answer, with reasons.
 FAILED = "failed"
@@ -53,6 +54,20 @@ class ChainHeads:
 
     def __len__(self) -> int:
         return len(self.known["labels"])
+
+    @property
+    def labelled(self) -> Bools:
+        """Return which examples have a label, bool (N,)."""
+        known: Bools = self.known["labels"] != UNKNOWN_LABEL
+        return known
+
+    def of_rows(self, rows: Ints) -> ChainHeads:
+        """Return the chain of some examples.   rows: int (n,), ascending."""
+        ids = pa.array(self.known["example_ids"], pa.string())
+        others = ids.filter(pa.array(np.isin(np.arange(len(self)), rows, invert=True)))
+        own = {"labels": self.known["labels"][rows], "costs": self.known["costs"].of_rows(rows)}
+        known = {**self.known, **own, "example_ids": tuple(ids.take(pa.array(rows)).to_pylist())}
+        return ChainHeads(known, tuple(head.without(others) for head in self.heads))
 
 
 _Rows = TypeVar("_Rows", bound=ModelHead)
@@ -113,9 +128,10 @@ class LogitTable:
         row's options, a row without options, an empty split, a wrong column type or an unreadable file; and for
         probabilities that are not declared, or declared ones that are none.
         """
+        return self._read_rows(model, split, self._files(model, split), None if as_stored else self.kinds[model])
+
+    def _read_rows(self, model: str, split: str, files: Sequence[AnyPath], kind: LogitKind | None) -> ModelRows:
         where = f"{self.path}: model {model!r}, split {split!r}"
-        files = self._files(model, split)
-        kind = None if as_stored else self.kinds[model]
         parts = [read_part(file, model, kind) for file in files]
         sums = sum((part.sums for part in parts), SumsToOne())
         require_no_probabilities(where, sums)
@@ -127,7 +143,48 @@ class LogitTable:
 
     def read_head(self, model: str, split: str) -> ModelHead:
         """Read one model's rows of one split without logits. Raises DataError as read_model does."""
-        return read_head(self._files(model, split), model, f"{self.path}: model {model!r}, split {split!r}")
+        return self._read_head(model, split, self._files(model, split))
+
+    def _read_head(self, model: str, split: str, files: Sequence[AnyPath]) -> ModelHead:
+        return read_head(files, model, f"{self.path}: model {model!r}, split {split!r}")
+
+    def _files_of_all(self, models: Sequence[str], split: str) -> list[list[AnyPath]]:
+        """Return each model's files of a split, but those of a service's log that are not there for all models.
+
+        A service writes the files of one flush one after another, under the same name; while it does, or where it died
+        over that, or files are being deleted, some models have a file that others lack. That is warned of.
+        """
+        files = [self._files(model, split) for model in models]
+        logged = [{file.name for file in own if file.name.startswith(LOGGED)} for own in files]
+        partial = set[str]().union(*logged) - logged[0].intersection(*logged)
+        if partial:
+            warnings.warn(
+                f"{self.path}, split {split!r}: {len(partial):,} files of a service's log are left out: not all of "
+                f"{', '.join(models)} have them",
+                CaucWarning,
+                stacklevel=5,
+            )
+        return [[file for file in own if file.name not in partial] for own in files]
+
+    def _late_labels(self, example_ids: pa.Array, labels: Ints) -> Ints:
+        """Return labels with those that the folder of labels has for examples without one, int32 (N,)."""
+        folder = self.path / LABELS
+        if (labels != UNKNOWN_LABEL).all() or not folder.is_dir():
+            return labels
+        columns = _read_column(parquet_below(folder), "label", pa.int32())
+        ids, late = (column.combine_chunks() for column in columns)
+        order = pc.array_sort_indices(ids)
+        ids, late = ids.take(order), late.take(order).fill_null(UNKNOWN_LABEL)
+        other = pc.and_(pc.equal(ids[1:], ids[:-1]), pc.not_equal(late[1:], late[:-1]))
+        if pc.any(other).as_py():
+            row = pc.index(other, True).as_py()
+            raise DataError(
+                f"{folder}: example {ids[row].as_py()!r} has label {late[row]} and label {late[row + 1]}; "
+                "remove the wrong one"
+            )
+        at = pc.index_in(example_ids, value_set=ids)
+        found = late.take(at).fill_null(UNKNOWN_LABEL).to_numpy(zero_copy_only=False)
+        return np.where(labels == UNKNOWN_LABEL, found, labels).astype(np.int32)
 
     def _files(self, model: str, split: str) -> list[AnyPath]:
         splits = self.splits(model)
@@ -143,7 +200,9 @@ class LogitTable:
         Raises DataError as read_model does, and if the models' ids, lengths or labels disagree or costs are unknown;
         ConfigError if the numbers of costs and models differ or a model is a duplicate.
         """
-        known, tables = self._read_joined(models, split, self.read_model, costs)
+        known, tables = self._read_joined(
+            models, split, lambda model, files: self._read_rows(model, split, files, self.kinds[model]), costs
+        )
         width = max(t.logits.shape[1] for t in tables)
         logits = tuple(widened(t.logits, width) for t in tables)
         part = ChainPart(logits, known["labels"], np.arange(len(known["labels"])))
@@ -153,11 +212,13 @@ class LogitTable:
 
     def read_chain_heads(self, models: Sequence[str], split: str, *, costs: CallCosts = None) -> ChainHeads:
         """Read a chain as read_chain does, without its logits. Raises as read_chain does."""
-        known, heads = self._read_joined(models, split, self.read_head, costs)
+        known, heads = self._read_joined(
+            models, split, lambda model, files: self._read_head(model, split, files), costs
+        )
         return ChainHeads(known, tuple(heads))
 
     def _read_joined(
-        self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows], costs: CallCosts
+        self, models: Sequence[str], split: str, read: Callable[[str, Sequence[AnyPath]], _Rows], costs: CallCosts
     ) -> tuple[dict[str, Any], list[_Rows]]:
         """Return the arguments of a Chain except its logits, and each model's rows of the common examples."""
         if not models:
@@ -169,7 +230,7 @@ class LogitTable:
             raise ConfigError(f"{len(costs)} costs for {len(models)} models: give one cost for each model, in order")
         tables = self._answered_by_all(models, split, read)
         source = f"{self.path}, split {split!r}"
-        labels = joined_labels(source, models, tables)
+        labels = self._late_labels(tables[0].example_ids, joined_labels(source, models, tables))
         own = [table.costs for table in tables]
         if costs is None:
             costs = "per-call" if any(each is not None for each in own) else "per-model"
@@ -183,9 +244,12 @@ class LogitTable:
             "logit_kind": tuple(self.kinds[model] for model in models),
         }, tables
 
-    def _answered_by_all(self, models: Sequence[str], split: str, read: Callable[[str, str], _Rows]) -> list[_Rows]:
+    def _answered_by_all(
+        self, models: Sequence[str], split: str, read: Callable[[str, Sequence[AnyPath]], _Rows]
+    ) -> list[_Rows]:
         """Read each model's rows without the examples on which another model failed."""
-        tables = [read(model, split) for model in models]
+        files = self._files_of_all(models, split)
+        tables = [read(model, own) for model, own in zip(models, files, strict=True)]
         failed = pa.chunked_array([self.read_failed(model, split) for model in models], pa.string()).unique()
         if not len(failed):
             return tables

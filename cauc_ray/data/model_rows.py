@@ -212,8 +212,9 @@ def unfit_row(
 ) -> tuple[int, str] | None:
     """Return the lowest rank of a row that cannot be used, and why; None if there is none.
 
-    Such a row has another number of options in one model than in the first, or shares no possible option among all
-    models.   n_options: int (n,), of each model.   gaps: whether some row of some model has a logit of -inf.
+    Such a row has another number of options in one model than in the first, a label that none of them is, or shares no
+    possible option among all models.   n_options: int (n,), of each model.   gaps: whether some row of some model has a
+    logit of -inf.
     """
     found, first = [], n_options[0]
     for model, own in zip(models[1:], n_options[1:], strict=True):
@@ -222,10 +223,21 @@ def unfit_row(
             row = differ[part.ranks[differ].argmin()]
             why = f"has {first[row]} options for model {models[0]!r} and {own[row]} for model {model!r}"
             found.append((int(part.ranks[row]), why))
+    # Those of the files themselves were checked as they were read.
+    outside = np.flatnonzero((part.labels < UNKNOWN_LABEL) | (part.labels >= first))
+    if len(outside):
+        row = outside[part.ranks[outside].argmin()]
+        found.append((int(part.ranks[row]), f"has label {part.labels[row]}, which is outside its {first[row]} options"))
     for block in part.blocks() if gaps else ():
-        shared: Bools = np.logical_and.reduce([np.isfinite(logits[block]) for logits in part.logits]).any(axis=1)
-        if not shared.all():
-            found.append((int(part.ranks[block][~shared].min()), "has no option that is possible for all models"))
+        logits, labels = [own[block] for own in part.logits], part.labels[block]
+        shared: Bools = np.logical_and.reduce([np.isfinite(own) for own in logits])
+        possible = shared.any(axis=1)
+        if not possible.all():
+            found.append((int(part.ranks[block][~possible].min()), "has no option that is possible for all models"))
+        chosen = shared[np.arange(len(labels)), np.clip(labels, 0, shared.shape[1] - 1)]
+        masked = possible & (labels >= 0) & ~chosen
+        if masked.any():
+            found.append((int(part.ranks[block][masked].min()), "has a label whose logit is -inf or a mask"))
     return min(found, default=None)
 
 

@@ -19,6 +19,11 @@ from cauc_ray.numbers.types import Floats, Ints
 # pool.json's value if no kind was declared.
 UNDECLARED = "unknown"
 
+# LOGITS/labels/*.parquet: example_id and label of examples whose label became known after their logits were written.
+LABELS = "labels"
+# How the names of a service's files begin. Those of one flush have one name, and the same rows, for each model.
+LOGGED = "log-"
+
 # The limit of one Arrow list array with int32 offsets.
 MOST_VALUES = 2**31 - 1
 

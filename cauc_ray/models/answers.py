@@ -44,7 +44,8 @@ class Answers:
     rows have K.   costs: of the call for each row, float64 (n,), or None.   failures: rows that the model cannot
     answer, with reasons; their logits are meaningless.   counts: how often something happened that affects the
     logits, by name.   device_s: seconds of the forward passes on a GPU, None if not measured.   cost_unit: of
-    the costs, where only the calls tell it.   wire: of a remote call, None of others.
+    the costs, where only the calls tell it.   wire: of a remote call, None of others.   given: the model's own numbers,
+    as logits, where they were converted.
     """
 
     logits: Floats
@@ -55,6 +56,12 @@ class Answers:
     device_s: float | None = None
     cost_unit: str | None = None
     wire: Wire | None = None
+    given: Floats | None = None
+
+    @property
+    def as_given(self) -> Floats:
+        """Return the logits as the model gave them."""
+        return self.logits if self.given is None else self.given
 
 
 def wires(found: Iterable[Wire | None]) -> Wire | None:
@@ -260,7 +267,7 @@ class AsDeclared:
             return answers
         every = answers.logits.copy()
         every[rows] = logits
-        return replace(answers, logits=every)
+        return replace(answers, logits=every, given=answers.logits)
 
     def _look(self, seen: Floats, logits: Floats) -> SumsToOne:
         """Count rows together with earlier rows; repeated rows count once."""

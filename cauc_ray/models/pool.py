@@ -6,13 +6,22 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, PositiveInt, StrictFloat, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveInt,
+    StrictFloat,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
-from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.files.paths import AnyPath, path_from, path_of
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import Section
+from cauc_ray.models.kind import Section, folder_of
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
@@ -64,12 +73,33 @@ class RouterSpec(Section):
     resources: Resources = Resources()
 
 
+def _place(name: str, info: ValidationInfo) -> str:
+    """Return a path or URI in a file as a text; relative ones are those from the file's folder."""
+    folder = folder_of(info)
+    return name if folder is None else str(path_from(folder, name))
+
+
+class LogSpec(Section):
+    """Where the shadow sample is written, as a logit table that can be fitted.
+
+    to: a folder or a URI.   split: that its rows are of.   keep_days: files are deleted once they are older; without
+    it, they are kept.   flush_rows, flush_s: how many rows a file has, or how long the first of them waits.
+    """
+
+    to: Annotated[str, Field(min_length=1), AfterValidator(_place)]
+    split: str = Field(default="calibration", pattern=r"^[^/=]+$")
+    keep_days: float | None = Field(default=None, gt=0)
+    flush_rows: int = Field(default=1000, ge=1)
+    flush_s: float = Field(default=60.0, gt=0)
+
+
 class PoolServing(Section):
     """How a pool is served.
 
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
-    the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
+    the whole cascade's, when its stages are idle; with log, of all answers.   log: writes these, every model's logits
+    and all, as a logit table.   tracing: "module:function", called once in each router, that
     configures OpenTelemetry.   router: the deployment that takes requests.
     """
 
@@ -77,8 +107,15 @@ class PoolServing(Section):
     max_body_mb: float = Field(default=64.0, gt=0)
     max_queued_rows: int = Field(default=8192, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
+    log: LogSpec | None = None
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+
+    @model_validator(mode="after")
+    def _logs_a_sample(self) -> PoolServing:
+        if self.log is not None and not self.shadow:
+            raise ValueError("log writes the shadow sample: set shadow to the share of answers that are to be logged")
+        return self
 
 
 LONGEST_NAME = 200  # folder names are limited to 255 bytes

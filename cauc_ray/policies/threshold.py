@@ -68,7 +68,10 @@ def choose_threshold(
     given = reference if rule == BY_DEFAULT else rule.threshold
     if given is None:
         if validation is None:
-            raise ConfigError("choosing a threshold needs a validation split; give one, or give the threshold")
+            raise ConfigError(
+                "choosing a threshold needs a validation split; give one, or a share of the calibration split "
+                "(--validation 0.5), or give the threshold"
+            )
         validation.require_labels("choosing a threshold")
     measured_on, split = calibration, policy.calibration.split
     if validation is not None and validation.labelled.any():

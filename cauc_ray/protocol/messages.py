@@ -69,6 +69,11 @@ class RequestParameters(TypedDict, total=False):
     max_stage: Annotated[
         int | str | None, Field(description="the deepest stage to call: its number from 0, or its name")
     ]
+    priority: Annotated[
+        Annotated[int, Field(ge=0, lt=2**31)] | None,
+        Field(description="1 is answered first, larger numbers later; 0, the default, is the same as 2"),
+    ]
+    log: Annotated[bool | None, Field(description="false keeps the rows out of the shadow sample and the log")]
     binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
     timeout: Annotated[
         Annotated[int, Field(ge=0)] | None,

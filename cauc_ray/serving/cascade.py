@@ -11,7 +11,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import count
 from math import inf
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from cauc_ray.cascade.bundles import n_bytes
 from cauc_ray.cascade.request_queue import RequestLimits
@@ -20,12 +20,15 @@ from cauc_ray.cascade.rows import Call, CallResult, Vector
 from cauc_ray.cascade.worker import MOST_POLICIES
 from cauc_ray.models.answers import Batch, ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.numbers.types import Floats, Ints
+from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.request_state import Answer, RequestState, StageCall, StageError, requests_of, stage_call
 from cauc_ray.serving.shadows import Shadows
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.table_log import TableLog
 
 # What may wait before a stage: inputs are held in this process, next to what is being read and answered.
 QUEUE_BYTES = 1 << 30
@@ -57,7 +60,12 @@ class Cascade:
     """
 
     def __init__(
-        self, stages: Sequence[StageSpec], pool: Pool, clients: Sequence[StageClient], metrics: ServingMetrics
+        self,
+        stages: Sequence[StageSpec],
+        pool: Pool,
+        clients: Sequence[StageClient],
+        metrics: ServingMetrics,
+        log: TableLog | None = None,
     ) -> None:
         self.names = [spec.name for spec in stages]
         self._degrades = pool.on_failure == "degrade"
@@ -91,7 +99,7 @@ class Cascade:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._pumps = False
-        self.shadows = Shadows(pool.serving.shadow, self, metrics)
+        self.shadows = Shadows(pool.serving.shadow, self, metrics, log)
 
     # Requests
 
@@ -104,11 +112,14 @@ class Cascade:
         last_stage: int | None = None,
         asks_for: frozenset[Vector] = frozenset(),
         timeout_s: float | None = None,
+        priority: int = 0,
+        chosen: Bools | None = None,
     ) -> RequestState:
         """Answer a request of n rows; if the caller is cancelled, so is what has not begun.
 
         columns: each (n, ...).   last_stage: the deepest to call, by its number.   asks_for: vectors of each row.
-        timeout_s: that the caller waits, where that is less than the service gives a request.
+        timeout_s: that the caller waits, where that is less than the service gives a request.   priority: as Owner
+        has it.   chosen: bool (n,), rows of the shadow sample.
         Raises RequestError: 429 or 503 where a stage that is needed cannot answer, 422 for a row that a model refuses.
         """
         last_stage = len(self.names) - 1 if last_stage is None else last_stage
@@ -121,8 +132,11 @@ class Cascade:
             n,
             last_stage,
             self._metrics,
+            priority=priority,
             degrades=self._degrades,
             asks_for=asks_for,
+            chosen=chosen,
+            logs=self.shadows.log is not None,
         )
         first = policy.first(n)
         self._open_requests.came(1)

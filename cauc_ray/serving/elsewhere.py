@@ -39,6 +39,10 @@ class Elsewhere:
         """
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._called, function, args)
 
+    def wait(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what a function returns, as call does, in a thread that waits for it."""
+        return self._thread.submit(self._called, function, args).result()
+
     def close(self) -> None:
         """End the process."""
         if self._process is not None:
@@ -58,7 +62,7 @@ class Elsewhere:
             result: T | RequestError = pickle.load(process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             self._end()
-            raise RequestError("what reads long requests has ended; try again", 503, 1.0) from error
+            raise RequestError("the process that does this has ended; try again", 503, 1.0) from error
         finally:
             timer.cancel()
         if isinstance(result, RequestError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -30,6 +29,7 @@ from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
 from cauc_ray.serving.inputs import Inputs
 from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.shadows import new_answer_id, sampled_rows
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -47,6 +47,8 @@ OUTPUTS: Mapping[str, Datatype] = {
 }
 # What the cascade is to keep for them, and their shapes.
 VECTORS: Mapping[str, Vector] = {"probabilities": "scores", "logits": "logits"}
+# Of requests without one, or with 0; 1 is the highest.
+DEFAULT_PRIORITY = 2
 # Longer JSON, and more output values in JSON, are read and written in another process; in this one that would take
 # some 5 ms, for which all other requests would wait. Other bodies that are longer are read in a thread.
 LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
@@ -105,18 +107,24 @@ class Inference:
         """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
+        policy, shadows = in_force.policy, service.cascade.shadows
+        last = last_stage(limits, policy)
+        sampled = policy.in_turn and last == len(policy.stages) - 1 and limits.get("log") is not False
+        answer_id = new_answer_id(sampled=sampled)
         answered = await service.cascade.answer(
-            in_force.policy,
+            policy,
             columns,
             n,
-            last_stage=last_stage(limits, in_force.policy),
+            last_stage=last,
             asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
             timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
+            priority=limits.get("priority") or DEFAULT_PRIORITY,
+            chosen=sampled_rows(answer_id, n, shadows.share),
         )
         service.watching.answered(answered, in_force.id)
-        if answered.early:
-            service.cascade.shadows.offer(answered, partial(service.watching.agreements, in_force.id))
-        return answered, {"policy_id": in_force.id, "answer_id": secrets.token_hex(16), **_parameters(answered)}
+        if answered.chosen is not None:
+            shadows.offer(answered, answer_id, partial(service.watching.agreements, in_force.id))
+        return answered, {"policy_id": in_force.id, "answer_id": answer_id, **_parameters(answered)}
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
@@ -204,8 +212,8 @@ def _parameters(answered: RequestState) -> dict[str, Any]:
     }
 
 
-def last_stage(parameters: RequestParameters, policy: Policy) -> int | None:
-    """Return the deepest stage that a request allows, None for the last.
+def last_stage(parameters: RequestParameters, policy: Policy) -> int:
+    """Return the deepest stage that a request allows.
 
     max_stage: its number from 0, or its name.   max_cost: what the calls for one row may cost, in the policy's unit.
     Raises RequestError.

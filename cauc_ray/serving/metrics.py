@@ -59,6 +59,7 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_watch_cost": ("gauge", ("model", "stage", "unit"), "Mean cost of a stage's answers, of all calls"),
     "cauc_serve_feedback_rows": ("counter", ("model", "outcome"), "Rows of feedback, by outcome"),
     "cauc_serve_shadow_rows": ("counter", ("model", "outcome"), "Early answers that were chosen to be compared"),
+    "cauc_serve_log_rows": ("counter", ("model", "outcome"), "Rows of the log, and labels for it, by outcome"),
     "cauc_serve_shadow_cost": ("counter", ("model", "stage", "unit"), "What comparisons cost, in the policy's unit"),
 }
 _SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0]
@@ -161,6 +162,11 @@ class ServingMetrics:
     def shadow_rows(self, outcome: str, n: int) -> None:
         """Count chosen early answers: compared with the whole cascade's, or dropped."""
         self._counts["cauc_serve_shadow_rows", outcome] += n
+
+    def logged(self, counts: Mapping[str, int]) -> None:
+        """Count rows of the log by outcome: written, incomplete or dropped; labels as label_written, label_dropped."""
+        for outcome, n in counts.items():
+            self._counts["cauc_serve_log_rows", outcome] += n
 
     def _note(self, name: str, *values: str) -> Note:
         """Return what takes what is noted of a metric.   values: of its tags after the model."""

@@ -278,6 +278,10 @@ class Router(Service):
             model, pool, policy, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
         )
 
+    def __del__(self) -> None:
+        """End, as Serve asks a replica to: write what is left of the log."""
+        self.close()
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application."""
         app = http_app(self)

@@ -45,15 +45,19 @@ class StageError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Early:
-    """Answers of a stage before the last that were chosen to be asked on.
+class Stopped:
+    """Chosen rows that stopped at a stage: before the last they are asked on.
 
-    rows: int (m,), positions in the request.   state: float64 (m, S), what they would have brought along.
+    rows: int (m,), positions in the request.   state: float64 (m, S), what they would have brought along, if anywhere.
     """
 
     stage: int
     rows: Ints
-    state: Floats
+    state: Floats | None
+
+
+# What is asked of rows that are logged.
+_GIVEN: frozenset[Vector] = frozenset({"given"})
 
 
 class RequestState(Owner):
@@ -64,8 +68,10 @@ class RequestState(Owner):
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
     the policy has a reference.   asks_for: vectors that are wanted.   vectors: those of the best answers,
     float64 (n, K).   called: the stages that have answered.   shadow: whether it is a shadow request, counted
-    separately.   early: its rows that get a shadow request.   reason: why rows are degraded, as of the first one.
-    spans_ns: by stage, when rows were first ready for it and when they were last answered, since the epoch.
+    separately.   chosen: bool (n,), its rows that are in the shadow sample, None for none.   logs: whether the models'
+    own logits of these are kept, in logged: by row and stage, with what the call cost as far as the model reported it.
+    stopped: where chosen rows have.   reason: why rows are degraded, as of the first one.   spans_ns: by stage, when
+    rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -77,14 +83,18 @@ class RequestState(Owner):
         last_stage: int,
         metrics: ServingMetrics,
         *,
+        priority: int = 0,
         degrades: bool = False,
         asks_for: frozenset[Vector] = frozenset(),
         shadow: bool = False,
+        chosen: Bools | None = None,
+        logs: bool = False,
     ) -> None:
         super().__init__(0, n)
         self.policy, self.key, self.columns, self.last_stage = policy, key, columns, last_stage
         self.degrades, self.asks_for, self.shadow = degrades, asks_for, shadow
         self._metrics = metrics
+        self.priority = priority
         # Joined arrays of two types would become one type, and of two shapes a column of objects: a model may read
         # them differently, or not at all, and a row's answer would depend on its neighbours.
         self.kind = frozenset((name, column.dtype.str, column.shape[1:]) for name, column in columns.items())
@@ -92,7 +102,9 @@ class RequestState(Owner):
         self.called: set[int] = set()
         self.vectors: dict[Vector, Floats] = {}
         self.reason: str | None = None
-        self.early: list[Early] = []
+        self.chosen, self.logs = chosen, logs
+        self.stopped: list[Stopped] = []
+        self.logged: dict[int, dict[int, tuple[Floats, float | None]]] = {}
         self.spans_ns: dict[int, tuple[int, int]] = {}
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,6 +126,12 @@ class RequestState(Owner):
             self.likeliest[indices] = result.likeliest[positions]
         for name in self.asks_for:
             self._keep(name, indices, result.vectors[name][positions])
+        if self.logs and self.chosen is not None and "given" in result.vectors:
+            own = self.chosen[indices]
+            logits = result.vectors["given"][positions][own].astype(np.float32)
+            costs = [None] * len(logits) if result.own_costs is None else result.own_costs[positions][own].tolist()
+            for row, of_row in zip(indices[own].tolist(), zip(logits, costs, strict=True), strict=True):
+                self.logged.setdefault(row, {})[stage] = of_row
         if self.shadow:  # the last stage's word is wanted
             self._metrics.shadowed(stage, result.costs[positions])
             on[:] = stage < self.last_stage
@@ -123,8 +141,9 @@ class RequestState(Owner):
         self._metrics.answered(stage, result.confidences[positions], result.costs[positions], waited_s)
         self._metrics.rows(stage, "accepted", len(on) - n_on)
         self._metrics.rows(stage, "capped" if capped else "deferred", n_on)
-        if result.carried is not None and np.count_nonzero(early := result.carried[positions] & ~on):
-            self.early.append(Early(stage, indices[early], ended.goes_on[ended.held_at[positions][early]]))
+        if self.chosen is not None and np.count_nonzero(here := self.chosen[indices] & ~on):
+            state = ended.goes_on[ended.held_at[positions][here]] if stage < self.last_stage else None
+            self.stopped.append(Stopped(stage, indices[here], state))
         if capped:
             on[:] = False
         return on
@@ -197,6 +216,12 @@ class StageCall:
     needed_replicas: float = 0.0
 
 
+def _asks(request: RequestState, rows: Rows) -> tuple[str, frozenset[Vector]]:
+    """Return what is asked of rows: by which policy, and for which vectors."""
+    logs = request.logs and request.chosen is not None and request.chosen[rows.indices].any()
+    return request.key, request.asks_for | _GIVEN if logs else request.asks_for
+
+
 # A call's result, and the states of the rows that go on.
 Answer: TypeAlias = tuple[CallResult, Floats | None]
 
@@ -211,7 +236,7 @@ def stage_call(call: Call, replica: str, keeps: Bools | None, *, router: str, ne
     requests = requests_of(call)
     parts, start = [], 0
     asked = zip(requests, call.rows, strict=True)
-    for (key, wants), alike in groupby(asked, lambda one: (one[0].key, one[0].asks_for)):
+    for (key, wants), alike in groupby(asked, lambda one: _asks(*one)):
         states = [(len(rows), None if rows.source is None else rows.source[rows.positions]) for _, rows in alike]
         positions = slice(start, start + sum(n for n, _ in states))
         kept = None if keeps is None else keeps[positions]

@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
@@ -24,6 +25,7 @@ from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
+from cauc_ray.serving.table_log import Logged, TableLog
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
 # How often a replica looks for a policy that was set at another, which asks it to, and for the replicas of stages;
@@ -113,12 +115,24 @@ class Service(ABC):
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
         self._reported = Reported(store, life)
         self.elsewhere = Elsewhere()
+        self.table_log = self._new_table_log(policy)
         self._stages_began = False
         self.leaving = False
         self.n_open = 0
         self._cascade: Cascade | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.metrics.policy(self.in_force.id)
+
+    def _new_table_log(self, policy: Policy) -> TableLog | None:
+        """Return what writes the shadow sample, if the pool has it written. Raises ConfigError without pyarrow."""
+        spec = self.pool.serving.log
+        if spec is None:
+            return None
+        if find_spec("pyarrow") is None:
+            raise ConfigError("serving.log writes Parquet files; install with: pip install pyarrow")
+        costs = [stage.cost for stage in policy.stages]
+        logged = Logged(spec, self.specs, costs, policy.cost_unit, policy.costs == "per-call")
+        return TableLog(logged, lambda: self.facts, lambda: self.labels)
 
     @abstractmethod
     async def ask_all(self, what: str) -> list[Any]:
@@ -132,7 +146,7 @@ class Service(ABC):
     def cascade(self) -> Cascade:
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
-            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics)
+            self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
             follow = (self.current_policy, self._follow_stages, self.watched, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
@@ -182,6 +196,8 @@ class Service(ABC):
     def close(self) -> None:
         """End what the service has started outside of its event loop."""
         self.elsewhere.close()
+        if self.table_log is not None:
+            self.table_log.close()
 
     async def policy_for_request(self) -> InForce:
         """Return the active policy, read again if this replica has not checked it recently."""
@@ -257,8 +273,13 @@ class Service(ABC):
     async def feedback(self, body: bytes) -> dict[str, Any]:
         """Take what has become known of answers, each once. Raises RequestError where it makes no sense."""
         in_force = self.in_force
-        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows)
+        feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
         n, n_counted, says = len(feedback), 0, None
+        is_watched = feedback.policy_id == in_force.id and in_force.policy.reference is not None
+        if is_watched or self.table_log is not None:
+            feedback = await asyncio.to_thread(self._reported.new, feedback)
+        if self.table_log is not None:
+            self.table_log.label(feedback.logged(self.pool.serving.shadow))
         if feedback.policy_id != in_force.id:
             says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
@@ -267,9 +288,8 @@ class Service(ABC):
             self.metrics.feedback(not_watched=n)
         else:
             own = feedback.given_by(in_force.policy)
-            new = await asyncio.to_thread(self._reported.new, own)
-            self.watching.outcomes(in_force.id, new.stages, new.confidences, new.correct)
-            n_counted, n_cut, n_repeated = len(new), n - len(own), len(own) - len(new)
+            self.watching.outcomes(in_force.id, own.stages, own.confidences, own.correct)
+            n_counted, n_cut, n_repeated = len(own), len(feedback) - len(own), n - len(feedback)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             says = "; ".join(reasons) or None
@@ -341,4 +361,6 @@ class Service(ABC):
     async def _count(self) -> None:
         """Bring the metrics up to date."""
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
+        if self.table_log is not None:
+            self.metrics.logged(self.table_log.take_counts())
         self.metrics.flush()

@@ -23,6 +23,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.policies_live import Store
 from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.shadows import sampled_rows
 
 # Confidences are the float32 values of the answer.
 _ROUNDING = 1e-6
@@ -59,7 +60,8 @@ class FeedbackMessage(BaseModel):
 class Feedback:
     """Rows of an answer that one policy gave, and which were right; arrays (n,).
 
-    answer: identifies the answer.   rows: int, of the answer.   stages: int.   confidences: float64.   correct: bool.
+    answer: identifies the answer; is_named: by its id.   rows: int, of the answer.   stages: int.   confidences:
+    float64.   correct: bool.   labels: int.
     """
 
     policy_id: str
@@ -68,13 +70,18 @@ class Feedback:
     stages: Ints
     confidences: Floats
     correct: Bools
+    labels: Ints
+    is_named: bool = True
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
-    def read(cls, body: bytes, policy: Policy, most_rows: int) -> Feedback:
-        """Read a request's body. Raises RequestError: 400 where it makes no sense, 413 for too many rows."""
+    def read(cls, body: bytes, policy: Policy, most_rows: int, labels: Sequence[str] | None = None) -> Feedback:
+        """Read a request's body. Raises RequestError: 400 where it makes no sense, 413 for too many rows.
+
+        labels: the names of the options, if they are the same for all rows and known.
+        """
         try:
             message = FeedbackMessage.model_validate_json(body)
         except ValidationError as error:
@@ -89,6 +96,8 @@ class Feedback:
             raise RequestError(f"feedback may have up to {most_rows} rows, got {n}", 413)
         if max(message.stage) >= len(policy.stages):
             raise RequestError(f"stages are 0 to {len(policy.stages) - 1}, got {max(message.stage)}")
+        if labels is not None and max(message.label) >= len(labels):
+            raise RequestError(f"labels are 0 to {len(labels) - 1}, got {max(message.label)}")
         if message.rows is not None and message.answer_id is None:
             raise RequestError("rows need the answer_id of their answer")
         rows = np.arange(n) if message.rows is None else np.array(message.rows)
@@ -102,6 +111,8 @@ class Feedback:
             np.array(message.stage),
             np.array(message.confidence, dtype=np.float64),
             np.array(message.prediction) == np.array(message.label),
+            np.array(message.label),
+            message.answer_id is not None,
         )
 
     def given_by(self, policy: Policy) -> Feedback:
@@ -111,8 +122,17 @@ class Feedback:
 
     def at(self, kept: Bools) -> Feedback:
         """Return some of the rows.   kept: bool (n,)."""
-        own = self.rows[kept], self.stages[kept], self.confidences[kept], self.correct[kept]
-        return Feedback(self.policy_id, self.answer, *own)
+        columns = ("rows", "stages", "confidences", "correct", "labels")
+        return replace(self, **{name: getattr(self, name)[kept] for name in columns})
+
+    def logged(self, share: float) -> list[tuple[str, int]]:
+        """Return the labels of the rows that are in a shadow sample of that share, by their example ids in the log."""
+        n = int(self.rows.max(initial=-1)) + 1
+        chosen = sampled_rows(self.answer, n, share) if self.is_named and n else None
+        if chosen is None:
+            return []
+        labels = zip(self.rows.tolist(), self.labels.tolist(), strict=True)
+        return [(f"{self.answer}-{row}", label) for row, label in labels if chosen[row]]
 
 
 class Reported:

@@ -164,6 +164,7 @@ class Teller:
         metrics.feedback(counted=2)
         metrics.shadowed(0, costs)
         metrics.shadow_rows("compared", 2)
+        metrics.logged({"written": 2})
         metrics.flush()
 
 

@@ -199,6 +199,7 @@ REFUSED = [
     (body_of(parameters={"max_cost": -1}), "parameters.max_cost: input should be greater than or equal to 0"),
     (body_of(parameters={"max_cost": 0.5}).replace(b"0.5", b"1e999"), "max_cost"),
     (body_of(parameters={"max_stage": 1.5}), "parameters.max_stage"),
+    (body_of(parameters={"priority": -1}), "parameters.priority: input should be greater than or equal to 0"),
     (body_of(parameters={"binary_data_output": 1}), "binary_data_output: input should be a valid boolean, got 1"),
     (body_of(parameters={"shared_memory_region": "r"}), "unknown key 'parameters.shared_memory_region'"),
     (body_of(outputs=["prediction"]), "outputs.0: "),

@@ -104,10 +104,10 @@ def a_pool(names: Sequence[str], on_failure: str = "fail", **serving: Any) -> Po
     return pool_of({**content, "serving": of_pool}, Path())
 
 
-def cascade_of(pool: Pool, stages: Sequence[Stage]) -> tuple[Cascade, Counts]:
-    """Return a cascade of the test's stages and what is counted of it."""
+def cascade_of(pool: Pool, stages: Sequence[Stage], log: Any = None) -> tuple[Cascade, Counts]:
+    """Return a cascade of the test's stages and what is counted of it.   log: takes its shadow sample."""
     counts = Counts([spec.name for spec in pool.stages])
-    cascade = Cascade(pool.stages, pool, stages, counts)
+    cascade = Cascade(pool.stages, pool, stages, counts, log)
     for stage in stages:
         stage.cascade = cascade
         stage.tell()

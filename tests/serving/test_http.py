@@ -53,8 +53,8 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     # In JSON, rows with fewer options cannot be padded with -inf.
     names = [one["name"] for one in metadata["outputs"] if binary or one["name"] != "logits"]
     wanted = [InferRequestedOutput(name, binary_data=binary) for name in names]
-    compression = "gzip" if binary else None
-    result = client.infer("six", [ids], outputs=wanted, request_id="7", request_compression_algorithm=compression)
+    more = {"request_compression_algorithm": "gzip" if binary else None, "priority": int(binary)}
+    result = client.infer("six", [ids], outputs=wanted, request_id="7", **more)
     expected = chain.expected("rf")
     assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
     assert np.array_equal(result.as_numpy("stage"), expected.stages)
@@ -99,6 +99,8 @@ def test_a_request_may_carry_its_own_cap(chain, service):
         ({"max_stage": 3}, "max_stage must be 0 to 2 or one of m0, m1, m2, got 3"),
         ({"max_stage": "m9"}, "max_stage must be 0 to 2"),
         ({"max_stage": True}, "max_stage"),
+        ({"priority": -1}, "priority: input should be greater than or equal to 0"),
+        ({"log": 0}, "log: input should be a valid boolean"),
         ({"max_cost": -1}, "max_cost: input should be greater than or equal to 0"),
         ({"max_cost": 0.5 * costs[0]}, "below the cost of the first stage"),
         ({"max_cots": 1}, "unknown key 'parameters.max_cots'"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving import watching
 from cauc_ray.serving.local import MemoryStore
 from cauc_ray.serving.request_state import StageError
-from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S
+from cauc_ray.serving.shadows import MOST_WAITING, PATIENCE_S, sampled_rows
 from cauc_ray.serving.watching import Feedback, Reported, Watching, report_of
 
 DATA = chain(3, n=400, ragged=True)
@@ -41,8 +42,13 @@ class Recorder:
         self.seen.append(watched)
 
 
+def id_of(rows):
+    return f"1{rows[0]:031x}"
+
+
 async def ask(cascade, rows, **options):
-    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), **options)
+    chosen = sampled_rows(id_of(rows), len(rows), cascade.shadows.share)
+    return await cascade.answer(POLICY, columns_of(DATA.logits, rows), len(rows), chosen=chosen, **options)
 
 
 def shadowed(share):
@@ -58,7 +64,7 @@ def shadowed(share):
         for rows in np.arange(len(DATA)).reshape(-1, 5):
             answers.append(await ask(cascade, rows))
             calls = [len(stage.batches) for stage in mine]
-            cascade.shadows.offer(answers[-1], told.agreements)
+            cascade.shadows.offer(answers[-1], id_of(rows), told.agreements)
             assert calls == [len(stage.batches) for stage in mine]  # a client has its answer first
         await asyncio.sleep(PATIENCE_S + 1)
         return counts, told, [sum(map(len, stage.batches)) for stage in mine], answers
@@ -97,6 +103,61 @@ def test_a_share_is_chosen_at_random_and_always_the_same():
     assert had[2] == (EXPECTED.stages == 2).sum()
 
 
+class Log:
+    """Remembers what it takes."""
+
+    def __init__(self):
+        self.rows, self.counts = {}, Counter()
+
+    def add(self, rows):
+        self.rows |= dict(rows)
+
+    def count(self, outcome, n):
+        self.counts[outcome] += n
+
+
+def test_a_log_takes_rows_of_idle_hours_wherever_they_stopped_and_none_of_busy_ones():
+    """While stages are busy, a row that stopped early gets no other logits: those of its time are dropped with it."""
+
+    async def main():
+        async def slow(call, batch):
+            await asyncio.sleep(0.05)
+
+        log, late = Log(), np.flatnonzero(EXPECTED.stages == 2)[:8]
+        mine = [Stage("logits0"), Stage("logits1", before=slow), Stage("logits2", before=slow)]
+        cascade, _ = cascade_of(a_pool(DATA.models, shadow=0.5, timeout_s=60.0), mine, log)
+        stop = asyncio.get_running_loop().time() + PATIENCE_S + 2
+
+        async def keep_busy():
+            while asyncio.get_running_loop().time() < stop:
+                await cascade.answer(POLICY, columns_of(DATA.logits, late), len(late))
+
+        async def sample(rows):
+            cascade.shadows.offer(await ask(cascade, rows), id_of(rows), Recorder().agreements)
+            chosen = sampled_rows(id_of(rows), len(rows), 0.5)
+            return {f"{id_of(rows)}-{at}": rows[at] for at in np.flatnonzero(chosen)}
+
+        busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        dropped = await sample(np.arange(100))
+        await asyncio.gather(*busy)
+        await asyncio.sleep(1.0)
+        assert (log.rows, log.counts["incomplete"]) == ({}, len(dropped))
+        kept = {}
+        for rows in np.arange(100, 400).reshape(-1, 10):
+            kept |= await sample(rows)
+        await asyncio.sleep(PATIENCE_S)
+        assert log.counts["incomplete"] == len(dropped)
+        return log.rows, dropped, kept
+
+    logged, dropped, kept = run_virtually(main())
+    assert set(EXPECTED.stages[list(dropped.values())]) == {0, 1, 2}
+    assert logged.keys() == kept.keys()
+    for name, row in kept.items():
+        for stage, own in enumerate(DATA.logits):
+            assert np.array_equal(logged[name][stage][0], own[row])
+
+
 def test_a_stage_that_is_busy_is_left_alone():
     """Stages that always have a request's rows get no other ones, which are dropped in the end."""
     calls = []
@@ -118,7 +179,7 @@ def test_a_stage_that_is_busy_is_left_alone():
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(4)]
         await asyncio.sleep(0.01)
-        cascade.shadows.offer(await ask(cascade, early), Recorder().agreements)
+        cascade.shadows.offer(await ask(cascade, early), id_of(early), Recorder().agreements)
         await asyncio.gather(*busy)
         return counts, set(early.tolist())
 
@@ -135,11 +196,11 @@ def test_what_fails_or_is_too_much_is_dropped_and_nobody_hears_of_it():
         mine = [Stage("logits0"), Stage("logits1", before=fail), Stage("logits2")]
         cascade, counts = cascade_of(a_pool(DATA.models, shadow=1.0), mine)
         told, early = Recorder(), np.flatnonzero(EXPECTED.stages == 0)
-        cascade.shadows.offer(await ask(cascade, early[:10]), told.agreements)
+        cascade.shadows.offer(await ask(cascade, early[:10]), id_of(early), told.agreements)
         await asyncio.sleep(1)
         assert (counts.of("shadow_rows"), told.agreed) == ({"dropped": 10}, [])
         for _ in range(3 + MOST_WAITING // 20):
-            cascade.shadows.offer(await ask(cascade, early[:20]), told.agreements)
+            cascade.shadows.offer(await ask(cascade, early[:20]), id_of(early), told.agreements)
         assert counts.of("shadow_rows")["dropped"] == 10 + 60
         return counts
 
@@ -229,6 +290,7 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
         EXPECTED.stages,
         EXPECTED.confidences.astype(np.float32).astype(float),
         DATA.labels > 0,
+        DATA.labels,
     )
     assert len(said.given_by(POLICY)) == len(DATA)
 

@@ -1,0 +1,315 @@
+"""What a service logs is a logit table: fitted as it is, the policy is that of logits which were collected."""
+
+import json
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from asking import Command, http, infer, outputs_of, until
+from runs import python_model
+
+import cauc_ray
+from cauc_ray.data.logits import LogitTable
+from cauc_ray.errors import CaucWarning, ConfigError, DataError
+from cauc_ray.files.parquet import parquet_below, read_parquet
+from cauc_ray.files.paths import path_of
+from cauc_ray.serving.shadows import sampled_rows
+
+NAME, K = "logged", 4
+MODELS = {"small": 0.6, "large": 2.5}
+
+
+def pool_in(folder, to, shadow=1.0, router=None, **log):
+    stages = [
+        {
+            "name": name,
+            "model": python_model("planted", strength=strength, seed=place),
+            "cost": {"gflops": 1.0 + 9.0 * place},
+            "batch_size": 64,
+            "resources": {"num_cpus": 0.5},
+        }
+        for place, (name, strength) in enumerate(MODELS.items())
+    ]
+    serving = {"shadow": shadow, "log": {"to": str(to), "flush_s": 0.2, **log}}
+    if router:
+        serving["router"] = router
+    content = {"name": NAME, "task": "classification", "inputs": {"x": {"datatype": "FP64"}}, "stages": stages}
+    path = folder / "pool.yaml"
+    path.write_text(yaml.safe_dump({**content, "serving": serving}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """A policy that answers about half of the rows early."""
+    x = np.arange(10_000, 10_600.0)
+    logits = {name: planted(x, place) for place, name in enumerate(MODELS)}
+    costs = {"small": 1.0, "large": 10.0}
+    return cauc_ray.fit(
+        logits, (x % K).astype(int), costs=costs, cost_unit="GFLOPs", method="rf", validation=0.5, budget=6.0
+    )
+
+
+def planted(x, place):
+    import user_models
+
+    return user_models.planted(list(MODELS.values())[place], place)({"x": x})
+
+
+def ask(service, x, **parameters):
+    """Ask for rows; return the outputs and the response's parameters."""
+    outputs = ("prediction", "confidence", "stage")
+    status, content = infer(service.url, NAME, {"x": list(x)}, outputs, parameters)
+    assert status == 200, content
+    return outputs_of(content), content["parameters"]
+
+
+def tell(service, outputs, parameters, labels):
+    """Send the labels of an answer's rows."""
+    own = {name: parameters[name] for name in ("policy_id", "answer_id")}
+    body = {**own, **{name: values.tolist() for name, values in outputs.items()}, "label": [int(one) for one in labels]}
+    return http("POST", f"{service.url}/v2/models/{NAME}/feedback", body)
+
+
+def traffic(service, x, size=20, labelled=lambda x: True, **parameters):
+    """Ask for rows in requests of a size and tell their labels; return x by example id."""
+    found = {}
+    for start in range(0, len(x), size):
+        own = x[start : start + size]
+        outputs, said = ask(service, own, **parameters)
+        found |= {f"{said['answer_id']}-{row}": one for row, one in enumerate(own)}
+        if labelled(own):
+            status, text, _ = tell(service, outputs, said, own % K)
+            assert status == 200, text
+    return found
+
+
+def logged(table, model="large"):
+    """Return the ids that a log has for a model, by default the one that is written last."""
+    folder = path_of(table) / f"model={model}"
+    files = parquet_below(folder) if folder.is_dir() else []
+    return [example for file in files for example in read_parquet(file)["example_id"].to_pylist()]
+
+
+def n_labels(table):
+    folder = path_of(table) / "labels"
+    return sum(len(read_parquet(file)) for file in (parquet_below(folder) if folder.is_dir() else ()))
+
+
+def fitted(table, method, **options):
+    return cauc_ray.fit(table, method=method, validation=0.5, budget=6.0, **options)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory, policy):
+    """Return the log of a service that has ended, and x by example id of all that was asked."""
+    folder = tmp_path_factory.mktemp("log")
+    with cauc_ray.serve(
+        pool_in(folder, "LOG", split="all", shadow=0.7, flush_rows=100), policy, port=0, local=True
+    ) as service:
+        found = traffic(service, np.arange(600.0), size=20)
+        ids = {one.partition("-")[0] for one in found}
+        wanted = {f"{one}-{row}" for one in ids for row in np.flatnonzero(sampled_rows(one, 20, 0.7))}
+        until(lambda: set(logged(folder / "LOG")) == wanted and n_labels(folder / "LOG") == len(wanted))
+    return folder, found
+
+
+def test_a_policy_fitted_on_the_log_is_that_of_collected_logits_to_the_byte(log, ray_session):
+    folder, found = log
+    ids = logged(folder / "LOG")
+    assert len(set(ids)) == len(ids)
+    assert abs(len(ids) - 0.7 * 600) < 60
+    rows = {"example_id": ids, "x": [found[one] for one in ids], "label": [int(found[one] % K) for one in ids]}
+    pq.write_table(pa.table(rows), folder / "rows.parquet")
+    cauc_ray.collect(folder / "pool.yaml", folder / "rows.parquet", folder / "LOGITS", split="all")
+    for method in ("base", "rf"):
+        own = fitted(folder / "LOG", method, calibration_split="all")
+        other = fitted(folder / "LOGITS", method, calibration_split="all")
+        assert own.id == other.id
+        assert own.to_json() == other.to_json()
+    infos = [json.loads((folder / name / "pool.json").read_text()) for name in ("LOG", "LOGITS")]
+    assert infos[0]["models"] == infos[1]["models"]
+
+
+@pytest.mark.slow
+def test_a_log_may_be_added_to_a_collection_of_the_same_models(tmp_path, policy, ray_session):
+    ids = [f"row-{x}" for x in range(64)]
+    table = {"example_id": ids, "x": np.arange(64.0), "label": [x % K for x in range(64)]}
+    pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+    pool = pool_in(tmp_path, "LOGITS")
+    cauc_ray.collect(pool, tmp_path / "rows.parquet", tmp_path / "LOGITS", split="all")
+    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
+        traffic(service, np.arange(40.0))
+        until(lambda: len(logged(tmp_path / "LOGITS")) == 104)
+    assert LogitTable(tmp_path / "LOGITS").splits("small") == ["all", "calibration"]
+    assert len(LogitTable(tmp_path / "LOGITS").read_chain(["small", "large"], "all")) == 64
+    assert len(LogitTable(tmp_path / "LOGITS").read_chain(["small", "large"], "calibration")) == 40
+
+
+def test_labels_that_are_missing_disagree_or_name_no_option_are_handled_in_one_line(tmp_path, policy):
+    to = tmp_path / "LOG"
+    with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:
+        traffic(service, np.arange(300.0), labelled=lambda x: False)
+        until(lambda: len(logged(to)) == 300)
+        with pytest.raises(DataError, match=r"has no label; calibration needs labels"):
+            fitted(to, "rf")
+        known = traffic(service, np.arange(300.0, 600.0))
+        until(lambda: (len(logged(to)), n_labels(to)) == (600, 300))
+        with pytest.warns(CaucWarning, match=r"300 of 600 examples have no label and are left out"):
+            own = fitted(to, "rf")
+        assert own.calibration.n + own.validation.n == 300
+        # A row is labelled once, however often that is sent.
+        outputs, said = ask(service, np.arange(4.0))
+        assert json.loads(tell(service, outputs, said, np.arange(4))[1])["counted"] == 4
+        assert json.loads(tell(service, outputs, said, [3, 3, 3, 3])[1])["counted"] == 0
+    chain = LogitTable(to).read_chain(list(MODELS), "calibration")
+    found = dict(zip(chain.example_ids, chain.labels.tolist(), strict=True))
+    assert {one: found[one] for one in known} == {one: int(x % K) for one, x in known.items()}
+    assert [found[f"{said['answer_id']}-{row}"] for row in range(4)] == [0, 1, 2, 3]
+
+    first, second = list(known)[:2]
+    late = to / "labels" / "late.parquet"
+    for label, message in ((K, "has label 4, which is outside its 4 options"), (7, "has label")):
+        pq.write_table(pa.table({"example_id": [next(one for one in found if found[one] < 0)], "label": [label]}), late)
+        with pytest.raises(DataError, match=message):
+            LogitTable(to).read_chain(list(MODELS), "calibration")
+    wrong = (found[first] + 1) % K
+    pq.write_table(pa.table({"example_id": [second, first], "label": [found[second], wrong]}), late)
+    with pytest.raises(DataError, match=rf"example '{first}' has label .* and label .*; remove the wrong one"):
+        LogitTable(to).read_chain(list(MODELS), "calibration")
+
+
+def test_requests_that_opt_out_or_are_cut_short_leave_nothing_in_the_log(tmp_path, policy):
+    to = tmp_path / "LOG"
+    with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:
+        out = {**traffic(service, np.arange(40.0), log=False), **traffic(service, np.arange(40.0), max_stage=0)}
+        kept = traffic(service, np.arange(60.0), log=True, priority=1, max_stage=1)
+        until(lambda: len(logged(to)) >= 60)
+        status, text, _ = http("GET", f"{service.url}/metrics")
+    assert set(logged(to)) == set(logged(to, "small")) == set(kept)
+    assert n_labels(to) == 60
+    assert not set(kept) & set(out)
+    assert status == 200
+    assert "cauc_serve_shadow_rows_total" in text.decode()
+
+
+def test_files_that_only_some_models_have_are_left_out(log, tmp_path):
+    """So is what a service that died over a flush has left, and what a reader sees while another is written."""
+    folder, _ = log
+    models = list(MODELS)
+    whole = LogitTable(folder / "LOG").read_chain(models, "all")
+    gone = parquet_below(folder / "LOG" / "model=large")[0]
+    rows = set(read_parquet(gone)["example_id"].to_pylist())
+    gone.rename(tmp_path / gone.name)
+    try:
+        table = LogitTable(folder / "LOG")
+        with pytest.warns(CaucWarning, match="1 files of a service's log are left out: not all of small, large"):
+            chain = table.read_chain(models, "all")
+        with pytest.warns(CaucWarning, match="left out"):
+            heads = table.read_chain_heads(models, "all")
+    finally:
+        (tmp_path / gone.name).rename(gone)
+    assert set(chain.example_ids) == set(heads.known["example_ids"]) == set(whole.example_ids) - rows
+
+
+def test_old_files_are_deleted_for_all_models_and_nothing_else(tmp_path, policy):
+    to = tmp_path / "LOG"
+    folders = [to / "model=small" / "split=calibration", to / "model=large" / "split=calibration", to / "labels"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        for name in ("log-20200101T000000Z-abc.parquet", "log-20990101T000000Z-abc.parquet", "part-0.parquet"):
+            pq.write_table(pa.table({"example_id": pa.array([], pa.string())}), folder / name)
+    with cauc_ray.serve(pool_in(tmp_path, to, keep_days=30), policy, port=0, local=True):
+        until(lambda: not any((folder / "log-20200101T000000Z-abc.parquet").exists() for folder in folders))
+    for folder in folders:
+        assert sorted(file.name for file in folder.iterdir()) == ["log-20990101T000000Z-abc.parquet", "part-0.parquet"]
+
+
+def test_a_store_that_is_away_keeps_no_request_and_no_end_waiting(tmp_path, policy, monkeypatch, caplog):
+    silent = socket.create_server(("127.0.0.1", 0))  # takes connections, and never answers
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    pool = pool_in(tmp_path, "s3://nowhere/LOG", flush_rows=10)
+    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
+        traffic(service, np.arange(400.0))
+        until(lambda: 'outcome="dropped"' in http("GET", f"{service.url}/metrics")[1].decode())
+        ask(service, np.arange(10.0))
+        ended_at = time.monotonic()
+    silent.close()
+    assert time.monotonic() - ended_at < 30
+    assert "the last rows of the log could not be written to s3://nowhere/LOG" in caplog.text
+
+
+def test_a_table_of_other_models_is_not_added_to(tmp_path, policy, log, caplog):
+    folder, _ = log
+    info = json.loads((folder / "LOG" / "pool.json").read_text())
+    to = tmp_path / "LOG"
+    to.mkdir()
+    for change in ({"cost_unit": "s"}, {"models": [{**info["models"][0], "source": "another"}]}):
+        (to / "pool.json").write_text(json.dumps({**info, **change}))
+        caplog.clear()
+        with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:
+            traffic(service, np.arange(20.0))
+            until(lambda: "log elsewhere" in caplog.text)
+        assert logged(to) == []
+
+
+def test_a_log_needs_a_shadow_sample_and_pyarrow(tmp_path, policy, monkeypatch):
+    with pytest.raises(ConfigError, match="set shadow to the share of answers"):
+        cauc_ray.serve(pool_in(tmp_path, "LOG", shadow=0.0), policy, port=0, local=True)
+    from cauc_ray.serving import service
+
+    monkeypatch.setattr(service, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"serving\.log writes Parquet files; install with: pip install pyarrow"):
+        cauc_ray.serve(pool_in(tmp_path, "LOG"), policy, port=0, local=True)
+
+
+@pytest.mark.filterwarnings("ignore:.* left out. not all of:cauc_ray.errors.CaucWarning")
+def test_a_service_that_is_killed_over_its_log_leaves_a_readable_table(tmp_path, policy):
+    policy.save(tmp_path / "policy.json")
+    pool_in(tmp_path, "LOG", flush_rows=20)
+    to, found = tmp_path / "LOG", {}
+    for wanted in (100, 200):  # the next one goes on with the table
+        service, before = Command(tmp_path, "--local", "--port", "0"), len(found)
+        try:
+            while len(logged(to)) < wanted:
+                if len(found) < before + 800:  # nobody reads what it writes about each request
+                    found |= traffic(service, np.arange(len(found), len(found) + 40.0))
+                time.sleep(0.05)
+            os.kill(service.process.pid, signal.SIGKILL)
+        finally:
+            service.kill()
+    chain = LogitTable(to).read_chain(list(MODELS), "calibration")
+    assert len(chain) >= 180
+    for place, name in enumerate(MODELS):
+        x = np.array([found[one] for one in chain.example_ids])
+        assert np.array_equal(chain.logits[place], planted(x, place)), name
+
+
+def test_an_object_store_takes_a_log(s3, tmp_path, policy):
+    to = f"{s3}/service/LOG"
+    with cauc_ray.serve(pool_in(tmp_path, to), policy, port=0, local=True) as service:
+        traffic(service, np.arange(600.0))
+        until(lambda: (len(logged(to)), n_labels(to)) == (600, 600))
+    assert fitted(to, "rf").calibration.n == 300
+
+
+@pytest.mark.slow
+def test_two_routers_log_into_one_table(tmp_path, policy, ray_session):
+    to = tmp_path / "LOG"
+    router = {"replicas": {"min": 2}, "resources": {"num_cpus": 0.5}}
+    with cauc_ray.serve(pool_in(tmp_path, to, router=router, flush_s=1.0), policy, port=0) as service:
+        found = traffic(service, np.arange(600.0))
+        until(lambda: (len(logged(to)), n_labels(to)) == (600, 600))
+        late = traffic(service, np.arange(600.0, 640.0))
+    # What was left as they ended, too.
+    assert set(logged(to)) == {*found, *late}
+    assert fitted(to, "rf").calibration.n == 320
