@@ -371,6 +371,11 @@ class Policy(Shown, FrozenModel):
         return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
 
 
+def policy_of(policy: str | AnyPath | Policy) -> Policy:
+    """Return a policy, read from its file where that is given. Raises PolicyError as Policy.load does."""
+    return policy if isinstance(policy, Policy) else Policy.load(policy)
+
+
 def check_threshold(threshold: float) -> None:
     """Raise ConfigError unless a threshold is a number of at least 0."""
     if not (math.isfinite(threshold) and threshold >= 0):
