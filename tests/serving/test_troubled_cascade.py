@@ -137,7 +137,7 @@ async def told(story):
     troubled.over = True
     for stage in troubled.stages:
         stage.tell(1)
-    await asyncio.sleep(request_queue.PAUSE_S + 0.01)
+    await asyncio.sleep(TIMEOUT_S + request_queue.PAUSE_S + 0.1)  # for a probe that hangs, and the next one
     afterwards = await cascade.answer(POLICY, columns_of(DATA.logits, WELL), len(WELL))
     return results, left, afterwards, counts
 
