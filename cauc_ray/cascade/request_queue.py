@@ -194,7 +194,8 @@ class RequestQueue(StageQueue):
     def refuses(self, rows: Rows, now: float) -> tuple[Trouble, str] | None:
         """Return why the stage takes no rows now, None where it does."""
         name, limits = self.limits.name, self.limits
-        if (why := self.health.why_not(now)) is not None:
+        is_probe = self.health.paused and self.probe_row is None and not self.in_work  # there is no other yet
+        if (why := self.health.why_not(now)) is not None and not (is_probe and self.n_replicas):
             self.note_refused(rows, now)
             return "down", f"stage {name!r} is down: {why}"
         if self.suspects.verdict(rows.owner, now) == "guilty":

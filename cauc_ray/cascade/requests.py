@@ -238,7 +238,8 @@ class RequestScheduler(Scheduler):
         if call.probe:
             at.postpone_probe(call.replica, now + PAUSE_S)
             return
-        self._failed_call(at, reason, now, call.rows, for_good=trouble == "down")
+        for_good = trouble == "down" or self._is_costly(call, now)
+        self._failed_call(at, reason, now, call.rows, for_good=for_good)
         for rows in call.by_owner():
             if trouble == "error" and call.attempt < MOST_ATTEMPTS and not at.health.paused:
                 at.try_again(call.again(now, rows=rows))
@@ -265,8 +266,8 @@ class RequestScheduler(Scheduler):
             at.try_again(call.again(now, failed_on=(*call.failed_on, call.replica)))
             return
         # If no replica has ever answered such rows, the inputs may be at fault.
-        if result.fault != "unknown":
-            self._failed_call(at, reason, now, call.rows)
+        if (is_costly := self._is_costly(call, now)) or result.fault != "unknown":
+            self._failed_call(at, reason, now, call.rows, for_good=is_costly)
         self._give_back(at, call.rows, "error", f"stage {at.limits.name!r}: {reason}")
 
     def _unproven(self, call: Call, reason: str, now: float) -> None:
@@ -343,6 +344,11 @@ class RequestScheduler(Scheduler):
         at.suspects.note(rows.owner, "guilty", now)
         reason = f"this input has ended or hung replicas of stage {at.limits.name!r}"
         self._give_back(at, at.take_alike(rows, now), "refused", reason)
+
+    def _is_costly(self, call: Call, now: float) -> bool:
+        """Return whether a failed call has taken so long, while no other was answered, that a probe is to go next."""
+        at = self.stages[call.stage]
+        return at.limits.degrades and at.health.succeeded_at < call.sent_at <= now - PAUSE_S
 
     def _failed_call(
         self, at: RequestQueue, reason: str, now: float, rows: Sequence[Rows], *, for_good: bool = False

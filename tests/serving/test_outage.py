@@ -32,7 +32,7 @@ AT_ONCE_S = 0.2
 
 
 class Cloud(Stage):
-    """The second stage, some milliseconds away, which is refused or hangs while `away` says so.
+    """The second stage, some milliseconds away, which refuses, hangs or fails late while `away` says so.
 
     calls: when it was called.
     """
@@ -45,8 +45,8 @@ class Cloud(Stage):
         self.calls.append(asyncio.get_running_loop().time())
         if self.away == "hangs":
             await asyncio.sleep(1e6)
-        await asyncio.sleep(0.02)
-        if self.away == "refuses":
+        await asyncio.sleep(0.7 * TIMEOUT_S if self.away == "fails late" else 0.02)
+        if self.away is not None:
             raise StageError("failed", "ConnectionRefusedError: [Errno 111] Connection refused")
 
 
@@ -76,7 +76,15 @@ async def through_an_outage(away, from_s, to_s, n_replicas=1):
 
 @pytest.mark.parametrize(
     ("away", "from_s", "n_replicas"),
-    [("refuses", 0.0, 1), ("refuses", 5.0, 1), ("hangs", 0.0, 1), ("hangs", 5.0, 1), ("hangs", 5.0, 3)],
+    [
+        ("refuses", 0.0, 1),
+        ("refuses", 5.0, 1),
+        ("hangs", 0.0, 1),
+        ("hangs", 5.0, 1),
+        ("hangs", 5.0, 3),
+        ("fails late", 0.0, 1),
+        ("fails late", 5.0, 2),
+    ],
 )
 def test_answers_come_at_once_while_a_stage_is_away_and_it_is_back_by_itself(away, from_s, n_replicas):
     """from_s: 0 where the stage has never answered."""
