@@ -60,7 +60,7 @@ def used(service, policy):
     assert http("PUT", f"{model}/policy", {"threshold": 0.7})[0] == 200
     for path, status in ((f"{model}/policy", 200), (f"{model}/watch", 200), (f"{service.url}/metrics", 200)):
         assert http("GET", path)[0] == status
-    assert http("PUT", f"{model}/policy", policy.model_dump(mode="json"))[0] == 200
+    assert http("PUT", f"{model}/policy", {"policy": policy.model_dump(mode="json")})[0] == 200
     http("POST", f"{model}/feedback", body)
     status, content = infer(service.url, "test", {"x": [9.0, 0.1] * 100}, ("stage", "probabilities"))
     assert status == 200, content
