@@ -207,8 +207,9 @@ class RequestQueue(StageQueue):
         return None
 
     def note_refused(self, rows: Rows, now: float) -> None:
-        """Keep a row to probe with, as long as none is known to be good."""
-        if self.known_good is None and self.suspects.verdict(rows.owner, now) == "clear":
+        """Keep a row to probe with, as long as none is known to be good; a suspected one if there is no other."""
+        verdict = self.suspects.verdict(rows.owner, now)
+        if self.known_good is None and (verdict == "clear" or (verdict == "suspected" and self._refused is None)):
             self._refused = rows.cut(1)[0]
 
     def push(self, rows: Rows) -> None:
