@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cauc_ray.api.estimator import CascadeClassifier
     from cauc_ray.api.offline import check, evaluate, fit, replace_model
     from cauc_ray.api.online import run
+    from cauc_ray.api.samples import sample_logits
     from cauc_ray.api.serving import serve, set_policy
-    from cauc_ray.api.sources import sample_logits
     from cauc_ray.comparison.comparing import compare
     from cauc_ray.comparison.sweeping import sweep
     from cauc_ray.data.writing import write_logits
@@ -42,7 +42,7 @@ _PUBLIC = {
     "replace_model": "cauc_ray.api.offline",
     "report": "cauc_ray.reporting.writing",
     "run": "cauc_ray.api.online",
-    "sample_logits": "cauc_ray.api.sources",
+    "sample_logits": "cauc_ray.api.samples",
     "serve": "cauc_ray.api.serving",
     "set_policy": "cauc_ray.api.serving",
     "sweep": "cauc_ray.comparison.sweeping",

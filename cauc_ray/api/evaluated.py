@@ -14,11 +14,18 @@ from cauc_ray.numbers.guarantees import StageGuarantees
 from cauc_ray.numbers.intervals import Mean, Share, share
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.checks import as_expected
-from cauc_ray.policies.evidence import Guard, Measures
+from cauc_ray.policies.evidence import Guard, Measures, OfflineAccuracy
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.predictions import Predictions
-from cauc_ray.policies.trace import Answered, answers_alone, measure_guarantees, measure_replay, trace_policy
+from cauc_ray.policies.trace import (
+    Answered,
+    answers_alone,
+    measure_guarantees,
+    measure_offline,
+    measure_replay,
+    trace_policy,
+)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,6 +56,13 @@ class Evaluation(Shown):
         on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
         guards = () if on_cost is None else (on_cost,)
         return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order, names)
+
+    @property
+    def offline(self) -> tuple[OfflineAccuracy, ...]:
+        """Return what the first stages alone answer, as the policy's file has it; nothing without labels."""
+        if not (self.policy.in_turn and self.chain.labelled.any()):
+            return ()
+        return measure_offline(trace_policy(self.policy, self.chain), self.policy.threshold, self.chain)
 
     @property
     def predictions(self) -> Predictions:
@@ -137,6 +151,18 @@ def evaluation_summary(evaluation: Evaluation) -> dict[str, Any]:
             for stage, guarantees in zip(measures.stages, evaluation.guarantees, strict=True)
         ],
         "early": _early(evaluation),
+        "offline": [
+            {
+                "stages": found.stages,
+                "accuracy": found.accuracy.value,
+                "degraded": found.degraded,
+                "expected_accuracy": None if expected is None else expected.accuracy.value,
+                "expected_interval": None if expected is None else _interval(expected.accuracy),
+            }
+            for found, expected in zip(
+                evaluation.offline, policy.offline or [None] * (len(policy.stages) - 1), strict=False
+            )
+        ],
         "guards": [guard.model_dump() for guard in evaluation.guards],
     }
 

@@ -29,7 +29,7 @@ from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import fit_policy, refit, require_safe_rule
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.search import check_pool, search_chains
 from cauc_ray.policies.trace import may_flip, trace_policy
 
@@ -302,11 +302,6 @@ def evaluate(
     evaluation = Evaluation.of(policy, chain, order, option_names(logits))
     warn_of(evaluation.guards)
     return evaluation
-
-
-def policy_of(policy: str | AnyPath | Policy) -> Policy:
-    """Return a policy, read from its file where that is given. Raises PolicyError as Policy.load does."""
-    return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
 def require_apart(output: str | AnyPath, *inputs: str | AnyPath) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import RunOptions
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.data.inputs import RunInput, open_input
@@ -33,7 +32,7 @@ from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.numbers.intervals import Mean, share
 from cauc_ray.policies.checks import as_expected, warn_of
 from cauc_ray.policies.evidence import Guard
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, policy_of
 
 if TYPE_CHECKING:
     from ray.data import Dataset

@@ -26,7 +26,6 @@ from pydantic import (
     model_validator,
 )
 
-from cauc_ray.data.benchmarks import BENCHMARKS
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, RemotePath, path_of
@@ -103,6 +102,8 @@ def _kept(value: object, info: ValidationInfo) -> AnyPath:
 
 def as_dataset(value: object, info: ValidationInfo) -> str:
     """Return a dataset's name, with the path in it taken from the config file's folder."""
+    from cauc_ray.data.benchmarks import BENCHMARKS  # pyarrow, which other verbs need not have
+
     name, is_named, path = str(value).partition("=")
     if is_named and name in BENCHMARKS:
         return f"{name}={located(path, info)}" if path else str(value)

@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import ServeOptions, SetPolicyOptions
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.pool import Pool, load_pool
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.serving.service import require_name
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -364,12 +363,3 @@ def difference(found: object, expected: Mapping[str, Any]) -> str | None:
         if what is not None:
             return f"it was measured with other {what} ({purpose} split)"
     return None
-
-
-def sample_logits() -> Path:
-    """Return the path of a logit table of handwritten digits: two small networks, small and large.
-
-    449 images for calibration, 449 for validation, 629 for test; costs are multiply-adds, in thousands.
-    examples/sample_logits.py makes it.
-    """
-    return Path(__file__).parents[1] / "samples" / "digits"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from cauc_ray.cascade.rows import Vector
-from cauc_ray.data.blocks import concat_column
+from cauc_ray.data.values import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import joined_states
 
-Column: TypeAlias = npt.NDArray[Any] | pa.Array
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Only runs have columns in Arrow, and import pyarrow.
+Column: TypeAlias = "npt.NDArray[Any] | pa.Array"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,11 @@ def _n_rows(bundle: Bundle) -> int:
 
 
 def _concatenated(columns: Sequence[Column]) -> Column:
-    arrow = all(isinstance(column, pa.Array) for column in columns)
-    return pa.concat_arrays(columns) if arrow else concat_column([_plain(column) for column in columns])
+    if any(isinstance(column, np.ndarray) for column in columns):
+        return concat_column([_plain(column) for column in columns])
+    import pyarrow as pa
+
+    return pa.concat_arrays(columns)
 
 
 def packed(columns: Batch) -> dict[str, Column]:
@@ -109,6 +115,8 @@ def packed(columns: Batch) -> dict[str, Column]:
     A worker maps numbers and Arrow from shared memory, but would copy every one of the block's Python objects
     for each call that takes a few of its rows.
     """
+    import pyarrow as pa
+
     return {name: pa.array(c, pa.large_binary()) if _holds_bytes(c) else c for name, c in columns.items()}
 
 
@@ -169,15 +177,13 @@ def _holds_bytes(column: npt.NDArray[Any]) -> bool:
 
 def _take(column: Column, positions: Ints | slice) -> Column:
     """Copy rows of a column: what is in shared memory cannot be written to, and would be kept there by a view."""
-    if isinstance(column, pa.Array):
-        return column.take(
-            pa.array(np.arange(*positions.indices(len(column))) if isinstance(positions, slice) else positions)
-        )
-    return column[positions].copy() if isinstance(positions, slice) else column[positions]
+    if isinstance(column, np.ndarray):
+        return column[positions].copy() if isinstance(positions, slice) else column[positions]
+    return column.take(np.arange(*positions.indices(len(column))) if isinstance(positions, slice) else positions)
 
 
 def _plain(column: Column) -> npt.NDArray[Any]:
-    if isinstance(column, pa.Array):
-        plain: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
-        return plain
-    return column
+    if isinstance(column, np.ndarray):
+        return column
+    plain: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
+    return plain

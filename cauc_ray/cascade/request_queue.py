@@ -4,6 +4,9 @@ Requests of one priority take turns: a batch's worth each, half of one where sho
 has. Those of a higher one go first, however long others wait. A batch that is not full goes to a replica that is free,
 or just in time for one that will be, so that rows can join it until then. What the stage cannot answer in time is
 refused as it comes; a full queue has its lowest priority make room for a higher one.
+
+A stage that fails again and again is paused (a circuit breaker): its rows are refused as they come, so that none waits
+for a timeout, while probes, whose answers nobody waits for, find out when it works again.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from typing import Literal, TypeAlias
 from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows, Trouble
 from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE, StageLimits, StageQueue
 
-# Calls of a stage pause after this many failed calls in a row, except for one every so many seconds.
+# A stage is paused after this many failed calls in a row. Each of its replicas is then probed every so many seconds,
+# one at a time; a probe is given up after so many, or several times what calls usually take.
 FAILURES_TO_PAUSE = 8
 PAUSE_S = 1.0
+PROBE_S = 2.0
 # Rows wait so long for a replica where there is none; then the stage is down.
 DOWN_AFTER_S = 3.0
 
@@ -38,13 +43,14 @@ class StageHealth:
         self._down_after_s = down_after_s
         self.most_replicas = 0
         self._without_since: float | None = None
+        self._why_without: str | None = None
         self._n_failures = 0
-        self._paused_until = 0.0
         self.why_paused = ""
         self.succeeded_at = -math.inf
 
-    def replicas(self, n: int, now: float) -> None:
-        """Note how many replicas take calls."""
+    def replicas(self, n: int, now: float, why: str | None = None) -> None:
+        """Note how many replicas take calls.   why: there are none, where that may last: no row waits for one then."""
+        self._why_without = why
         if n > 0:
             self._without_since = None
         elif self._without_since is None:
@@ -53,32 +59,29 @@ class StageHealth:
 
     def missing(self, now: float) -> bool:
         """Return whether there has been no replica for longer than rows wait for one."""
-        return self._without_since is not None and now - self._without_since > self._down_after_s
+        since = self._without_since
+        return since is not None and (self._why_without is not None or now - since > self._down_after_s)
 
     @property
     def paused(self) -> bool:
-        """Return whether calls are paused, except for one that checks whether the stage has recovered."""
+        """Return whether the stage is paused: until a call succeeds, which can only be a probe or an earlier one."""
         return self._n_failures >= FAILURES_TO_PAUSE
 
-    def why_not(self, now: float, *, calling: bool) -> str | None:
-        """Return why the stage takes no rows now, None where it does.   calling: whether a call is under way."""
+    def why_not(self, now: float) -> str | None:
+        """Return why the stage takes no rows now, None where it does."""
         if self.missing(now):
-            return "it has no replica"
-        if self.paused and (calling or now < self._paused_until):
-            return self.why_paused
-        return None
+            return self._why_without or "it has no replica"
+        return self.why_paused if self.paused else None
 
     def succeeded(self, now: float) -> None:
         """Note a call that was answered."""
         self._n_failures = 0
         self.succeeded_at = now
 
-    def failed(self, reason: str, now: float, *, for_good: bool = False) -> None:
-        """Note a failed call; for_good: this single failure is enough to pause calls."""
+    def failed(self, reason: str, *, for_good: bool = False) -> None:
+        """Note a failed call; for_good: this single failure is enough to pause the stage."""
         self.why_paused = f"its last calls have failed: {reason}"
         self._n_failures += FAILURES_TO_PAUSE if for_good else 1
-        if self.paused:
-            self._paused_until = now + PAUSE_S
 
 
 # So many calls are remembered; it takes a few to know anything.
@@ -184,6 +187,7 @@ class RequestQueue(StageQueue):
     suspects: Suspects = field(default_factory=Suspects)
     service_time: ServiceTime = field(default_factory=ServiceTime)
     _hung: set[int] = field(default_factory=set)
+    _refused: Rows | None = None
     _replaced_at: float = -inf
 
     def __post_init__(self) -> None:
@@ -197,7 +201,9 @@ class RequestQueue(StageQueue):
     def refuses(self, rows: Rows, now: float) -> tuple[Trouble, str] | None:
         """Return why the stage takes no rows now, None where it does."""
         name, limits = self.limits.name, self.limits
-        if (why := self.health.why_not(now, calling=self.in_flight > 0)) is not None:
+        is_probe = self.health.paused and self.probe_row is None and not self.in_work  # there is no other yet
+        if (why := self.health.why_not(now)) is not None and not (is_probe and self.n_replicas):
+            self.note_refused(rows, now)
             return "down", f"stage {name!r} is down: {why}"
         if self.suspects.verdict(rows.owner, now) == "guilty":
             return "refused", f"this input has ended or hung replicas of stage {name!r}"
@@ -227,6 +233,12 @@ class RequestQueue(StageQueue):
             self.queued_rows -= len(surplus[-1])
             self.queued_bytes -= surplus[-1].n_bytes
         return surplus
+
+    def note_refused(self, rows: Rows, now: float) -> None:
+        """Keep a row to probe with, as long as none is known to be good; a suspected one if there is no other."""
+        verdict = self.suspects.verdict(rows.owner, now)
+        if self.known_good is None and (verdict == "clear" or (verdict == "suspected" and self._refused is None)):
+            self._refused = rows.cut(1)[0]
 
     def push(self, rows: Rows) -> None:
         """Have rows wait; those that a replica may have ended for, for a call of their own."""
@@ -276,6 +288,31 @@ class RequestQueue(StageQueue):
         return self.service_time.long_call_s * (1 + n_waiting / max(n_replicas, n_calls))
 
     # What goes
+
+    @property
+    def may_send(self) -> bool:
+        """Return whether anything could be sent to a replica now."""
+        return self.health.paused or bool(self._queue or self._again or self._failing) or self._reserved is not None
+
+    @property
+    def probe_row(self) -> Rows | None:
+        """Return the row that probes ask for: one that the stage has answered, else the last that it has refused."""
+        return self.known_good or (self._refused if self.health.paused else None)
+
+    def _in_doubt(self) -> list[int]:
+        if not self.health.paused:
+            return StageQueue._in_doubt(self)
+        return [] if any(call.probe for call in self.calls()) else list(self._replicas)
+
+    def is_late_probe(self, call: Call, now: float) -> bool:
+        """Return whether a call is a probe that a paused stage has not answered in time."""
+        return call.probe and self.health.paused and now - call.sent_at >= self._probe_s
+
+    @property
+    def _probe_s(self) -> float:
+        """Return how long a probe is waited for: as long as for any call while it is not known how long these take."""
+        call_s, timeout_s = self.service_time.long_call_s, self.limits.timeout_s
+        return min(timeout_s, max(PROBE_S, OVERDUE_CALLS * call_s)) if call_s else timeout_s
 
     @property
     def n_calls(self) -> int:
@@ -347,6 +384,8 @@ class RequestQueue(StageQueue):
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
         due = [self._replicas[number].probe_due for number in self._in_doubt()]
+        if self.health.paused:
+            due += [call.sent_at + self._probe_s for call in self.calls() if call.probe]
         for number in self._busy:
             overdue_at = self._overdue_at(number)
             if overdue_at is not None and overdue_at > now:
@@ -426,6 +465,11 @@ class RequestQueue(StageQueue):
         replica = self._replicas[call.replica]
         if replica.open and replica.failures >= FAILURES_TO_REPLACE:  # kept for now, but it need not be asked at once
             replica.probe_due = now + PAUSE_S
+
+    @property
+    def all_broken(self) -> bool:
+        """Return whether all replicas fail on a row that the stage has answered before."""
+        return all(replica.failures for replica in self._replicas.values() if replica.open)
 
     def hanging(self, now: float) -> list[int]:
         """Return the replicas that have begun to hang, where others are left; they take nothing while they do."""

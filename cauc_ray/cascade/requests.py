@@ -129,8 +129,11 @@ class RequestScheduler(Scheduler):
         """Return the calls whose answers are no longer wanted, for the shell to cancel."""
         for at in self.stages:
             for call in at.calls():
-                if not (call.wanted or call.probe or call.given_up):
+                late = at.is_late_probe(call, now)
+                if late or not (call.wanted or call.probe or call.given_up):
                     at.take_back(call, now)
+                    if late:
+                        at.postpone_probe(call.replica, now + PAUSE_S)
                     yield call
 
     def wait_s(self, now: float) -> float | None:
@@ -180,20 +183,21 @@ class RequestScheduler(Scheduler):
         for owner, stage in late:
             self._blame(owner, stage, now)
         for owner, stage in late:
-            self._close_stage(owner, stage)
+            self._close_stage(owner, stage, "timeout", self._late(owner, stage))
         for at in self.stages:
             idle = [call for call in at.calls() if not (call.wanted or call.probe)]
             # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
             silent = now - at.health.succeeded_at > at.limits.timeout_s
             if idle and silent and any(stage == at.stage and not owner.hurries for owner, stage in late):
-                self._failed_call(at, f"it has not answered within {at.limits.timeout_s:g} s", now, for_good=True)
+                why = f"it has not answered within {at.limits.timeout_s:g} s"
+                self._failed_call(at, why, now, idle[0].rows, for_good=True)
 
-    def _close_stage(self, owner: Owner, stage: int) -> None:
+    def _close_stage(self, owner: Owner, stage: int, trouble: Trouble, reason: str) -> None:
         """Give up all rows of an owner that wait for a stage or are at it."""
         if not owner.wants(stage):
             return
         indices = np.flatnonzero(owner.at == stage)
-        self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), "timeout", self._late(owner, stage))
+        self._leave_out(stage, Rows(owner, indices, None, indices, 0.0, 0.0), trouble, reason)
         owner.closed.add(stage)
         self._drops = True
 
@@ -238,7 +242,8 @@ class RequestScheduler(Scheduler):
         if call.probe:
             at.postpone_probe(call.replica, now + PAUSE_S)
             return
-        self._failed_call(at, reason, now, for_good=trouble == "down")
+        for_good = trouble == "down" or self._is_costly(call, now)
+        self._failed_call(at, reason, now, call.rows, for_good=for_good)
         for rows in call.by_owner():
             if trouble == "error" and call.attempt < MOST_ATTEMPTS and not at.health.paused:
                 at.try_again(call.again(now, rows=rows))
@@ -251,18 +256,22 @@ class RequestScheduler(Scheduler):
         known, tried = at.known_good is not None, {*call.failed_on, call.replica}
         if result.fault == "replica" or (call.probe and known):
             at.broken(call, reason, now)
+            if at.limits.degrades and at.all_broken:  # it may be the stage, and no row need wait for another replica
+                self._failed_call(at, reason, now, call.rows, for_good=True)
         if call.probe:
+            if at.health.paused:
+                at.postpone_probe(call.replica, now + PAUSE_S)
             return
         others = len(tried) < MOST_ATTEMPTS and at.has_other(tried)
         # With a good row, the only replica finds out whether it is broken.
         finds_out = result.fault == "unknown" and not call.failed_on and known
         at.doubt(call)
-        if result.fault != "stage" and (others or finds_out):
+        if result.fault != "stage" and (others or finds_out) and not at.health.paused:
             at.try_again(call.again(now, failed_on=(*call.failed_on, call.replica)))
             return
         # If no replica has ever answered such rows, the inputs may be at fault.
-        if result.fault != "unknown":
-            self._failed_call(at, reason, now)
+        if (is_costly := self._is_costly(call, now)) or result.fault != "unknown":
+            self._failed_call(at, reason, now, call.rows, for_good=is_costly)
         self._give_back(at, call.rows, "error", f"stage {at.limits.name!r}: {reason}")
 
     def _unproven(self, call: Call, reason: str, now: float) -> None:
@@ -292,9 +301,19 @@ class RequestScheduler(Scheduler):
             if call.given_up:
                 at.take_back(call, now)
         if own_fault and calls and not calls[0].isolated:
-            self._failed_call(at, "replicas end", now)
+            self._failed_call(at, "replicas end", now, ())
         super().replica_lost(stage, replica, reason, now, own_fault=own_fault)
-        at.health.replicas(at.n_replicas, now)
+        self.note_replicas(stage, now)
+
+    def note_replicas(self, stage: int, now: float, why: str | None = None) -> None:
+        """Note how many replicas a stage has, and give back what waits where there are none.
+
+        why: they may be gone for long, None where that is not known.
+        """
+        at = self.stages[stage]
+        at.health.replicas(at.n_replicas, now, why if at.limits.degrades else None)
+        if at.limits.degrades and at.health.missing(now):
+            self._give_back(at, at.take_all(), "down", f"stage {at.limits.name!r} is down: {at.health.why_not(now)}")
 
     def _ended_replica(self, call: Call, reason: str, now: float) -> None:
         at = self.stages[call.stage]
@@ -306,7 +325,7 @@ class RequestScheduler(Scheduler):
             self._convict(rows, call.stage, now)
             self._give_back(at, call.rows, "refused", f"stage {name!r}: {reason} twice while it had this input")
         elif call.attempt > MOST_ATTEMPTS + (0 if call.began_at is not None else 2):
-            self._failed_call(at, "replicas end", now)  # others have not been answered either: it may be the stage
+            self._failed_call(at, "replicas end", now, ())  # others have not been answered either: it may be the stage
             self._give_back(at, call.rows, "error", f"stage {name!r}: {reason}")
         else:
             at.try_again(call.again(now))
@@ -330,12 +349,30 @@ class RequestScheduler(Scheduler):
         reason = f"this input has ended or hung replicas of stage {at.limits.name!r}"
         self._give_back(at, at.take_alike(rows, now), "refused", reason)
 
-    def _failed_call(self, at: RequestQueue, reason: str, now: float, *, for_good: bool = False) -> None:
-        """Note a call that came to nothing; if that is one too many, give back all that waits."""
-        at.health.failed(reason, now, for_good=for_good)
-        if at.health.paused:
-            why = f"stage {at.limits.name!r} is down: {at.health.why_paused}"
-            self._give_back(at, at.take_all(), "down", why)
+    def _is_costly(self, call: Call, now: float) -> bool:
+        """Return whether a failed call has taken so long, while no other was answered, that a probe is to go next."""
+        at = self.stages[call.stage]
+        return at.limits.degrades and at.health.succeeded_at < call.sent_at <= now - PAUSE_S
+
+    def _failed_call(
+        self, at: RequestQueue, reason: str, now: float, rows: Sequence[Rows], *, for_good: bool = False
+    ) -> None:
+        """Note a call that came to nothing; if that pauses the stage, give back all that waits.
+
+        rows: of the call, where they may not be the cause.   for_good: this single failure is enough to pause the
+        stage, and what is at its replicas comes to nothing, too.
+        """
+        at.health.failed(reason, for_good=for_good)
+        if not at.health.paused:
+            return
+        if rows:
+            at.note_refused(rows[0], now)
+        why = f"stage {at.limits.name!r} is down: {at.health.why_paused}"
+        self._give_back(at, at.take_all(), "down", why)
+        if for_good:
+            calls = [call for call in at.calls() if not call.probe]
+            for owner in dict.fromkeys(rows.owner for call in calls for rows in call.rows):
+                self._close_stage(owner, at.stage, "down", why)
 
     def _give_back(self, at: RequestQueue, rows: Sequence[Rows], trouble: Trouble, reason: str) -> None:
         for own in rows:

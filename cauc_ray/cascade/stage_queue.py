@@ -239,8 +239,9 @@ class StageQueue:
         more_can_come: whether rows may still be added to those that wait.
         """
         call = self._next_again(now, first=True) if self._again else None
-        if call is None and self.known_good is not None and (replica := self._replica_in_doubt(now)) is not None:
-            call = Call(self.stage, [replace(self.known_good, ready_at=now)], now, probe=True, replica=replica)
+        row = self.probe_row
+        if call is None and row is not None and (replica := self._replica_in_doubt(now)) is not None:
+            call = Call(self.stage, [replace(row, ready_at=now)], now, probe=True, replica=replica)
         if (
             call is None
             and (replica := self._free_replica()) is not None
@@ -483,6 +484,11 @@ class StageQueue:
         self.lost_by_own_fault(now)
 
     # Which replica takes what
+
+    @property
+    def probe_row(self) -> Rows | None:
+        """Return the row that probes ask for: one that the stage has answered."""
+        return self.known_good
 
     def _avoided(self, call: Call) -> Set[int]:
         """Return the replicas on which a call already failed, unless there is no other."""

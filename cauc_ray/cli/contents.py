@@ -223,6 +223,8 @@ def show_policy(policy: Policy) -> None:
             f"on {whole.split} ({whole.n:,} examples): accuracy {_share(whole.accuracy)}, "
             f"cost {number(whole.cost)} {unit}{relative(whole.relative_cost)}"
         )
+    for alone in policy.offline or ():
+        line(f"offline, {', '.join(policy.models[: alone.stages])} alone: accuracy {_share(alone.accuracy)}")
     if policy.reference is None:
         line("answers cannot be watched at this threshold: nothing is kept that they could be compared with")
     if policy.curve:

@@ -73,6 +73,9 @@ def evaluation(result: Mapping[str, Any]) -> None:
         f"{percent(result['macro_f1'])}, over {result['n_labelled']:,} labelled of {result['n']:,} examples"
     )
     line(f"cost {number(result['cost'])} {result['cost_unit']}{relative(result['relative_cost'])}")
+    for alone, stage in zip(result["offline"], result["stages"], strict=False):
+        expected = with_interval(alone["expected_accuracy"], alone["expected_interval"])
+        line(f"offline, up to {stage['name']}: accuracy {percent(alone['accuracy'])}, expected {expected}")
 
 
 def watched(found: Mapping[str, Any]) -> None:

@@ -15,8 +15,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator
 
-from cauc_ray.api import live, offline
-from cauc_ray.api.evaluated import evaluation_summary
+from cauc_ray.api import live
 from cauc_ray.api.options import (
     CheckOptions,
     ClusterOptions,
@@ -37,11 +36,9 @@ from cauc_ray.api.options import (
     as_dataset,
     option,
 )
-from cauc_ray.api.sources import sample_logits
+from cauc_ray.api.samples import sample_logits
 from cauc_ray.cli import show
-from cauc_ray.cli.contents import contents, show_contents, show_policy
 from cauc_ray.errors import ConfigError
-from cauc_ray.files.parquet import write_parquet
 from cauc_ray.paper.config import PaperConfig
 from cauc_ray.policies.policy import Policy
 
@@ -118,6 +115,9 @@ class Fit(FitOptions):
 
 def fit(options: Fit, say: Say) -> None:
     """Fit a policy and write its file."""
+    from cauc_ray.api import offline
+    from cauc_ray.cli.contents import show_policy
+
     offline.require_output_file(options.output, options.logits)
     with live.progress("searching" if options.search else "fitting"):
         policy = offline.fit(options.logits, **options.part(FitOptions))
@@ -136,6 +136,10 @@ class Evaluate(EvaluateOptions):
 
 def evaluate(options: Evaluate, say: Say) -> None:
     """Measure a policy on saved logits."""
+    from cauc_ray.api import offline
+    from cauc_ray.api.evaluated import evaluation_summary
+    from cauc_ray.files.parquet import write_parquet
+
     if options.predictions is not None:
         offline.require_output_file(options.predictions, options.logits, options.policy)
     policy = Policy.load(options.policy)
@@ -156,6 +160,8 @@ class Check(CheckOptions):
 
 def check(options: Check, say: Say) -> int:
     """Check whether a policy is still valid on saved logits."""
+    from cauc_ray.api import offline
+
     policy = Policy.load(options.policy)
     with live.progress("checking"):
         found = offline.check(options.logits, policy, **options.part(CheckOptions)).as_json()
@@ -191,7 +197,9 @@ def sweep(options: Sweep, say: Say) -> int:
 
 
 def _sweep_here(options: Sweep, say: Say) -> int:
+    from cauc_ray.api import offline
     from cauc_ray.comparison import sweeping
+    from cauc_ray.files.parquet import write_parquet
 
     if options.logits is None:
         raise ConfigError("a sweep of several sets goes to a folder; give one as output, without .parquet")
@@ -225,6 +233,7 @@ class Compare(CompareOptions):
 
 def compare(options: Compare, say: Say) -> None:
     """Fit methods on one chain and measure them side by side."""
+    from cauc_ray.api import offline
     from cauc_ray.comparison import comparing
     from cauc_ray.files.documents import require_new
 
@@ -377,6 +386,8 @@ class Show(Options):
 
 def show_file(options: Show, say: Say) -> None:
     """Show what a file holds."""
+    from cauc_ray.cli.contents import contents, show_contents
+
     found = contents(options.file)
     say(found, lambda: show_contents(found))
 

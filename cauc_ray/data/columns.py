@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cauc_ray.data.blocks import InputBlock, model_column, nulls_between, objects
+from cauc_ray.data.blocks import InputBlock, model_column, nulls_between
 from cauc_ray.data.rows import Rows, read_image
+from cauc_ray.data.values import objects
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.types import Ints

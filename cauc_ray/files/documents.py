@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from cauc_ray.errors import ConfigError, DataError, explain
@@ -103,6 +102,8 @@ def atomic_file(path: AnyPath) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="cauc-") as folder:
             temporary = Path(folder, path.name)
             yield temporary
+            import pyarrow as pa
+
             with pa.memory_map(str(temporary)) as written:
                 path.write_bytes(written.read_buffer())
         return

@@ -1,7 +1,8 @@
 """Paths: local ones, and URIs such as s3://bucket/folder; the visible files of a folder, and digests of content.
 
-URIs go through the filesystems of pyarrow and fsspec. Endpoints and credentials come from each filesystem's usual
-environment variables, such as AWS_ENDPOINT_URL_S3, AWS_REGION and AWS_ACCESS_KEY_ID.
+URIs go through the filesystems of pyarrow and fsspec, which are imported when the first URI is used. Endpoints and
+credentials come from each filesystem's usual environment variables, such as AWS_ENDPOINT_URL_S3, AWS_REGION and
+AWS_ACCESS_KEY_ID.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, TypeVar, cast
-
-import pyarrow as pa
-import pyarrow.fs
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from cauc_ray.errors import ConfigError, DataError, first_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://([^/]*)/*(.*)", re.DOTALL)
 # Environment variables that locate a filesystem and give access to it.
@@ -74,15 +75,15 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return whether a file or a folder exists here."""
-        return bool(self._type() != pyarrow.fs.FileType.NotFound)
+        return self._type() != "NotFound"
 
     def is_file(self) -> bool:
         """Return whether a file exists here."""
-        return bool(self._type() == pyarrow.fs.FileType.File)
+        return self._type() == "File"
 
     def is_dir(self) -> bool:
         """Return whether a folder exists here; on object stores, whether some object has this prefix."""
-        return bool(self._type() == pyarrow.fs.FileType.Directory)
+        return self._type() == "Directory"
 
     def size(self) -> int:
         """Return the file's size in bytes."""
@@ -96,7 +97,7 @@ class RemotePath:
 
     def files_below(self) -> Iterator[RemotePath]:
         """Yield the files in the folder and its subfolders, sorted."""
-        return (path for path, kind in self._list(recursive=True) if kind == pyarrow.fs.FileType.File)
+        return (path for path, kind in self._list(recursive=True) if kind == "File")
 
     def open_input(self) -> Any:
         """Open the file for reading at any position. Raises FileNotFoundError if it does not exist."""
@@ -128,14 +129,16 @@ class RemotePath:
         with self._reached("deleted", ConfigError) as (filesystem, path):
             filesystem.delete_file(path)
 
-    def _type(self) -> Any:
+    def _type(self) -> str:
         with self._reached("read") as (filesystem, path):
-            return filesystem.get_file_info(path).type
+            return str(filesystem.get_file_info(path).type.name)
 
-    def _list(self, *, recursive: bool) -> list[tuple[RemotePath, Any]]:
+    def _list(self, *, recursive: bool) -> list[tuple[RemotePath, str]]:
         with self._reached("read") as (filesystem, path):
-            found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True, recursive=recursive))
-        below = {PurePosixPath(each.path.lstrip("/")).relative_to(path): each.type for each in found}
+            from pyarrow.fs import FileSelector
+
+            found = filesystem.get_file_info(FileSelector(path, allow_not_found=True, recursive=recursive))
+        below = {PurePosixPath(each.path.lstrip("/")).relative_to(path): each.type.name for each in found}
         return [(replace(self, key=self.key / name), below[name]) for name in sorted(below)]
 
     @contextmanager
@@ -220,14 +223,19 @@ def readable(source: object) -> Iterator[None]:
 def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, str]:
     """Return the filesystem of a root, configured by environment variables, and the root's path there."""
     try:
-        filesystem, base = pyarrow.fs.FileSystem.from_uri(root)
+        import pyarrow as pa
+        from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
+    except ImportError as error:
+        raise ConfigError(f"{root} needs a package that is not installed: pip install pyarrow") from error
+    try:
+        filesystem, base = FileSystem.from_uri(root)
         return filesystem, base.strip("/")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ImportError):  # pyarrow has no filesystem for this scheme
         scheme, _, authority = root.partition("://")
     try:
         from fsspec import filesystem as fsspec_filesystem
 
-        handler = pyarrow.fs.FSSpecHandler(fsspec_filesystem(scheme))
+        handler = FSSpecHandler(fsspec_filesystem(scheme))
     except ImportError as error:
         package = {"hf": "huggingface_hub", "abfs": "adlfs", "gs": "gcsfs"}.get(scheme, "")
         missing = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
@@ -235,7 +243,7 @@ def _filesystem(root: str, settings: tuple[tuple[str, str], ...]) -> tuple[Any, 
     except ValueError as error:
         known = "a local path, s3://, gs://, abfs:// or hf://"
         raise ConfigError(f"{root}: no filesystem supports {scheme}://; use {known}") from error
-    return pyarrow.fs.PyFileSystem(handler), authority
+    return PyFileSystem(handler), authority
 
 
 def visible(folder: SomePath) -> list[SomePath]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.files.paths import RemotePath, path_from
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
 from cauc_ray.models.kind import DeclaringSpec, folder_of
 from cauc_ray.numbers.logits import LogitKind
+
+if TYPE_CHECKING:
+    from cauc_ray.data.logits import LogitTable
 
 
 def _location(logits: Any, info: ValidationInfo) -> Any:
@@ -49,13 +51,19 @@ class SavedSpec(DeclaringSpec):
         """Return the kind of the table's logits."""
         if self.logit_kind is not None:
             return self.logit_kind
-        return LogitTable(self.logits).kinds.get(self.model, "raw")
+        return self.table().kinds.get(self.model, "raw")
 
     @property
     def cost_unit(self) -> str | None:
         """Return the unit of the table's costs."""
-        info = LogitTable(self.logits).info
+        info = self.table().info
         return info.cost_unit if info else None
+
+    def table(self) -> LogitTable:
+        """Return the table, nothing of which has been read."""
+        from cauc_ray.data.logits import LogitTable  # pyarrow, which other kinds need not have
+
+        return LogitTable(self.logits)
 
     def load(self) -> Model:
         """Read the logits. Raises CaucError if the table does not have them."""
@@ -67,8 +75,7 @@ class SavedModel:
 
     def __init__(self, spec: SavedSpec) -> None:
         self._spec = spec
-        table = LogitTable(spec.logits)
-        self._table = table.read_model(spec.model, spec.split, as_stored=True)
+        self._table = spec.table().read_model(spec.model, spec.split, as_stored=True)
         self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", spec.answers_kind)
         self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
 

@@ -30,7 +30,7 @@ class Share:
     n: int
 
 
-def share(n_hits: int, n: int) -> Share:
+def share(n_hits: float, n: float) -> Share:
     """Return n_hits / n with its score interval (Wilson, JASA 1927).
 
     >>> share(90, 100)
@@ -45,7 +45,20 @@ def share(n_hits: int, n: int) -> Share:
     # At 0 and 1 the interval ends exactly there, without rounding.
     low = 0.0 if n_hits == 0 else centre - half
     high = 1.0 if n_hits == n else centre + half
-    return Share(value, low, high, n)
+    return Share(value, low, high, int(n))
+
+
+def share_to_come(n_hits: int, n: int) -> Share:
+    """Return n_hits / n with an interval of the share that n other rows of the same kind will have, or more rows.
+
+    Both samples vary, so the difference of their shares does as a share of n / 2 rows does: the score interval for
+    these. The share of all such rows lies in it more often than 95 times in 100.
+
+    >>> share_to_come(90, 100)
+    Share(value=0.9, low=0.7863976856252035, high=0.9565242350681096, n=100)
+    """
+    half = share(n_hits / 2, n / 2)
+    return Share(half.value, half.low, half.high, n)
 
 
 def binomial_tail(n_hits: int, n: int, probability: float) -> float:

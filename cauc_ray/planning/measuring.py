@@ -15,8 +15,8 @@ import numpy as np
 import ray
 
 from cauc_ray.api.offline import fit
+from cauc_ray.api.samples import sample_logits
 from cauc_ray.api.serving import serve
-from cauc_ray.api.sources import sample_logits
 from cauc_ray.cascade.bundles import Bundle, Part, packed
 from cauc_ray.cascade.rows import CallResult
 from cauc_ray.data.inputs import RunInput

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from cauc_ray.api.offline import policy_of
 from cauc_ray.api.options import PlanOptions
 from cauc_ray.cascade.stage_queue import fed_rows, queue_rows
 from cauc_ray.data.inputs import open_input
@@ -20,7 +19,7 @@ from cauc_ray.models.pool import Pool, StageSpec, load_pool
 from cauc_ray.planning.figures import Chain, drifted, plan_figures, range_figures
 from cauc_ray.planning.sizing import Trials, sized
 from cauc_ray.planning.stages import EarlierRun, PlannedStage, Timing, read_earlier_run, saved_timing
-from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.policy import Policy, policy_of
 
 # A plan is looked at again with deferral rates so many times the policy's.
 DRIFTS = (1.2, 0.8)

@@ -139,6 +139,19 @@ class Measures(FrozenModel):
         return self.accuracy.n if self.accuracy else 0
 
 
+class OfflineAccuracy(FrozenModel):
+    """What the first stages alone answer, where the others cannot be reached.
+
+    stages: how many of them.   accuracy: over labelled examples, each answered by the last of these stages that it
+    comes to; low to high is where the accuracy over as many other examples, or more, is to be expected (95 %).
+    degraded: the share of the examples that would have gone on.
+    """
+
+    stages: int = Field(ge=1)
+    accuracy: Share
+    degraded: float = Field(ge=0, le=1)
+
+
 class SafeChoice(FrozenModel):
     """What --safe changed in a policy (policies.fitting).
 

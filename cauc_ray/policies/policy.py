@@ -34,6 +34,7 @@ from cauc_ray.policies.evidence import (
     Guard,
     Measures,
     Noise,
+    OfflineAccuracy,
     Reference,
     SafeChoice,
     TemperatureDiagnostics,
@@ -130,6 +131,8 @@ class Policy(Shown, FrozenModel):
     given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
     they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
+    offline: as expected, of the first stage alone, the first two, …, where the others cannot be reached; null as
+    expected, and in files of earlier versions.
     """
 
     in_turn: ClassVar[bool] = True
@@ -151,6 +154,7 @@ class Policy(Shown, FrozenModel):
     guards: tuple[Guard, ...] = ()
     reference: Reference | None = None
     noise: Noise | None = None
+    offline: tuple[OfflineAccuracy, ...] | None = None
     # Last: it is the longest part of the file.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -188,6 +192,8 @@ class Policy(Shown, FrozenModel):
             expected = tuple(stage.name for stage in self.expected.stages)
             if expected != self.models:
                 yield f"the stages are {', '.join(self.models)}, but expected has {', '.join(expected)}"
+        if self.offline is not None and [one.stages for one in self.offline] != list(range(1, len(self.stages))):
+            yield f"offline must have the first stage, the first two, … of {len(self.stages)}, without the last"
         if self.reference is not None:
             yield from self.reference.contradictions(self.models)
 
@@ -341,7 +347,7 @@ class Policy(Shown, FrozenModel):
             "threshold_choice": choice,
         }
         if threshold != self.threshold:
-            changes |= {"expected": None, "safe": None, "guards": (), "reference": None, "noise": None}
+            changes |= dict.fromkeys(("expected", "safe", "reference", "noise", "offline")) | {"guards": ()}
         return self.model_copy(update=changes)
 
     def predict(self, logits: Mapping[str, Any], *, example_ids: Any = None) -> Predictions:
@@ -369,6 +375,11 @@ class Policy(Shown, FrozenModel):
             rows.append([stage.name, f"{stage.cost:g}", f"{stage.temperature:.3f}", share_text(answered)])
         caption = f"Policy {self.id}: {self.method}, threshold {self.threshold:.4f}{budget}{outlook}"
         return SmallTable(caption, ["stage", f"cost ({self.cost_unit})", "temperature", "answers"], rows)
+
+
+def policy_of(policy: str | AnyPath | Policy) -> Policy:
+    """Return a policy, read from its file where that is given. Raises PolicyError as Policy.load does."""
+    return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
 def check_threshold(threshold: float) -> None:

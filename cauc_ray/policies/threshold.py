@@ -13,7 +13,7 @@ from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
 from cauc_ray.policies.policy import Policy, check_budget, check_threshold
-from cauc_ray.policies.trace import Trace, measure, trace_policy
+from cauc_ray.policies.trace import Trace, measure, measure_offline, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
@@ -104,6 +104,7 @@ def choose_threshold(
     found: dict[str, Any] = {
         "expected": expected,
         "guards": look(decided, expected, trace, measured_on, calibration),
+        "offline": measure_offline(trace, threshold, measured_on),
     }
     if frontier is not None:
         best = frontier.pareto(MOST_CURVE_POINTS)

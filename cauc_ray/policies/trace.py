@@ -13,11 +13,11 @@ import numpy.typing as npt
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart, Costs, in_order
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
-from cauc_ray.numbers.intervals import share
+from cauc_ray.numbers.intervals import share, share_to_come
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import Frontier, Objective, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.evidence import Measures, StageShare
+from cauc_ray.policies.evidence import Measures, OfflineAccuracy, StageShare
 from cauc_ray.policies.policy import Policy, Stage, Step, joined_states
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -350,6 +350,21 @@ def measure_replay(policy: Policy, chain: Chain) -> tuple[Answered, Measures]:
     """Replay a policy and measure its answers."""
     answered = replay(policy, chain)
     return answered, measure(answered, chain, chain.source)
+
+
+def measure_offline(trace: Trace, threshold: float, chain: Chain) -> tuple[OfflineAccuracy, ...]:
+    """Measure what a cascade answers where only its first stages can be reached: the first, the first two, ….
+
+    An example that would go on to others keeps the answer that it has, as in a service that degrades.
+    """
+    stops, rows = trace.stops(threshold), np.arange(len(chain))
+    found = []
+    for last in range(trace.predictions.shape[1] - 1):
+        predictions = trace.predictions[rows, np.minimum(stops, last)]
+        n_right = int(((predictions == chain.labels) & chain.labelled).sum())
+        accuracy = share_to_come(n_right, int(chain.labelled.sum()))
+        found.append(OfflineAccuracy(stages=last + 1, accuracy=accuracy, degraded=float((stops > last).mean())))
+    return tuple(found)
 
 
 def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | None, ...]:

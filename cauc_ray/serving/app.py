@@ -73,7 +73,10 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     paths = import_paths(stages, [] if pool.serving.tracing is None else [pool.serving.tracing])
-    deployments = [_stage(spec).bind(spec, stage, paths) for stage, spec in enumerate(stages)]
+    degrades = pool.on_failure == "degrade"
+    deployments = [
+        _stage(spec).bind(spec, stage, paths, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)
+    ]
     life = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
     return _router(pool).bind(model, pool, policy, deployments, life, paths)
 

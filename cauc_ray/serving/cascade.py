@@ -37,7 +37,12 @@ logger = logging.getLogger(__name__)
 
 
 class StageClient(Protocol):
-    """How a stage is called, and which replicas it has."""
+    """How a stage is called, and which replicas it has.
+
+    why: it has none, where that is known and may last; else None.
+    """
+
+    why: str | None
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
         """Return the model facts of the replicas that take calls, by name, None if some do not answer."""
@@ -177,8 +182,11 @@ class Cascade:
 
     # Stages
 
-    def replicas(self, stage: int, names: Collection[str]) -> None:
-        """Take the replicas of a stage that take calls, by their names."""
+    def replicas(self, stage: int, names: Collection[str], why: str | None = None) -> None:
+        """Take the replicas of a stage that take calls, by their names.
+
+        why: there are none, where that is known and may last: rows do not wait for one then, if they have an answer.
+        """
         at, known, now = self.scheduler.stages[stage], self._numbers[stage], self._loop.time()
         for name in [name for name in known if name not in names]:
             if not at.calls_at(known[name]):  # else its calls will show it
@@ -189,7 +197,8 @@ class Cascade:
                 known[name] = number = next(self._next_number)
                 self._replica_names[number] = name
                 at.add_replica(number, now)
-        at.health.replicas(at.n_replicas, now)
+        self.scheduler.note_replicas(stage, now, why)
+        self._take_done()
         self.pump_soon()
 
     def missing(self, stage: int) -> bool:

@@ -38,27 +38,29 @@ from cauc_ray.serving.service import Service, environment
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
 LOAD_DEADLINE_S = 900.0
+# A pool that degrades starts without its later stages where they have not loaded within this.
+LATER_STAGES_S = 2.0
 _METRICS: Mapping[Kind, Any] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
 
 logger = logging.getLogger(__name__)
 
 
 class LocalClient:
-    """Calls a stage's replicas, which are threads of this process."""
+    """Calls a stage's replicas, which are threads of this process.   why: as StageClient has it."""
 
     def __init__(self, spec: StageSpec, stage: int) -> None:
         self._spec, self._stage = spec, stage
         self._n_started = 0
+        self.why: str | None = "its model is being loaded"
         self._replicas = [self._started() for _ in range(spec.replicas.min)]
 
-    def load(self, timeout_s: float) -> None:
-        """Wait until all replicas have loaded. Raises ExecutionError."""
+    def load(self, timeout_s: float) -> str | None:
+        """Wait until all replicas have loaded; return why one has not, None where all have."""
         try:
             failed = next(filter(None, (replica.facts.exception(timeout_s) for replica in self._replicas)), None)
-        except TimeoutError as error:
-            raise ExecutionError(f"stage {self._spec.name} has not loaded within {timeout_s:.0f} s") from error
-        if failed is not None:
-            raise ExecutionError(f"the service does not start: stage {self._spec.name}: {reason_of(failed)}")
+        except TimeoutError:
+            return f"it has not loaded within {timeout_s:g} s"
+        return None if failed is None else reason_of(failed)
 
     async def replicas(self) -> dict[str, ModelFacts]:
         """Return the model facts of the replicas that have loaded, by name.
@@ -67,7 +69,10 @@ class LocalClient:
         """
         for one in list(self._replicas):
             if one.facts.done() and (failed := one.facts.exception()) is not None:
-                logger.error(f"stage {self._spec.name!r} cannot be loaded, trying again: {reason_of(failed)}")
+                why = f"its model cannot be loaded: {reason_of(failed)}"
+                if why != self.why:  # not once more for each attempt
+                    logger.error(f"stage {self._spec.name!r} is loaded again: {why}")
+                self.why = why
                 self.replace(one.name)
             if (longest_s := one.hangs()) is not None:
                 logger.error(
@@ -75,6 +80,8 @@ class LocalClient:
                 )
                 self.replace(one.name)
         loaded = [one for one in self._replicas if one.facts.done() and one.facts.exception() is None]
+        if loaded:
+            self.why = None
         return {one.name: one.facts.result() for one in loaded}
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
@@ -155,7 +162,7 @@ class LocalService(Service):
         return [await getattr(self, what)()]
 
     async def n_loaded(self) -> list[int]:
-        """Return how many replicas of each stage there are: all have loaded before the service begins."""
+        """Return how many replicas of each stage have loaded."""
         return [len(await stage.replicas()) for stage in self._stages]
 
     def app(self) -> ASGIApp:
@@ -227,8 +234,13 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
         clients = [LocalClient(spec, stage) for stage, spec in enumerate(stages)]
         for client in clients:
             started.callback(client.close)
-        for client in clients:
-            client.load(LOAD_DEADLINE_S)
+        for spec, client in zip(stages, clients, strict=True):
+            may_wait = pool.on_failure == "degrade" and client is not clients[0]
+            if (why := client.load(LATER_STAGES_S if may_wait else LOAD_DEADLINE_S)) is None:
+                continue
+            if not may_wait:
+                raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
+            logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
         service = LocalService(model, pool, policy, clients)
         config = uvicorn.Config(
             service.app(),

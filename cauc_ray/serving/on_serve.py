@@ -26,6 +26,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from ray.util.metrics import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cauc_ray.cascade.isolation import reason_of
 from cauc_ray.cascade.worker import prepare_process
 from cauc_ray.errors import printable
 from cauc_ray.models.answers import ModelFacts
@@ -62,18 +63,29 @@ class GoneError(Exception):
 
 
 class StageServer:
-    """A replica of a stage as Serve has it."""
+    """A replica of a stage as Serve has it.
 
-    def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str]) -> None:
+    can_wait: a model that cannot be loaded is loaded again until it can: the service answers without it.
+    """
+
+    def __init__(self, spec: StageSpec, stage: int, import_paths: Sequence[str], *, can_wait: bool = False) -> None:
         prepare_process(spec, import_paths)
-        self._spec = spec
+        self._spec, self._stage = spec, stage
         self._needs = Needs()
         self._replica = Replica(spec, stage, serve.get_replica_context().replica_id.unique_id)
-        self._facts = self._replica.facts.result()
+        if (failed := self._replica.facts.exception()) is not None and not can_wait:
+            raise failed
 
-    async def facts(self) -> tuple[str, ModelFacts]:
-        """Return the replica's name and its model's facts."""
-        return self._replica.name, self._facts
+    async def facts(self) -> tuple[str, ModelFacts | str]:
+        """Return the replica's name and its model's facts, or why there are none yet."""
+        loading = self._replica.facts
+        if not loading.done():
+            return self._replica.name, "its model is being loaded"
+        if (failed := loading.exception()) is None:
+            return self._replica.name, loading.result()
+        self._replica.end("its model is loaded again")
+        self._replica = Replica(self._spec, self._stage, self._replica.name)
+        return self._replica.name, f"its model cannot be loaded: {reason_of(failed)}"
 
     async def answer(self, call: StageCall) -> Answer:
         """Answer a call's rows. A fault of the model is a result.
@@ -134,10 +146,11 @@ class StageServer:
 
 
 class ServeClient:
-    """Calls a stage through its handle."""
+    """Calls a stage through its handle.   why: as StageClient has it."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
+        self.why: str | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> dict[str, ModelFacts] | None:
@@ -145,10 +158,13 @@ class ServeClient:
         try:
             answers = await self._handle.broadcast("facts").results_async(timeout_s=ASK_S, return_exceptions=True)
         except DeploymentUnavailableError:
+            self.why = "it could not be deployed"
             return {}
         except TimeoutError:
             return None
-        return dict(one for one in answers if isinstance(one, tuple))
+        found: dict[str, ModelFacts | str] = dict(one for one in answers if isinstance(one, tuple))
+        self.why = next((why for why in found.values() if isinstance(why, str)), None)
+        return {name: facts for name, facts in found.items() if not isinstance(facts, str)}
 
     async def answer(self, call: StageCall, on_begin: Callable[[], None] | None = None) -> Answer:
         """Have the call's replica answer. Raises StageError; if the caller is cancelled, so is the call."""

@@ -15,7 +15,7 @@ import numpy as np
 from cauc_ray.cascade.bundles import Part
 from cauc_ray.cascade.isolation import row_of
 from cauc_ray.cascade.rows import Call, CallResult, Ended, Owner, Positions, Rows, Trouble, Vector
-from cauc_ray.data.blocks import concat_column
+from cauc_ray.data.values import concat_column
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.logits import widened
 from cauc_ray.numbers.types import Bools, Floats, Ints

@@ -153,10 +153,10 @@ class Service(ABC):
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Return the names of the options: of the pool, else as the last model knows them."""
+        """Return the names of the options: of the pool, else as the last model that has loaded knows them."""
         if self.pool.label_names is not None:
             return self.pool.label_names
-        facts = self.facts[-1]
+        facts = next((facts for facts in reversed(self.facts) if facts is not None), None)
         return facts.labels if facts is not None else None
 
     async def check_health(self) -> None:
@@ -355,7 +355,7 @@ class Service(ABC):
             elif found is not None:
                 for facts in found.values():
                     self.cascade.scheduler.stages[stage].take_facts(facts)
-                self.cascade.replicas(stage, found)
+                self.cascade.replicas(stage, found, None if found else self._clients[stage].why)
                 self.facts[stage] = next(iter(found.values()), self.facts[stage])
 
     async def _count(self) -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from stored import damage, values_of, write
 
 from cauc_ray.data import text_files
-from cauc_ray.data.blocks import column_to_numpy, concat_column
+from cauc_ray.data.blocks import column_to_numpy
 from cauc_ray.data.datasets import DatasetSource, open_dataset
 from cauc_ray.data.inputs import open_input
+from cauc_ray.data.values import concat_column
 from cauc_ray.errors import DataError
 from cauc_ray.files.documents import make_folder
 from cauc_ray.files.parquet import write_parquet

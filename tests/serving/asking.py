@@ -110,10 +110,10 @@ def put_policy(service, content, **headers):
 class Command:
     """`cauc serve` of a folder's pool.yaml, in a process and a session of its own."""
 
-    def __init__(self, folder, *arguments, policy="policy.json", **environment):
+    def __init__(self, folder, *arguments, policy="policy.json", cauc=CAUC, **environment):
         own = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
         self.process = subprocess.Popen(
-            [CAUC, "serve", "pool.yaml", "--policy", policy, "--json", *arguments],
+            [cauc, "serve", "pool.yaml", "--policy", policy, "--json", *arguments],
             cwd=folder,
             env=own | environment,
             stdout=subprocess.PIPE,

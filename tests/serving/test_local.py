@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_loaded_anew_is_loaded_once_it_can(home):
     gone = home / "gone"
     pool = load_pool(python_pool(home, [("loads_unless", {"path": str(gone)}), ("by_x", {})]))
     client = LocalClient(pool.stages[0], 0)
-    client.load(DEADLINE_S)
+    assert client.load(DEADLINE_S) is None
     assert list(asyncio.run(client.replicas())) == ["small-1"]
     gone.touch()
     client.replace("small-1")

@@ -50,6 +50,18 @@ def test_the_first_request_after_a_long_start_is_answered(tmp_path):
         assert ask(service) == 200
 
 
+def test_a_service_that_degrades_starts_without_a_later_stage_and_takes_it_in_once_it_loads(tmp_path):
+    gone = tmp_path / "gone"
+    gone.touch()
+    pool = python_pool(tmp_path, [("by_x", {}), ("loads_unless", {"path": str(gone)})])
+    changed(pool, lambda content: content.update(on_failure="degrade"))
+    with cauc_ray.serve(pool, two_model_policy(), port=0, name="six") as service:
+        status, content = infer(service.url, "six", {"x": [0.1]})
+        assert (status, content["parameters"]["degraded"]) == (200, True)
+        gone.unlink()
+        until(lambda: not infer(service.url, "six", {"x": [0.1]})[1]["parameters"]["degraded"])
+
+
 def test_a_replica_that_is_killed_while_another_stage_loads_does_not_end_the_start(tmp_path):
     pool = python_pool(tmp_path, [("by_x", {}), ("loads_slowly", {"seconds": 10.0})])
     killed = []

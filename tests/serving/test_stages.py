@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from asking import until
 from completion_server import Fault, scripted_server
 from synthetic import chain
 from user_models import hanging
 
 from cauc_ray.cascade.bundles import Part
+from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import StageSpec
 from cauc_ray.policies.fitting import ThresholdRule, fit_base
 from cauc_ray.serving.on_serve import StageServer
@@ -82,3 +84,18 @@ def test_a_model_of_our_own_that_hangs_does(model):
     entered, leave = hanging.entered, hanging.leave = threading.Event(), threading.Event()
     with pytest.raises(EndedError):
         answered_while_asked_for_health(model, {"x": np.zeros(1)}, entered, leave)
+
+
+def test_a_model_that_can_wait_is_loaded_again_until_it_can_be(tmp_path):
+    gone = tmp_path / "gone"
+    gone.touch()
+    model = {"kind": "python", "factory": "user_models:loads_unless", "kwargs": {"path": str(gone)}}
+    spec = StageSpec.model_validate({"name": "one", "model": model})
+    with pytest.raises(OSError, match="not now"):
+        StageServer(spec, 1, [])
+    server = StageServer(spec, 1, [], can_wait=True)
+    name, why = asyncio.run(server.facts())
+    assert "not now" in why
+    gone.unlink()
+    until(lambda: isinstance(asyncio.run(server.facts())[1], ModelFacts))
+    assert asyncio.run(server.facts())[0] == name
