@@ -202,9 +202,9 @@ class StageSpec(PromptSettings):
         return self.model.load_within(self.call_timeout_s)
 
     def served(self) -> StageSpec:
-        """Return the stage as a service has it: calls that end by themselves end before their rows are abandoned."""
+        """Return the stage as a service has it: calls of a remote model end before their rows are abandoned."""
         longest_s = min(self.call_timeout_s, self.serving.timeout_s)
-        return self.model_copy(update={"call_timeout_s": longest_s}) if self.model.GIVES_UP else self
+        return self.model_copy(update={"call_timeout_s": longest_s}) if self.model.REMOTE else self
 
     @model_validator(mode="after")
     def _measures_its_seconds(self) -> StageSpec:

