@@ -113,14 +113,25 @@ def read_infer_request(body: bytes | memoryview, json_length: int | None) -> Inf
     end = len(body) if json_length is None else json_length
     if not 0 <= end <= len(body):
         raise RequestError(f"Inference-Header-Content-Length is {shown(end)}, but the body has {len(body)} bytes")
+    return infer_request_of(bytes(body[:end]), memoryview(body)[end:])
+
+
+def infer_request_of(content: bytes | Mapping[str, Any], raw: memoryview) -> InferRequest:
+    """Read a request.   content: JSON, or what it holds.   raw: the bytes of the inputs that declare them, in order.
+
+    Raises RequestError as read_infer_request.
+    """
     try:
-        message = _REQUEST.validate_json(bytes(body[:end]), strict=True)
+        if isinstance(content, bytes):
+            message = _REQUEST.validate_json(content, strict=True)
+        else:
+            message = _REQUEST.validate_python(content, strict=True)
     except ValidationError as error:
         raise RequestError(printable(f"the request is invalid: {explain(error)}")) from error
     parameters = message.get("parameters") or {}
     return InferRequest(
         id=message.get("id"),
-        inputs=_read_inputs(message["inputs"], memoryview(body)[end:]),
+        inputs=_read_inputs(message["inputs"], raw),
         outputs=_read_outputs(message.get("outputs") or (), parameters.get("binary_data_output") or False),
         parameters=parameters,
     )

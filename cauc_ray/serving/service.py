@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from cauc_ray.errors import CaucError, ConfigError
@@ -22,6 +23,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
@@ -136,6 +138,11 @@ class Service(ABC):
             follow = (self.current_policy, self._follow_stages, self.watched, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
+
+    @cached_property
+    def inference(self) -> Inference:
+        """Return what answers requests for inference, however they come."""
+        return Inference(self)
 
     @property
     def labels(self) -> tuple[str, ...] | None:
