@@ -120,7 +120,6 @@ class Service(ABC):
         self.n_open = 0
         self._cascade: Cascade | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.policy(self.in_force.id)
 
     @abstractmethod
     async def ask_all(self, what: str) -> list[Any]:
@@ -328,7 +327,6 @@ class Service(ABC):
         if after.id != before.id or after.policy.reference != before.policy.reference:
             self.watching.begin(after.policy, after.id)
         if after.id != before.id:
-            self.metrics.policy(after.id, before.id)
             logger.info(f"policy {after.id} is active, after {before.id}")
             self._reported.forget(before.id)
 
@@ -347,5 +345,6 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
+        self.metrics.policy(self.in_force.id)
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         self.metrics.flush()

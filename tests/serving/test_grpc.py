@@ -1,5 +1,6 @@
 """What a service answers over gRPC, asked by tritonclient's own client: the same as over HTTP, bit for bit."""
 
+import json
 import subprocess
 import sys
 import time
@@ -275,8 +276,8 @@ def slow(tmp_path):
     one.kill()
 
 
-def test_a_deadline_and_a_cancelled_call_end_their_requests(slow):
-    with over_grpc.InferenceServerClient(slow.said["grpc"]) as client:
+def test_a_deadline_and_a_cancelled_call_end_their_requests_and_a_signal_answers_what_is_open(slow, tmp_path):
+    with ThreadPoolExecutor(1) as pool, over_grpc.InferenceServerClient(slow.said["grpc"]) as client:
         x, ended = tensor(over_grpc, "x", np.array([9.0]), "FP64"), Event()
         with pytest.raises(InferenceServerException) as caught:
             client.infer("test", [x], client_timeout=0.3)
@@ -285,21 +286,52 @@ def test_a_deadline_and_a_cancelled_call_end_their_requests(slow):
         time.sleep(0.1)
         context.cancel()
         assert ended.wait(60)
-        assert client.infer("test", [x]).as_numpy("prediction").shape == (1,)
-    until(lambda: 'status="499"} 2.0' in http("GET", f"{slow.url}/metrics")[1].decode())
-    code, out, err = slow.ended(2)
-    assert (code, out) == (0, "")
-    assert [line.count('"status": 499') for line in err.splitlines()].count(1) == 2
-
-
-def test_a_service_that_is_stopped_answers_what_is_open(slow, tmp_path):
-    with ThreadPoolExecutor(1) as pool, over_grpc.InferenceServerClient(slow.said["grpc"]) as client:
-        answer = pool.submit(client.infer, "test", [tensor(over_grpc, "x", np.array([9.0]), "FP64")])
-        until((tmp_path / "calls").exists)
-        assert slow.ended(15)[0] == 0
+        until(lambda: 'status="499"} 2.0' in http("GET", f"{slow.url}/metrics")[1].decode())
+        n_calls = len((tmp_path / "calls").read_text())
+        answer = pool.submit(client.infer, "test", [x])
+        until(lambda: len((tmp_path / "calls").read_text()) > n_calls)
+        code, out, err = slow.ended(15)
         assert answer.result(60).as_numpy("prediction").shape == (1,)
+    assert (code, out) == (0, "")
+    assert sorted(json.loads(line)["status"] for line in err.splitlines()) == [200, 499, 499]
 
 
 def test_on_ray_it_is_not_opened_to_all_networks_unasked(chain):
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
         cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, grpc_port=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_an_unmodified_client_is_answered_by_serves_proxy(chain, monkeypatch):
+    """As by a local service: every call, refusals with their codes, deadlines; without Serve's own metadata."""
+    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
+    more = {"host": "0.0.0.0", "port": 0, "grpc_port": 0, "name": "six"}
+    with (
+        cauc_ray.serve(chain.pool, chain.policies["rf"], **more) as service,
+        over_grpc.InferenceServerClient(service.grpc) as client,
+    ):
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("six")
+        assert client.get_server_metadata().name == "cauc-ray"
+        assert [one.name for one in client.get_model_metadata("six").inputs] == ["example_id"]
+        headers = {"authorization": "Bearer s3cret"}
+        wanted = [over_grpc.InferRequestedOutput(name) for name in ("prediction", "confidence", "stage")]
+        result = client.infer("six", [ids_of(over_grpc, chain.ids)], outputs=wanted, headers=headers)
+        expected = chain.expected("rf")
+        assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
+        assert np.array_equal(result.as_numpy("stage"), expected.stages)
+        assert np.array_equal(result.as_numpy("confidence"), expected.confidences.astype(np.float32))
+        one = [ids_of(over_grpc, chain.ids[:1])]
+        for code, asked in {
+            "UNAUTHENTICATED": lambda: client.infer("six", one),
+            "NOT_FOUND": lambda: client.infer("seven", one, headers=headers),
+            "INVALID_ARGUMENT": lambda: client.infer("six", one, headers=headers, parameters={"max_stage": 9}),
+            "DEADLINE_EXCEEDED": lambda: client.infer("six", one, headers=headers, client_timeout=0.0005),
+        }.items():
+            with pytest.raises(InferenceServerException) as caught:
+                asked()
+            assert caught.value.status() == f"StatusCode.{code}"
+            assert "Traceback" not in caught.value.message()
+        client.infer("six", one, headers=headers)
