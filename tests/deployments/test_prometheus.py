@@ -139,6 +139,10 @@ class Prometheus:
     def query(self, expression):
         return self.ask("query", query=expression)["result"]
 
+    def faults(self):
+        """Return what keeps it from scraping."""
+        return [(one["scrapeUrl"], one["lastError"]) for one in self.ask("targets")["activeTargets"]]
+
     def alerts(self):
         return {one["labels"]["alertname"] for one in self.ask("alerts")["alerts"]}
 
@@ -216,7 +220,7 @@ def until(condition):
     return left
 
 
-def shown(chain, service, prometheus, policy):
+def shown(chain, service, prometheus):
     """Cause all that the dashboard shows, again and again, until every panel has data; return those that have none."""
     empty = {}
 
@@ -236,7 +240,7 @@ def planted(tmp_path):
 
 def check(chain, service, prometheus):
     """Every panel has data, the variables have values, and alerts fire on what has happened."""
-    assert shown(chain, service, prometheus, chain.policy) == {}
+    assert shown(chain, service, prometheus) == {}, prometheus.faults()
     in_force = 'ray_cauc_serve_policy{model="six"} == 1'
     assert {one["metric"]["policy"] for one in prometheus.query(in_force)} == {chain.policy.id}
     cauc_ray.set_policy(chain.other, url=service.url)

@@ -303,9 +303,8 @@ def test_on_ray_it_is_not_opened_to_all_networks_unasked(chain):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_an_unmodified_client_is_answered_by_serves_proxy(chain, monkeypatch):
+def test_an_unmodified_client_is_answered_by_serves_proxy(chain):
     """As by a local service: every call, refusals with their codes, deadlines; without Serve's own metadata."""
-    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
     more = {"host": "0.0.0.0", "port": 0, "grpc_port": 0, "name": "six"}
     with (
         cauc_ray.serve(chain.pool, chain.policies["rf"], **more) as service,
@@ -316,22 +315,20 @@ def test_an_unmodified_client_is_answered_by_serves_proxy(chain, monkeypatch):
         assert client.is_model_ready("six")
         assert client.get_server_metadata().name == "cauc-ray"
         assert [one.name for one in client.get_model_metadata("six").inputs] == ["example_id"]
-        headers = {"authorization": "Bearer s3cret"}
         wanted = [over_grpc.InferRequestedOutput(name) for name in ("prediction", "confidence", "stage")]
-        result = client.infer("six", [ids_of(over_grpc, chain.ids)], outputs=wanted, headers=headers)
+        result = client.infer("six", [ids_of(over_grpc, chain.ids)], outputs=wanted)
         expected = chain.expected("rf")
         assert np.array_equal(result.as_numpy("prediction"), expected.predictions)
         assert np.array_equal(result.as_numpy("stage"), expected.stages)
         assert np.array_equal(result.as_numpy("confidence"), expected.confidences.astype(np.float32))
         one = [ids_of(over_grpc, chain.ids[:1])]
         for code, asked in {
-            "UNAUTHENTICATED": lambda: client.infer("six", one),
-            "NOT_FOUND": lambda: client.infer("seven", one, headers=headers),
-            "INVALID_ARGUMENT": lambda: client.infer("six", one, headers=headers, parameters={"max_stage": 9}),
-            "DEADLINE_EXCEEDED": lambda: client.infer("six", one, headers=headers, client_timeout=0.0005),
+            "NOT_FOUND": lambda: client.infer("seven", one),
+            "INVALID_ARGUMENT": lambda: client.infer("six", one, parameters={"max_stage": 9}),
+            "DEADLINE_EXCEEDED": lambda: client.infer("six", one, client_timeout=0.0005),
         }.items():
             with pytest.raises(InferenceServerException) as caught:
                 asked()
             assert caught.value.status() == f"StatusCode.{code}"
             assert "Traceback" not in caught.value.message()
-        client.infer("six", one, headers=headers)
+        client.infer("six", one)
