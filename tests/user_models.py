@@ -70,6 +70,23 @@ def asks(url, timeout_s):
     return answer
 
 
+def saved_while(logits, model, fails, hangs):
+    """Answer as a saved model does; while there is a file at `fails` it raises, at `hangs` it takes two seconds."""
+    import pyarrow.parquet as pq  # only here: services without Ray do without it
+
+    rows = pq.read_table(logits, filters=[("model", "=", model)]).to_pylist()
+    table = {row["example_id"]: row["logits"] for row in rows}
+
+    def answer(batch):
+        if os.path.exists(fails):
+            raise ValueError("not on these rows")
+        if os.path.exists(hangs):
+            time.sleep(2.0)
+        return np.array([table[one] for one in batch["example_id"]], dtype=np.float32)
+
+    return answer
+
+
 def tracing_that_exits():
     """Set up OpenTelemetry so that the first span ends the event loop."""
     from opentelemetry import trace

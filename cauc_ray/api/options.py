@@ -477,6 +477,7 @@ class ServeOptions(ClusterOptions):
     GROUP = "serving"
     host: str = option("address to listen on; 0.0.0.0 for all networks", "127.0.0.1")
     port: int = option("port to listen on; 0 takes a free one", 8000)
+    grpc_port: int | None = option("port to answer gRPC on as well; 0 takes a free one (default: none)")
     name: str | None = option("name of the model in URLs (default: the pool's)")
     local: bool = option("serve in this process, without Ray", False)
 

@@ -30,11 +30,12 @@ HTTP_DEADLINE_S = 30.0
 class Service:
     """A service that runs, until stop() is called or the block of a `with` ends.
 
-    url: where it is.   model: its name in URLs.   policy_id: of the policy it began with.   require_alive: raises
-    ExecutionError if the service has ended by itself.
+    url: where it is.   grpc: where it answers gRPC, HOST:PORT, None for nowhere.   model: its name in URLs.
+    policy_id: of the policy it began with.   require_alive: raises ExecutionError if the service has ended by itself.
     """
 
     url: str
+    grpc: str | None
     model: str
     policy_id: str
     require_alive: Callable[[], None] = field(repr=False, compare=False)
@@ -57,6 +58,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
+    grpc_port: int | None = None,
     name: str | None = None,
     local: bool = False,
     address: str | None = None,
@@ -71,6 +73,7 @@ def serve(
         policy: a policy, or its file.
         host: the address to listen on.
         port: the port to listen on; 0 takes a free one.
+        grpc_port: the port to answer gRPC on as well; 0 takes a free one.
         name: of the model in URLs; without one the pool's.
         local: serve in this process, without Ray.
         address: of a Ray cluster; without it the session of this process, or one for this service.
@@ -91,19 +94,27 @@ def serve(
     for stage in stages:
         stage.model.check()
     port = _free_port(host, port)
+    if grpc_port is not None:
+        require_packages("gRPC", "grpc", "grpc")
+        if not local and host not in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"on Ray gRPC is answered on all networks, whatever the host: give host 0.0.0.0, not {host}"
+            )
+        grpc_port = _free_port(host, grpc_port)
     model = require_name(pool.name if name is None else name)
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 
-        running = local_service(pool, policy, model, host, port)
+        running = local_service(pool, policy, model, host, port, grpc_port)
     else:
         from cauc_ray.serving.app import serve_service
 
-        running = serve_service(pool, policy, model, host, port, address, on_wait)
+        running = serve_service(pool, policy, model, host, port, grpc_port, address, on_wait)
     with ExitStack() as stack:
         require_alive = stack.enter_context(running)
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        return Service(url, model, policy.id, require_alive, stack.pop_all())
+        at = f"[{host}]" if ":" in host else host
+        grpc = None if grpc_port is None else f"{at}:{grpc_port}"
+        return Service(f"http://{at}:{port}", grpc, model, policy.id, require_alive, stack.pop_all())
 
 
 def set_policy(

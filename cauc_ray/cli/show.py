@@ -25,6 +25,8 @@ _CALIBRATION = {"ece": "ECE", "ece_equal_mass": "equal mass", "nll": "NLL", "bri
 def service(running: Service) -> None:
     """Print where a service is and how it is ended."""
     line(f"{running.model} with policy {running.policy_id} is served at {running.url}/v2/models/{running.model}")
+    if running.grpc is not None:
+        line(f"gRPC is answered at {running.grpc}")
     line(f"its addresses are described at {running.url}/openapi.json; Ctrl-C ends it")
 
 

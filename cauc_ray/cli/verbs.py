@@ -288,7 +288,7 @@ def serve(options: Serve, say: Say) -> None:
         with live.progress("starting") as on_wait:
             served = serving.serve(options.pool, options.policy, **options.part(ServeOptions), on_wait=on_wait)
             service = stack.enter_context(served)
-        about = {"url": service.url, "model": service.model, "policy_id": service.policy_id}
+        about = {"url": service.url, "grpc": service.grpc, "model": service.model, "policy_id": service.policy_id}
         say(about, lambda: show.service(service))
         stopped = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):  # Ray has taken over SIGTERM

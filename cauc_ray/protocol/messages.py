@@ -160,7 +160,18 @@ def read_infer_request(body: bytes | memoryview, json_length: int | None) -> Inf
     >>> read_infer_request(body, None).inputs["x"].values.tolist()
     [3, 4]
     """
-    message, raw = _apart(_REQUEST, "request", body, json_length)
+    return _request_of(*_apart(_REQUEST, "request", body, json_length))
+
+
+def infer_request_of(content: Mapping[str, Any], raw: memoryview) -> InferRequest:
+    """Read a request.   content: what its JSON would hold.   raw: the bytes of the inputs that declare them, in order.
+
+    Raises RequestError as read_infer_request.
+    """
+    return _request_of(_read(_REQUEST, "request", content), raw)
+
+
+def _request_of(message: InferenceRequest, raw: memoryview) -> InferRequest:
     parameters = message.get("parameters") or {}
     return InferRequest(
         id=message.get("id"),
@@ -267,9 +278,11 @@ def _apart(
     return _read(adapter, what, bytes(body[:end])), memoryview(body)[end:]
 
 
-def _read(adapter: TypeAdapter[T], what: str, text: bytes) -> T:
+def _read(adapter: TypeAdapter[T], what: str, content: bytes | Mapping[str, Any]) -> T:
     try:
-        return adapter.validate_json(text, strict=True)
+        if isinstance(content, bytes):
+            return adapter.validate_json(content, strict=True)
+        return adapter.validate_python(content, strict=True)
     except ValidationError as error:
         raise RequestError(printable(f"the {what} is invalid: {explain(error)}")) from error
 

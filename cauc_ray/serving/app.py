@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingPolicy, HTTPOptions, RequestRouterConfig
+from ray.serve.config import AutoscalingPolicy, HTTPOptions, RequestRouterConfig, gRPCOptions
 from ray.serve.exceptions import RayServeException
 
 from cauc_ray.cascade.worker import require_agreement
@@ -38,6 +38,8 @@ ASK_S = 5.0
 # How long a service that is stopped waits for open requests, and then for Serve's proxy to have sent their answers.
 GRACE_S = 4.0
 SENT_S = 0.1
+# Has Serve's proxies answer gRPC: what `grpc_options.grpc_servicer_functions` names.
+ADD_TO_PROXY = "cauc_ray.serving.over_grpc:add_to_proxy"
 # The router refuses early by itself; these only keep Serve from refusing before it.
 ROUTER_REQUESTS = 10_000
 
@@ -126,7 +128,14 @@ def _scale(replicas: Replicas, **autoscaling: Any) -> dict[str, Any]:
 
 @contextmanager
 def serve_service(
-    pool: Pool, policy: Policy, model: str, host: str, port: int, address: str | None, on_wait: Callable[[str], None]
+    pool: Pool,
+    policy: Policy,
+    model: str,
+    host: str,
+    port: int,
+    grpc_port: int | None,
+    address: str | None,
+    on_wait: Callable[[str], None],
 ) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block, once all stages are ready; end Serve afterwards.
 
@@ -151,7 +160,7 @@ def serve_service(
         level = serve_logger.level
         try:
             serve_logger.setLevel(logging.ERROR)  # this module reports the same in fewer words
-            serve.start(http_options=HTTPOptions(host=host, port=port))
+            serve.start(http_options=HTTPOptions(host=host, port=port), grpc_options=_grpc_options(grpc_port))
             target = serve.RunTarget(app, name=model, route_prefix="/", logging_config=None)
             serve.run_many([target], wait_for_applications_running=False)
             _wait_until_ready(model, on_wait)
@@ -164,6 +173,13 @@ def serve_service(
         finally:
             serve.shutdown()
             serve_logger.setLevel(level)
+
+
+def _grpc_options(port: int | None) -> gRPCOptions | None:
+    if port is None:
+        return None
+    # Reflection finds no messages that are in a descriptor pool of their own.
+    return gRPCOptions(port=port, grpc_servicer_functions=[ADD_TO_PROXY], enable_reflection=False)
 
 
 def _let_requests_end(app: str) -> None:

@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cauc_ray.errors import PolicyError, printable
 from cauc_ray.protocol.messages import BINARY_DATA, IDEMPOTENCY, VERSION, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
-from cauc_ray.serving.inference import Inference
+from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.repeats import Answered, Repeats
 from cauc_ray.serving.request_state import RETRY_AFTER_S
@@ -95,7 +96,7 @@ class _Handlers:
     """What each address does."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._inference, self._bodies = service, Inference(service), Bodies()
+        self._service, self._inference, self._bodies = service, service.inference, Bodies()
         self._repeats = Repeats()
         self._token, self._policy_token = token_of(TOKEN), token_of(POLICY_TOKEN)
         self._max_body = int(service.pool.serving.max_body_mb * 1e6)
@@ -169,33 +170,14 @@ class _Handlers:
         self, event: str, request: Request, answer: Callable[[Request], Awaitable[Answered]]
     ) -> Response:
         """Answer, count and log a request."""
-        started, status = time.perf_counter(), 500
-        fields: Mapping[str, Any] = {}
         try:
-            with self._service.one_more_request():
+            with counted(self._service, event, request.headers) as fields:
                 self._require_model(request)
-                response, fields = await answer(request)
+                response, own = await answer(request)
+                fields.update(own)
                 response = await _gzipped(response, request.headers.get("accept-encoding", ""))
-            status = 200
-        except asyncio.CancelledError:
-            status = CLIENT_GONE
-            raise
         except Exception as error:  # whatever it is, this request is over and the others go on
-            response = _refusal(request, error)
-            if isinstance(error, RequestError):
-                status, fields = error.status, {"error": error.message}
-        finally:
-            seconds = time.perf_counter() - started
-            self._service.metrics.request(status, seconds)
-            if logger.isEnabledFor(logging.INFO):
-                own = {
-                    "event": event,
-                    "request_id": request.headers.get("x-request-id"),
-                    "model": self._service.model,
-                }
-                line = {**own, **fields, "status": status, "seconds": round(seconds, 6)}
-                line = {name: value for name, value in line.items() if value is not None}
-                logger.info("%s", json.dumps(line), extra=_ACCESS)
+            return _refusal(request, error)
         return response
 
     async def _body(self, request: Request) -> bytes:
@@ -222,9 +204,8 @@ class _Handlers:
         return await (compute() if key is None else self._repeats.answer(key, body, compute))
 
     async def _inferred(self, body: bytes, length: str | None, headers: Mapping[str, str]) -> Answered:
-        content, json_length, fields = await self._inference.answer(
-            body, None if length is None else int(length), headers
-        )
+        message = HttpMessage(body, None if length is None else int(length))
+        content, json_length, fields = await self._inference.answer(message, headers)
         if json_length is None:
             return Response(content, media_type="application/json"), fields
         own = {"Inference-Header-Content-Length": str(json_length)}
@@ -232,12 +213,8 @@ class _Handlers:
 
     def _require_model(self, request: Request) -> None:
         """Raise RequestError (404) where the parts of an address are not of the model."""
-        model, given = self._service.model, request.path_params
-        name, version = given.get("name", model), given.get("version", VERSION)
-        if name != model:
-            raise RequestError(f"there is no model {name!r:.80}; this service has model {model!r}", 404)
-        if version != VERSION:
-            raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
+        given = request.path_params
+        require_model(self._service, given.get("name", self._service.model), given.get("version", VERSION))
 
 
 class Bodies:
@@ -277,6 +254,39 @@ class Bodies:
         if n_bytes > limit:
             raise RequestError(f"the body is longer than {limit:,} bytes", 413)
         return b"".join(chunks)
+
+
+@contextmanager
+def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """Count and log a request that is answered in the block, which is given the fields of its line in the log."""
+    started, status = time.perf_counter(), 500
+    fields: dict[str, Any] = {}
+    try:
+        with service.one_more_request():
+            yield fields
+        status = 200
+    except asyncio.CancelledError:
+        status = CLIENT_GONE
+        raise
+    except RequestError as error:
+        status, fields = error.status, {"error": error.message}
+        raise
+    finally:
+        seconds = time.perf_counter() - started
+        service.metrics.request(status, seconds)
+        if logger.isEnabledFor(logging.INFO):
+            own = {"event": event, "request_id": headers.get("x-request-id"), "model": service.model}
+            line = {**own, **fields, "status": status, "seconds": round(seconds, 6)}
+            line = {name: value for name, value in line.items() if value is not None}
+            logger.info("%s", json.dumps(line), extra=_ACCESS)
+
+
+def require_model(service: Service, name: str, version: str) -> None:
+    """Raise RequestError (404) where a service has no such model, or not that version of it."""
+    if name != service.model:
+        raise RequestError(f"there is no model {name!r:.80}; this service has model {service.model!r}", 404)
+    if version != VERSION:
+        raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
 
 
 def token_of(variable: str) -> bytes | None:

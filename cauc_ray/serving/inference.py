@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -54,9 +54,58 @@ DEFAULT_PRIORITY = 2
 LONG_JSON, LONG_OUTPUT, LONG_BODY = 250_000, 50_000, 1_000_000
 
 
-def read_request(body: bytes, json_length: int | None, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
+class Message(Protocol):
+    """A request for inference as it came. Pickled, it can be read in another process.
+
+    n_slow: how many bytes of its body Python reads one by one.   has_texts: whether BYTES are among its inputs, which
+    are read so, too.
+    """
+
+    @property
+    def body(self) -> bytes: ...  # noqa: D102
+
+    @property
+    def n_slow(self) -> int: ...  # noqa: D102
+
+    @property
+    def has_texts(self) -> bool: ...  # noqa: D102
+
+    def read(self) -> InferRequest:
+        """Read it. Raises RequestError."""
+
+    def write(
+        self, request: InferRequest, model: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
+    ) -> tuple[bytes, int | None]:
+        """Write its response, as write_infer_response."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpMessage:
+    """A request over HTTP.   json_length: of the body's JSON part, None where it is all JSON."""
+
+    body: bytes
+    json_length: int | None
+
+    write = staticmethod(write_infer_response)
+
+    @property
+    def n_slow(self) -> int:
+        """Return the length of its JSON part."""
+        return len(self.body) if self.json_length is None else self.json_length
+
+    @property
+    def has_texts(self) -> bool:
+        """Return whether its JSON part names the datatype."""
+        return b'"BYTES"' in self.body[: max(0, self.n_slow)]
+
+    def read(self) -> InferRequest:
+        """Read it. Raises RequestError."""
+        return read_infer_request(self.body, self.json_length)
+
+
+def read_request(message: Message, inputs: Inputs) -> tuple[InferRequest, Batch, int]:
     """Read a request: all but its inputs, these as n rows of columns, each (n, ...), and n. Raises RequestError."""
-    request = read_infer_request(body, json_length)
+    request = message.read()
     return replace(request, inputs={}), *inputs.columns(request.inputs)
 
 
@@ -68,18 +117,16 @@ class Inference:
         self._inputs = Inputs(service.pool, service.specs)
         self._spans = Spans.configured(service.pool.serving.tracing)
 
-    async def answer(
-        self, body: bytes, json_length: int | None, headers: Mapping[str, str]
-    ) -> tuple[bytes, int | None, Mapping[str, Any]]:
+    async def answer(self, message: Message, headers: Mapping[str, str]) -> tuple[bytes, int | None, Mapping[str, Any]]:
         """Answer one request: the response's body, the length of its JSON part (None: all of it), and fields to log.
 
         Raises RequestError.
         """
         started_ns, service = time.time_ns(), self._service
-        request, columns, n = await self._read(body, json_length)
+        request, columns, n = await self._read(message)
         answered, parameters = await self._answered(columns, n, request.parameters, request.outputs)
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
-        write = partial(write_infer_response, request, service.model, outputs, parameters)
+        write = partial(message.write, request, service.model, outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
         written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
         fields = {"rows": n, **parameters}
@@ -126,14 +173,14 @@ class Inference:
             shadows.offer(answered, answer_id, partial(service.watching.agreements, in_force.id))
         return answered, {"policy_id": in_force.id, "answer_id": answer_id, **_parameters(answered)}
 
-    async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
+    async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
-        n_json = len(body) if json_length is None else json_length
-        if n_json > LONG_JSON or (len(body) > LONG_BODY and b'"BYTES"' in body[: max(0, n_json)]):
-            return await self._service.elsewhere.call(read_request, body, json_length, self._inputs)
-        if len(body) > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
-            return await asyncio.to_thread(read_request, body, json_length, self._inputs)
-        return read_request(body, json_length, self._inputs)
+        n = len(message.body)
+        if n > LONG_JSON and (message.n_slow > LONG_JSON or (n > LONG_BODY and message.has_texts)):
+            return await self._service.elsewhere.call(read_request, message, self._inputs)
+        if n > LONG_BODY:  # numbers as they are: numpy reads them without Python's lock
+            return await asyncio.to_thread(read_request, message, self._inputs)
+        return read_request(message, self._inputs)
 
     @cached_property
     def _logit_kind(self) -> str:

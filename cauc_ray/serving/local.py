@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
 import uvicorn
@@ -215,8 +215,12 @@ def _like_serve(app: ASGIApp) -> ASGIApp:
 
 
 @contextmanager
-def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) -> Iterator[Callable[[], None]]:
+def local_service(
+    pool: Pool, policy: Policy, model: str, host: str, port: int, grpc_port: int | None = None
+) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
+
+    grpc_port: where gRPC is answered too, None for nowhere.
 
     Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
     before that.
@@ -255,7 +259,12 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
 
         async def main() -> None:
             await service.check_health()
-            await server.serve([listener])
+            async with AsyncExitStack() as more:
+                if grpc_port is not None:
+                    from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
+
+                    await more.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
+                await server.serve([listener])
 
         def run() -> None:
             try:

@@ -81,6 +81,7 @@ class ServingMetrics:
             name: new_metric(name, kind, tags, says, _BOUNDARIES.get(name, _SECONDS))
             for name, (kind, tags, says) in METRICS.items()
         }
+        self._policy: str | None = None
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
 
@@ -126,10 +127,11 @@ class ServingMetrics:
         for stage, n in zip(self._stages, rows, strict=True):
             self._note("cauc_serve_queued_rows", stage)(n)
 
-    def policy(self, now: str, before: str | None = None) -> None:
-        """Report the active policy."""
-        if before is not None and before != now:
-            self._note("cauc_serve_policy", before)(0)
+    def policy(self, now: str) -> None:
+        """Report the active policy, again and again: Ray forgets gauges that are not."""
+        if self._policy is not None and self._policy != now:
+            self._note("cauc_serve_policy", self._policy)(0)
+        self._policy = now
         self._note("cauc_serve_policy", now)(1)
 
     def policy_change(self, outcome: Literal["taken", "refused", "overtaken"]) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,8 +32,10 @@ from cauc_ray.errors import printable
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
+from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
+from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse, answer_proxy
 from cauc_ray.serving.policies_live import Store, StoreError
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
@@ -293,6 +295,7 @@ class Router(Service):
         super().__init__(
             model, pool, policy, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
         )
+        self.grpc_calls = GrpcCalls(self)
 
     def __del__(self) -> None:
         """End, as Serve asks a replica to: write what is left of the log."""
@@ -335,3 +338,14 @@ class Router(Service):
         deployments = application.deployments if application is not None else {}
         own = [deployments.get(stage_deployment(spec.name)) for spec in self.specs]
         return [0 if one is None else one.replica_states.get("RUNNING", 0) for one in own]
+
+
+def _call_of(name: str) -> Callable[[Router, bytes, Any], Awaitable[ProxyResponse]]:
+    async def call(self: Router, body: bytes, grpc_context: Any) -> ProxyResponse:
+        return await answer_proxy(self.grpc_calls, name, body, grpc_context)
+
+    return call
+
+
+for _name in CALLS:  # as Serve's proxies call them
+    setattr(Router, _name, _call_of(_name))

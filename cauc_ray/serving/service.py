@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,6 +24,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
+from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
 from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
 from cauc_ray.serving.table_log import Logged, TableLog
@@ -121,7 +123,6 @@ class Service(ABC):
         self.n_open = 0
         self._cascade: Cascade | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self.metrics.policy(self.in_force.id)
 
     def _new_table_log(self, policy: Policy) -> TableLog | None:
         """Return what writes the shadow sample, if the pool has it written. Raises ConfigError without pyarrow."""
@@ -150,6 +151,11 @@ class Service(ABC):
             follow = (self.current_policy, self._follow_stages, self.watched, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
+
+    @cached_property
+    def inference(self) -> Inference:
+        """Return what answers requests for inference, however they come."""
+        return Inference(self)
 
     @property
     def labels(self) -> tuple[str, ...] | None:
@@ -341,7 +347,6 @@ class Service(ABC):
         if after.id != before.id or after.policy.reference != before.policy.reference:
             self.watching.begin(after.policy, after.id)
         if after.id != before.id:
-            self.metrics.policy(after.id, before.id)
             logger.info(f"policy {after.id} is active, after {before.id}")
             self._reported.forget(before.id)
 
@@ -360,6 +365,7 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
+        self.metrics.policy(self.in_force.id)
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         if self.table_log is not None:
             self.metrics.logged(self.table_log.take_counts())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from chart import KINDS, groups_of, of_kind, rendered
 from guarded_cluster import DEADLINE_S, Guarded
 from port_table import ROWS
 
@@ -18,13 +19,6 @@ def manifest(name):
     return list(yaml.safe_load_all((DEPLOYMENTS / f"{name}.yaml").read_text()))
 
 
-def groups_of(name):
-    (content,) = manifest(name)
-    spec = content["spec"]
-    cluster = spec.get("rayClusterSpec") or spec.get("rayClusterConfig") or spec
-    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-
-
 def in_table(port):
     return [name for name, row in ROWS.items() if any(first <= port <= last for first, last in row.ranges)]
 
@@ -32,9 +26,9 @@ def in_table(port):
 # --- the manifests ---
 
 
-@pytest.mark.parametrize("name", ["raycluster", "rayjob", "rayservice"])
-def test_kuberays_nodes_listen_where_the_table_says(name):
-    head, *_ = groups = groups_of(name)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kuberays_nodes_listen_where_the_table_says(kind):
+    head, *_ = groups = groups_of(kind)
     for group in groups:
         for option, port in group["rayStartParams"].items():
             assert ROWS[f"--{option}"].ranges == ((int(port), int(port)),)
@@ -73,11 +67,13 @@ def test_rays_own_defaults_are_those_of_the_table():
     assert opened == listening - {"--redis-shard-ports"}
 
 
-def test_policies_let_in_whom_the_table_names_and_no_other():
-    policies = {one["metadata"]["name"]: one["spec"]["ingress"] for one in manifest("networkpolicy")}
-    nodes, *others = policies["cauc-nodes"]
-    assert nodes == {"from": [{"podSelector": {"matchLabels": {"ray.io/is-ray-node": "yes"}}}]}
-    for rule in [*others, *policies["cauc-heads"]]:
+@pytest.mark.parametrize("values", [{}, {"kind": "cluster"}, {"service": {"grpc": True}}], ids=str)
+def test_policies_let_in_whom_the_table_names_and_no_other(values):
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered(**values), "NetworkPolicy")}
+    nodes, *others = policies["cauc-nodes"]["ingress"]
+    assert nodes == {"from": [{"podSelector": policies["cauc-nodes"]["podSelector"]}]}
+    opened = set()
+    for rule in [*others, *policies["cauc-head"]["ingress"]]:
         (peer,) = rule["from"]
         place = peer.get("namespaceSelector", peer.get("podSelector"))["matchLabels"]
         word = {
@@ -89,15 +85,15 @@ def test_policies_let_in_whom_the_table_names_and_no_other():
         for port in rule["ports"]:
             (name,) = in_table(port["port"])
             assert word in ROWS[name].who
+            opened.add(port["port"])
+    assert (9000 in opened) == ("service" in values)
     scraped = {port["port"] for rule in others for port in rule["ports"] if "monitoring" in str(rule["from"])}
     assert scraped == {row.ranges[0][0] for row in ROWS.values() if row.who == "Prometheus"}
 
 
 def test_the_monitor_scrapes_the_ports_that_ask_for_no_token():
-    (monitor,) = manifest("podmonitor")
-    head = groups_of("raycluster")[0]["template"]["spec"]["containers"][0]
-    ports = {port["name"]: port["containerPort"] for port in head["ports"]}
-    scraped = {ports[endpoint["port"]] for endpoint in monitor["spec"]["podMetricsEndpoints"]}
+    services = {one["metadata"]["name"]: one["spec"]["ports"] for one in of_kind(rendered(), "Service")}
+    scraped = {port["port"] for port in services["cauc-metrics"]}
     assert scraped == {row.ranges[0][0] for row in ROWS.values() if row.who == "Prometheus"}
 
 

@@ -6,9 +6,13 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from runs import python_pool, two_model_policy
 from virtual_time import run_virtually
 
-from cauc_ray.serving.service import repeat
+from cauc_ray.models.pool import load_pool
+from cauc_ray.serving.local import LocalClient, MemoryStore
+from cauc_ray.serving.policies_live import PolicyChange
+from cauc_ray.serving.service import Service, repeat
 
 
 def times_of(do, until_s):
@@ -41,3 +45,46 @@ def test_what_fails_is_logged_and_tried_again_at_longer_intervals(error, caplog)
     assert gaps[[0, 5]] == pytest.approx(1.0, abs=0.01)
     assert gaps[2] < gaps[3] < gaps[4]
     assert gaps[-1] == pytest.approx(10.0, abs=0.01)
+
+
+class Alone(Service):
+    """The only replica of a service whose metrics are noted in a list."""
+
+    def __init__(self, pool, policy, clients):
+        self.noted = []
+
+        def new_metric(name, *_):
+            return lambda tags: lambda value: self.noted.append((name, tags, value))
+
+        store = MemoryStore()
+        super().__init__("m", pool, policy, clients, store=store, new_metric=new_metric, life="1", name="alone")
+
+    async def ask_all(self, what):
+        return [await getattr(self, what)()]
+
+    async def n_loaded(self):
+        return [1] * len(self.specs)
+
+
+def test_gauges_are_set_again_and_again_also_after_a_change(tmp_path):
+    """Ray forgets a gauge that is not: what is in force would be shown for a moment only."""
+    pool, policy, other = load_pool(python_pool(tmp_path)), two_model_policy(0.7), two_model_policy(0.9)
+    clients = [LocalClient(spec, stage) for stage, spec in enumerate(pool.stages)]
+    for client in clients:
+        client.load(60.0)
+    service = Alone(pool, policy, clients)
+
+    async def main():
+        await service.check_health()
+        await asyncio.sleep(2.5)
+        await service.set_policy(PolicyChange(policy=other.model_dump(mode="json")))
+        await asyncio.sleep(2.5)
+
+    asyncio.run(main())
+    for client in clients:
+        client.close()
+    service.close()
+    told = [(tags["policy"], value) for name, tags, value in service.noted if name == "cauc_serve_policy"]
+    assert told.count((policy.id, 1)) >= 2
+    assert told.count((policy.id, 0)) == 1
+    assert told[-2:] == [(other.id, 1)] * 2

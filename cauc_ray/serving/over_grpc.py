@@ -1,0 +1,158 @@
+"""The Open Inference Protocol v2 over gRPC: the same requests as over HTTP, in the shells' gRPC servers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from cauc_ray.errors import printable
+from cauc_ray.protocol.grpc_messages import CALLS, SERVICE, GrpcMessage, parsed
+from cauc_ray.protocol.messages import VERSION
+from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
+from cauc_ray.serving.http_app import PACKAGE_VERSION, TOKEN, authorize, counted, require_model, token_of
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.service import Service
+
+# By the HTTP status of the same refusal.
+_CODES: Mapping[int, str] = {
+    401: "UNAUTHENTICATED",
+    404: "NOT_FOUND",
+    413: "RESOURCE_EXHAUSTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+}
+
+logger = logging.getLogger(__name__)
+
+
+class Refused(Exception):  # noqa: N818  # it is an answer
+    """A call that is refused.   trailing: metadata that go with the code and the details."""
+
+    def __init__(self, error: RequestError) -> None:
+        self.code = grpc.StatusCode[_CODES.get(error.status, "INVALID_ARGUMENT")]
+        self.details = printable(" ".join(error.message.split()))
+        seconds = error.retry_after_s
+        self.trailing = () if seconds is None else (("retry-after", str(max(1, round(seconds)))),)
+
+
+class GrpcCalls:
+    """Answers a service's calls.   answer() takes a call's name, its body and its metadata, and returns a body."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._token = service, token_of(TOKEN)
+        self._max_body = int(service.pool.serving.max_body_mb * 1e6)
+
+    async def answer(self, name: str, body: bytes, metadata: Mapping[str, Any]) -> bytes:
+        """Answer a call. Raises Refused."""
+        try:
+            if name == "ModelInfer":
+                return await self._infer(body, metadata)
+            asked, answered = CALLS[name]
+            content = await self._told(name, parsed(asked, body))
+            response: bytes = ParseDict(content, answered(), ignore_unknown_fields=True).SerializeToString()
+            return response
+        except RequestError as error:
+            raise Refused(error) from error
+        except Exception as error:  # whatever it is, this call is over and the others go on
+            logger.exception(f"internal error at {name}")
+            raise Refused(RequestError(INTERNAL_ERROR, 500)) from error
+
+    async def _told(self, name: str, message: Any) -> dict[str, Any]:
+        """Return the content of the response to a call that asks about the service or its model."""
+        if name.startswith("Model"):
+            require_model(self._service, message.name, message.version or VERSION)
+        if name == "ServerLive":
+            return {"live": True}
+        if name == "ServerMetadata":
+            return {"name": "cauc-ray", "version": PACKAGE_VERSION}
+        if name == "ModelMetadata":
+            return self._service.inference.metadata()
+        return {"ready": await self._service.ready()}
+
+    async def _infer(self, body: bytes, metadata: Mapping[str, Any]) -> bytes:
+        with counted(self._service, "infer", metadata) as fields:
+            authorize(metadata, self._token)
+            if len(body) > self._max_body:
+                raise RequestError(f"the message is longer than {self._max_body:,} bytes", 413)
+            message = GrpcMessage(body)
+            require_model(self._service, message.message.model_name, message.message.model_version or VERSION)
+            content, _, own = await self._service.inference.answer(message, metadata)
+            fields.update(own)
+        return content
+
+
+def metadata_of(context: Any) -> dict[str, Any]:
+    """Return a call's metadata as headers."""
+    return {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
+
+
+def handler_of(answer: Callable[[str, bytes, Any], Awaitable[bytes]]) -> grpc.GenericRpcHandler:
+    """Return what a gRPC server calls.   answer: takes a call's name, its body and its context."""
+
+    def method(name: str) -> grpc.RpcMethodHandler:
+        async def call(body: bytes, context: Any) -> bytes:
+            return await answer(name, body, context)
+
+        return grpc.unary_unary_rpc_method_handler(call)  # bytes in, bytes out
+
+    return grpc.method_handlers_generic_handler(SERVICE, {name: method(name) for name in CALLS})
+
+
+@asynccontextmanager
+async def grpc_server(service: Service, host: str, port: int, grace_s: float) -> AsyncIterator[None]:
+    """Answer a service's calls at a port for the length of the block. Raises RuntimeError where it is taken."""
+    calls = GrpcCalls(service)
+
+    async def answer(name: str, body: bytes, context: Any) -> bytes:
+        try:
+            return await calls.answer(name, body, metadata_of(context))
+        except Refused as refused:
+            await context.abort(refused.code, refused.details, refused.trailing)
+            raise
+
+    # A message beyond the limit is refused before it is read. Without the last option two servers may share a port.
+    limit = int(service.pool.serving.max_body_mb * 1e6)
+    sizes = {"grpc.max_receive_message_length": limit, "grpc.max_send_message_length": -1, "grpc.so_reuseport": 0}
+    server = grpc.aio.server(options=list(sizes.items()))
+    server.add_generic_rpc_handlers((handler_of(answer),))
+    server.add_insecure_port(f"{f'[{host}]' if ':' in host else host}:{port}")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(grace_s)
+
+
+class ProxyResponse(bytes):
+    """A response's body, as Serve asks for it."""
+
+    def SerializeToString(self) -> bytes:  # noqa: N802
+        """Return it."""
+        return bytes(self)
+
+
+async def answer_proxy(calls: GrpcCalls, name: str, body: bytes, context: Any) -> ProxyResponse:
+    """Answer a call that one of Serve's proxies passes on.   context: Serve's copy of the call's."""
+    try:
+        return ProxyResponse(await calls.answer(name, body, metadata_of(context)))
+    except Refused as refused:  # raised, it would be logged as a fault of the service
+        context.set_code(refused.code)
+        context.set_details(refused.details)
+        context.set_trailing_metadata(list(refused.trailing))
+        return ProxyResponse()
+
+
+def add_to_proxy(_: object, server: Any) -> None:
+    """Have one of Serve's proxies pass the protocol's calls to the router, whose methods are named as they are."""
+
+    async def passed_on(name: str, body: bytes, context: Any) -> bytes:
+        raise NotImplementedError(f"Serve's proxy answers {name} itself")
+
+    server.add_generic_rpc_handlers((handler_of(passed_on),))
