@@ -15,12 +15,13 @@ from typing import Any
 from urllib.parse import quote
 
 from cauc_ray.api.offline import policy_of
-from cauc_ray.api.options import ServeOptions, SetPolicyOptions
+from cauc_ray.api.options import ServeOptions, SetPolicyOptions, SignPolicyOptions
 from cauc_ray.cascade.worker import require_agreement
 from cauc_ray.errors import ConfigError, ExecutionError, PolicyError, printable, require_packages
-from cauc_ray.files.paths import AnyPath
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.signing import sign
 from cauc_ray.serving.service import require_name
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
@@ -145,6 +146,24 @@ def set_policy(
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
     return _http("PUT", address, change)
+
+
+def sign_policy(policy: str | AnyPath, *, key: str | AnyPath, days: float | None = None) -> Policy:
+    """Sign a policy's file for a fleet of edges: write it again with its dates, and `.sig` next to it.
+
+    Args:
+        policy: the policy's file, by path or URI.
+        key: PEM file of an Ed25519 private key, as `openssl genpkey -algorithm ed25519` makes it.
+        days: that edges may take it from now on; without them there is no end.
+
+    Returns:
+        The policy with the dates. Its id is the same.
+
+    Raises:
+        CaucError: where the policy or key cannot be read, or the files cannot be written.
+    """
+    SignPolicyOptions.of(locals())
+    return sign(path_of(policy), str(key), days)
 
 
 def _only_model(url: str) -> str:

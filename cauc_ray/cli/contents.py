@@ -223,6 +223,8 @@ def show_policy(policy: Policy) -> None:
             f"on {whole.split} ({whole.n:,} examples): accuracy {_share(whole.accuracy)}, "
             f"cost {number(whole.cost)} {unit}{relative(whole.relative_cost)}"
         )
+    if policy.issued_at is not None:
+        line(f"issued at {policy.issued_at}, {f'expires at {policy.expires_at}' if policy.expires_at else 'no end'}")
     if policy.reference is None:
         line("answers cannot be watched at this threshold: nothing is kept that they could be compared with")
     if policy.curve:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from cauc_ray.errors import CaucWarning, ConfigError, PolicyError, explain
 from cauc_ray.files.documents import write_text
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from cauc_ray.policies.predictions import Predictions
 
 FORMAT: Literal["cauc-policy/1"] = "cauc-policy/1"
+# What signing adds to a policy.
+SIGNED = ("issued_at", "expires_at")
 
 
 class Stage(FrozenModel):
@@ -130,6 +132,8 @@ class Policy(Shown, FrozenModel):
     given.   safe: the changes made by --safe, null without it, or at another threshold.   guards: all checks, whether
     they warn or not; empty at a threshold without measurements.   reference: the reference for later answers at this
     threshold; null if validation had missing labels.   noise: of the models' own numbers; null if it was not measured.
+    issued_at, expires_at: when the file was signed, and until when it may be taken; null if it was not signed, or
+    without an end.
     """
 
     in_turn: ClassVar[bool] = True
@@ -151,6 +155,8 @@ class Policy(Shown, FrozenModel):
     guards: tuple[Guard, ...] = ()
     reference: Reference | None = None
     noise: Noise | None = None
+    issued_at: AwareDatetime | None = None
+    expires_at: AwareDatetime | None = None
     # Last: it is the longest part of the file.
     curve: tuple[CurvePoint, ...] = Field(default=(), max_length=MOST_CURVE_POINTS)
 
@@ -339,6 +345,7 @@ class Policy(Shown, FrozenModel):
             "threshold": float(threshold),
             "budget": None if budget is None else float(budget),
             "threshold_choice": choice,
+            **dict.fromkeys(SIGNED),  # the result is not what was signed
         }
         if threshold != self.threshold:
             changes |= {"expected": None, "safe": None, "guards": (), "reference": None, "noise": None}
