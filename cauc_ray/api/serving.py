@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from cauc_ray.api.offline import policy_of
@@ -23,6 +23,9 @@ from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.signing import sign
 from cauc_ray.serving.service import require_name
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.fleet import Edge
 
 POLICY_TOKEN = "CAUC_POLICY_TOKEN"
 HTTP_DEADLINE_S = 30.0
@@ -92,12 +95,14 @@ def serve(
     require_agreement(stages, policy)
     for stage in stages:
         stage.model.check()
+    edge = _edge(pool, policy, local)
+    policy = policy if edge is None else edge.policy
     port = _free_port(host, port)
     model = require_name(pool.name if name is None else name)
     if local:
         from cauc_ray.serving.local import local_service  # Ray takes seconds to import, and some have none
 
-        running = local_service(pool, policy, model, host, port)
+        running = local_service(pool, policy, model, host, port, edge)
     else:
         from cauc_ray.serving.app import serve_service
 
@@ -106,6 +111,18 @@ def serve(
         require_alive = stack.enter_context(running)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         return Service(url, model, policy.id, require_alive, stack.pop_all())
+
+
+def _edge(pool: Pool, policy: Policy, local: bool) -> Edge | None:
+    """Return the part that a service takes in a fleet, None where it takes none. Raises ConfigError."""
+    if pool.serving.fleet is None:
+        return None
+    if not local:
+        raise ConfigError("serving.fleet is for a service in one process; start it with --local (local=True)")
+    require_packages("serving.fleet", "fleet", "anyio", "cryptography", "httpcore2")
+    from cauc_ray.serving.fleet import Edge  # its packages are another extra's
+
+    return Edge(pool.serving.fleet, policy)
 
 
 def set_policy(

@@ -12,6 +12,7 @@ from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
+from cauc_ray.models.fleet import FleetSpec
 from cauc_ray.models.kind import Section
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
@@ -70,7 +71,8 @@ class PoolServing(Section):
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
     the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
-    configures OpenTelemetry.   router: the deployment that takes requests.
+    configures OpenTelemetry.   router: the deployment that takes requests.   fleet: what a local service pulls and
+    reports.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -79,6 +81,7 @@ class PoolServing(Section):
     shadow: float = Field(default=0.0, ge=0, le=1)
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    fleet: FleetSpec | None = None
 
 
 LONGEST_NAME = 200  # folder names are limited to 255 bytes
