@@ -142,19 +142,17 @@ class Edge:
         except (PolicyError, UnreachableError) as error:
             says = f"{error}; policy {self._service.in_force.id} stays active"
             self._service.metrics.policy_change("refused" if isinstance(error, PolicyError) else "unreachable")
-        except RequestError as error:  # the service has counted it
-            says = f"{self._spec.policy}: {error.message}"
+        except (RequestError, ConfigError) as error:  # the service has refused and counted it, or it cannot be kept
+            says = f"{self._spec.policy}: {error}"
         self._say("pull", says)
         active = self._service.in_force
         expired = is_expired(active.policy)
         self._service.metrics.policy_expired(expired)
-        self._say(
-            "expired",
-            f"policy {active.id} expired at {active.policy.expires_at}; it stays active" if expired else None,
-        )
+        says = f"policy {active.id} expired at {active.policy.expires_at}; it stays active" if expired else None
+        self._say("expired", says)
 
     async def _pull(self) -> None:
-        """Take the source's policy if it is another one. Raises PolicyError, UnreachableError and RequestError."""
+        """Take and keep the source's policy if it is another one. Raises what pull() catches."""
         for left in reversed(range(TRIES)):
             try:
                 return await self._take()
@@ -180,13 +178,8 @@ class Edge:
             require_not_older(policy, active)
         await self._service.set_policy(PolicyChange(policy=policy.model_dump(mode="json")))
         self._newest = policy.issued_at
-        try:
-            await asyncio.to_thread(self._kept.keep, content, signature)
-        except ConfigError as error:
-            self._say("keep", f"policy {policy.id} is active, but not kept for the next start: {error}")
-        else:
-            self._say("keep", None)
-            self._etag = etag
+        await asyncio.to_thread(self._kept.keep, content, signature)
+        self._etag = etag
 
     async def report(self) -> None:
         """Report what the service has seen since it began, and the feedback that waits, batch by batch."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from cauc_ray.errors import explain
@@ -31,6 +31,7 @@ _Id = Annotated[str, Field(pattern=r"^[0-9a-z-]{1,64}$")]
 class FeedbackBatch(BaseModel):
     """Messages that `POST …/feedback` took at the edge.   id: the same whenever they are sent again."""
 
+    model_config = ConfigDict(strict=True)
     id: _Id
     messages: list[dict[str, Any]]
 
@@ -43,13 +44,13 @@ class FleetReport(BaseModel):
     `GET …/watch`.
     """
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False, strict=True)
     edge: Annotated[str, Field(pattern=EDGE_NAME)]
     life: _Id
     sequence: int = Field(ge=0)
     policy_id: str = Field(max_length=100)
-    issued_at: AwareDatetime | None = None
-    expires_at: AwareDatetime | None = None
+    issued_at: str | None = Field(default=None, max_length=100)
+    expires_at: str | None = Field(default=None, max_length=100)
     counters: dict[str, dict[str, float | dict[str, float]]] = Field(default_factory=dict)
     watch: dict[str, Any] = Field(default_factory=dict)
     feedback: FeedbackBatch | None = None

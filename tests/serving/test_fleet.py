@@ -355,7 +355,14 @@ def test_a_report_is_taken_once_and_refused_where_it_makes_no_sense(cloud):
     assert cloud.edges()["a"]["sequence"] == 6
     assert post(life="1" * 32, sequence=0)[1]["new"] is True
     assert cloud.n_labelled() == 1
-    for wrong in ({"edge": "../a"}, {"edge": ""}, {"sequence": -1}, {"life": None}, {"counters": {"rows": 1}}):
+    for wrong in (
+        {"edge": "../a"},
+        {"edge": ""},
+        {"sequence": -1},
+        {"life": None},
+        {"counters": {"rows": 1}},
+        {"sequence": "1"},
+    ):
         status, content = post(**wrong)
         assert (status, list(content)) == (400, ["error"])
     assert http("POST", url, b'{"edge": NaN}')[0] == 400
