@@ -39,6 +39,7 @@ VERBS: Mapping[str, str] = {
     "run": "run a policy's cascade on real inputs",
     "serve": "serve a policy's cascade over HTTP",
     "policy set": "change the policy of a running service",
+    "policy sign": "sign a policy's file for a fleet of edges",
     "check": "check whether a policy is still valid on saved logits; exit code 3 where it is not",
     "plan": "plan the replicas of each stage for a rate of requests",
     "report": "write an HTML page on a policy, and its policy card",

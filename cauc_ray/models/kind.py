@@ -46,7 +46,7 @@ def beside(name: str, info: ValidationInfo) -> str:
     folder = folder_of(info)
     path = name if folder is None else path_from(folder, name)
     if isinstance(path, RemotePath):
-        raise ValueError(f"weights must be local files on the nodes, not {path}; give an absolute path")
+        raise ValueError(f"a local file on the nodes is needed, not {path}; give an absolute path")
     return str(path)
 
 

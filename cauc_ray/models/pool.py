@@ -21,6 +21,7 @@ from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_from, path_of
 from cauc_ray.models.answers import Model
+from cauc_ray.models.fleet import FleetSpec
 from cauc_ray.models.kind import Section, folder_of
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
@@ -99,8 +100,8 @@ class PoolServing(Section):
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
     the whole cascade's, when its stages are idle; with log, of all answers.   log: writes these, every model's logits
-    and all, as a logit table.   tracing: "module:function", called once in each router, that
-    configures OpenTelemetry.   router: the deployment that takes requests.
+    and all, as a logit table.   tracing: "module:function", called once in each router, that configures OpenTelemetry.
+    router: the deployment that takes requests.   fleet: what a local service pulls and reports.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -110,6 +111,7 @@ class PoolServing(Section):
     log: LogSpec | None = None
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    fleet: FleetSpec | None = None
 
     @model_validator(mode="after")
     def _logs_a_sample(self) -> PoolServing:

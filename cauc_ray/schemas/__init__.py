@@ -17,6 +17,7 @@ from cauc_ray.models.pool import Pool
 from cauc_ray.policies.cauc import BasePolicy, RFPolicy
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
+from cauc_ray.serving.fleet_reports import FleetReport
 from cauc_ray.serving.http_app import OPENAPI
 from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.watching import FeedbackMessage
@@ -35,7 +36,7 @@ def _openapi() -> dict[str, Any]:
     described: dict[str, Any] = json.loads(OPENAPI.read_text(encoding="utf-8"))
     adapters: list[Any] = [
         (one, "validation", TypeAdapter(one))
-        for one in (InferenceRequest, PolicyChange, FeedbackMessage, DecisionRequest)
+        for one in (InferenceRequest, PolicyChange, FeedbackMessage, FleetReport, DecisionRequest)
     ]
     _, schemas = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")
     described["components"]["schemas"] |= schemas["$defs"]

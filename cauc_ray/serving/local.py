@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -34,6 +34,9 @@ from cauc_ray.serving.policies_live import Store
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.service import Service, environment
+
+if TYPE_CHECKING:
+    from cauc_ray.serving.fleet import Edge
 
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -143,8 +146,10 @@ class MemoryStore(Store):
 class LocalService(Service):
     """The only replica of a service."""
 
-    def __init__(self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient]) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(
+        self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient], edge: Edge | None = None
+    ) -> None:
+        self._registry, self._edge = CollectorRegistry(), edge
         self._stages = stages
         life, store = uuid.uuid4().hex, MemoryStore()
         super().__init__(model, pool, policy, stages, store=store, new_metric=self._new_metric, life=life, name="local")
@@ -160,6 +165,13 @@ class LocalService(Service):
     async def ask_all(self, what: str) -> list[Any]:
         """Call a method of this replica."""
         return [await getattr(self, what)()]
+
+    async def feedback(self, body: bytes) -> dict[str, Any]:
+        """Take what has become known of answers, also for the fleet. Raises RequestError where it makes no sense."""
+        taken = await super().feedback(body)
+        if self._edge is not None:
+            await self._edge.feedback(body)
+        return taken
 
     async def n_loaded(self) -> list[int]:
         """Return how many replicas of each stage have loaded."""
@@ -216,12 +228,11 @@ def _like_serve(app: ASGIApp) -> ASGIApp:
 
 @contextmanager
 def local_service(
-    pool: Pool, policy: Policy, model: str, host: str, port: int, grpc_port: int | None = None
+    pool: Pool, policy: Policy, model: str, host: str, port: int, grpc_port: int | None = None, edge: Edge | None = None
 ) -> Iterator[Callable[[], None]]:
     """Serve a policy's chain at a port for the length of the block. Raises ExecutionError where it does not start.
 
-    grpc_port: where gRPC is answered too, None for nowhere.
-
+    grpc_port: where gRPC is answered too, None for nowhere.   edge: the service's part in a fleet, None for none.
     Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
     before that.
     """
@@ -245,7 +256,7 @@ def local_service(
             if not may_wait:
                 raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
             logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
-        service = LocalService(model, pool, policy, clients)
+        service = LocalService(model, pool, policy, clients, edge)
         config = uvicorn.Config(
             service.app(),
             log_config=None,
@@ -264,6 +275,8 @@ def local_service(
                     from cauc_ray.serving.over_grpc import grpc_server  # edge boxes may have no gRPC
 
                     await more.enter_async_context(grpc_server(service, host, grpc_port, SENT_S))
+                if edge is not None:
+                    more.callback(asyncio.create_task(edge.run(service)).cancel)
                 await server.serve([listener])
 
         def run() -> None:

@@ -166,6 +166,9 @@ class Teller:
         metrics.shadowed(0, costs)
         metrics.shadow_rows("compared", 2)
         metrics.logged({"written": 2})
+        metrics.policy_expired(False)
+        metrics.report("taken", 10)
+        metrics.edge("shop-17", 1e9, True, {"rows": {"small": {"accepted": 3}}})
         metrics.flush()
 
 

@@ -177,3 +177,19 @@ def test_a_raised_alarm_outlives_the_routers_and_ends_with_the_policy(watched, t
     cauc_ray.set_policy(watched.policy, url=two_routers.url)
     content = seen(two_routers, lambda content: content["policy_id"] == watched.policy.id and content["holds"])
     assert content["holds"] is True
+
+
+@pytest.mark.slow
+def test_a_fleet_s_reports_to_any_router_are_shown_by_all_and_feedback_is_counted_once(watched, two_routers):
+    before = seen(two_routers, lambda content: True)["n_labelled"]
+    policy_id = call(two_routers, "policy")[1]["policy_id"]
+    message = {"policy_id": policy_id, "prediction": [1], "confidence": [0.9], "stage": [2], "label": [1]}
+    batch = {"id": "1", "messages": [message]}
+    report = {"edge": "a", "life": "0", "policy_id": policy_id, "feedback": batch}
+    for sequence in range(12):
+        status, told = call(two_routers, "fleet", {**report, "sequence": sequence})
+        assert (status, told["counted"]) == (200, None if sequence else 1)
+    for _ in range(6):
+        status, told = call(two_routers, "fleet")
+        assert (status, told["edges"]["a"]["sequence"]) == (200, 11)
+    assert seen(two_routers, lambda content: content["n_labelled"] > before)["n_labelled"] == before + 1
