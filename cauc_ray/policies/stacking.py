@@ -425,5 +425,6 @@ def fit_stacked(
         policy: StackedPolicy = Variants(policies, validation, rule.objective).chosen(rule.budget)
     else:
         policy = [one for one in policies if one.variant != "stacked-gain"][-1]
-    decided: StackedPolicy = choose_threshold(policy, calibration, validation, rule)
+    with_budget = policy.model_copy(update={"budget": rule.budget})
+    decided: StackedPolicy = choose_threshold(with_budget, calibration, validation, rule)
     return decided
