@@ -23,10 +23,11 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.policies.by_method import fit_policy, refit
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
-from cauc_ray.policies.fitting import fit_policy, refit, require_safe_rule
+from cauc_ray.policies.fitting import require_safe_rule
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
@@ -76,7 +77,8 @@ def fit(
         example_ids: (N,), of arrays, each once; without them row i is "i", the position as text. Nothing depends on
             the order of rows, but of shares that are cut off where ids are positions.
         models: the chain, cheapest first; without them all models by rising cost.
-        method: "base" or "rf".
+        method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best of the
+            three and of all sub-chains of the models, on validation at a budget.
         costs: of a call of each model, by name or in the order of models; without them the table's.
         cost_unit: of costs; without it the table's, else "cost units".
         calibration_split: what the policy is fitted on.
@@ -128,13 +130,14 @@ def fit(
         return policy
     source = Source(logits, options, labels, example_ids)
     require_fit(options, len(source.models))
-    if search:
+    if options.searches:
         check_pool(source.models)
     found, splits = None, source.read(source.models, source.costs)
-    if options.search:
-        found = search_chains(method, *splits, options.rule, validation_split, calibrator=calibrator)
+    if options.searches:
+        found = search_chains(options.method, *splits, options.rule, validation_split, calibrator=calibrator)
         # Read again: an example that only other models failed on counts here.
         splits = source.read(found.chosen.models, source.costs)
+        options = options.model_copy(update={"method": found.chosen.method})
     policy = _with_prompts(fit_chains(options, *splits).model_copy(update={"search": found}), logits)
     policy = _with_noise(policy, logits, splits[-1] or splits[0])
     warn_of(policy.guards)

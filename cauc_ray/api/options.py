@@ -261,7 +261,11 @@ class FitOptions(ChainOptions, ShardOptions):
     """What a policy is fitted by."""
 
     GROUP = "fitting"
-    method: Literal["base", "rf"] = option("CAUC Base or CAUC-RF", "base")
+    method: Literal["base", "rf", "stacked", "auto"] = option(
+        "CAUC Base; CAUC-RF; RF with terms that recalibrate each model; or the best of these and of all sub-chains at "
+        "a budget",
+        "base",
+    )
     budget: float | None = option("mean cost per example to choose the threshold for")
     threshold: float | None = option("a threshold to use as it is")
     objective: Objective = option("what a chosen threshold maximises", "accuracy")
@@ -276,15 +280,22 @@ class FitOptions(ChainOptions, ShardOptions):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         _ = self.rule
-        if self.search and self.safe:
+        if self.searches and self.safe:
             raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")
-        if self.search and self.certify is not None:
+        if self.searches and self.certify is not None:
             raise ConfigError(
                 "a chain that was chosen on validation cannot be certified there; leave one of search and certify out"
             )
-        if self.shards is not None and (self.search or self.validation is not None):
-            raise ConfigError("search, and validation as a share, need all logits in one process; leave shards out")
+        if self.shards is not None and (self.searches or self.validation is not None or self.method == "stacked"):
+            raise ConfigError(
+                "search, stacked, and validation as a share, need all logits in one process; leave shards out"
+            )
         return self
+
+    @property
+    def searches(self) -> bool:
+        """Return whether the chain is chosen among all sub-chains of the models."""
+        return self.search or self.method == "auto"
 
     @property
     def rule(self) -> ThresholdRule:

@@ -30,6 +30,7 @@ from cauc_ray.numbers.intervals import Share
 from cauc_ray.policies.cauc import BaseStage
 from cauc_ray.policies.evidence import ChainSearch, RiskCertificate
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.stacked import StackedStage
 
 # By the columns that a table of the kind has; the first that fits.
 _TABLES = {
@@ -264,6 +265,13 @@ def _fitted(stage: Any) -> dict[str, str]:
     }
     if isinstance(stage, BaseStage):
         own = {"CR": percent(stage.complementarity_rate, sign=True), "fused": "yes" if stage.fused else "no"}
+    elif isinstance(stage, StackedStage):
+        terms = {"biases": stage.biases, "matrix": stage.matrix, stage.answer: stage.answer != "none"}
+        own = {
+            "a": number(stage.state_weight),
+            "c": number(stage.logit_weight),
+            "also": ", ".join(name for name, there in terms.items() if there) or "–",
+        }
     elif stage.fused:
         own = {"alpha": number(stage.alpha), "beta": number(stage.beta)}
     else:

@@ -2,5 +2,6 @@
 
 # Policy.load knows the policy files of these, whichever module is asked for first.
 from cauc_ray.policies.cauc import BasePolicy, RFPolicy
+from cauc_ray.policies.stacked import StackedPolicy
 
-__all__ = ["BasePolicy", "RFPolicy"]
+__all__ = ["BasePolicy", "RFPolicy", "StackedPolicy"]

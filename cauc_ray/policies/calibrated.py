@@ -127,6 +127,8 @@ def require_calibrator(kind: CalibratorKind, method: str, n_models: int) -> None
     """Raise ConfigError unless a method supports the calibrator with this number of models."""
     if kind not in KINDS:
         raise ConfigError(unknown_name("calibrator", kind, KINDS))
+    if kind != "temperature" and method in ("stacked", "auto"):
+        raise ConfigError(f"method {method} recalibrates models by terms of its own: leave the calibrator {kind} out")
     if kind == "isotonic" and (method != "base" or n_models > MOST_ISOTONIC):
         raise ConfigError(
             f"the calibrator isotonic is for method base with one or two models, got {method} with {n_models}; "

@@ -17,6 +17,7 @@ from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.cauc import BasePolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
 from cauc_ray.policies.policy import Policy, Stage
+from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.policies.trace import Trace, answers_alone, replay
 
 # With fewer, accuracies are not known to 5 points with 95 % confidence: (1.96 / 0.05) ** 2 / 4 = 384.1.
@@ -104,10 +105,11 @@ def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: 
     """Compare the policy with the best of the policies without one of its stages that cost no more.
 
     The threshold and all numbers of the other stages stay; a new fit of fewer models, or `--search`, may be better
-    still. None for chains of one or two models, which below-single-model covers.
+    still. None for chains of one or two models, which below-single-model covers, and where what decides at a stage is
+    what later ones gain.
     """
     indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
-    if len(indices) < 3:
+    if len(indices) < 3 or (isinstance(policy, StackedPolicy) and policy.variant == "stacked-gain"):
         return None
     parts = [
         replay(_without(policy, index), chain.of_models([other for other in indices if other != index]))
@@ -142,7 +144,11 @@ def _fusing(policy: Policy) -> list[int]:
     """Return the stages with fused answers: Base's last stage, RF's later stages except those not fused."""
     if isinstance(policy, BasePolicy):
         return [len(policy.stages) - 1] if any(stage.fused for stage in policy.stages[:-1]) else []
-    return [index for index, stage in enumerate(policy.stages) if index and isinstance(stage, RFStage) and stage.fused]
+    return [
+        index
+        for index, stage in enumerate(policy.stages)
+        if index and not (isinstance(stage, RFStage) and not stage.fused)
+    ]
 
 
 def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str) -> Iterator[Guard]:

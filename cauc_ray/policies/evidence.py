@@ -247,9 +247,11 @@ class CurvePoint(FrozenModel):
 class FoundChain(FrozenModel):
     """A chain that a search measured on validation, at the threshold that the rule chooses for it.
 
-    quality: of the objective.   cost: mean per example. Both null if no threshold was within the budget.
+    method: null in files of earlier versions, where it is the policy's.   quality: of the objective.   cost: mean per
+    example. Both null if no threshold was within the budget.
     """
 
+    method: str | None = None
     models: tuple[str, ...]
     quality: float | None
     cost: float | None

@@ -10,14 +10,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
-from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, PolicyError, unknown_name
+from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
 from cauc_ray.numbers.chain import Chain
-from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import accuracy, macro_f1
@@ -25,54 +23,12 @@ from cauc_ray.numbers.sweep import STOP_NONE, most_within
 from cauc_ray.policies.calibrated import AnswerSums, calibrator_of, pair_of, require_calibrator, sum_answers
 from cauc_ray.policies.cauc import BasePolicy, BaseStage, PairDiagnostics, RFPolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, SafeChoice, TemperatureDiagnostics, ThresholdChoice
-from cauc_ray.policies.policy import POLICY_CLASSES, Policy
+from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
 from cauc_ray.policies.trace import answers_alone, replay, trace_policy
 
 # Fits a method on two splits by a rule; with safe=True it keeps only supported fusions.
 Fit: TypeAlias = Callable[..., Policy]
-
-
-def fit_policy(
-    method: str,
-    calibration: Chain,
-    validation: Chain | None,
-    rule: ThresholdRule,
-    names: tuple[str, str],
-    *,
-    calibrator: CalibratorKind = "temperature",
-    safe: bool = False,
-) -> Policy:
-    """Fit a policy by its method's name. Raises ConfigError if the method has no policy file.
-
-    safe: fit as fit_safe does, compared with single models. The other arguments are those of fit_base.
-    """
-    if method not in POLICY_CLASSES:
-        raise ConfigError(unknown_name("method", method, POLICY_CLASSES))
-    fit: Fit = partial(fit_base if method == "base" else fit_rf, names=names, calibrator=calibrator)
-    return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
-
-
-def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
-    """Fit a policy by another one's rule, on a chain in which models were replaced.
-
-    A given threshold stays; a chosen one is chosen again by the same rule; a safe policy is fitted as a safe one
-    again. Fits are deterministic: every number that does not depend on a replaced model stays equal to the bit.
-    Raises PolicyError if the calibration examples are not those of the policy.
-    """
-    if policy.calibration.examples_fingerprint != calibration.examples_fingerprint():
-        raise PolicyError(
-            f"{calibration.source} has other calibration examples than the policy was fitted on; fit a new policy"
-        )
-    choice = policy.threshold_choice
-    rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
-    if choice.rule == "given":
-        rule = ThresholdRule(threshold=policy.threshold)
-    elif choice.certificate is not None:
-        rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
-    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
-    kind, safe = policy.calibrator_kind, policy.safe is not None
-    return fit_policy(policy.method, calibration, validation, rule, names, calibrator=kind, safe=safe)
 
 
 def fit_base(

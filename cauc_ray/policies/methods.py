@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 
 from cauc_ray.errors import ConfigError, unknown_name
+from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.fitting import fit_base, fit_rf
@@ -156,19 +157,22 @@ class Thresholded:
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure thresholds on labelled examples, all by one sweep."""
-        trace = self._trace(examples)
-        accuracy = trace.frontier(examples.chain, "accuracy")
-        f1 = trace.frontier(examples.chain, "macro-f1")
-        at = accuracy.index(settings)
-        return Curve(settings, accuracy.cost[at], accuracy.quality[at], f1.quality[at], _last_share(trace, settings))
+        return curve_of(self._trace(examples), examples.chain, settings)
 
     def _trace(self, examples: Examples) -> Trace:
         """Answer examples without showing their labels to the cascade."""
         return self.cascade(examples if self.sees_labels else examples.without_labels())
 
 
+def curve_of(trace: Trace, chain: Chain, thresholds: Floats) -> Curve:
+    """Measure thresholds, float64 (P,), on a chain's labelled examples, all by one sweep."""
+    accuracy, f1 = trace.frontier(chain, "accuracy"), trace.frontier(chain, "macro-f1")
+    at = accuracy.index(thresholds)
+    return Curve(thresholds, accuracy.cost[at], accuracy.quality[at], f1.quality[at], _last_share(trace, thresholds))
+
+
 def _last_share(trace: Trace, settings: Floats) -> Floats:
-    reached = reached_shares(trace.confidences[:, :-1], settings)
+    reached = reached_shares(trace.compared[:, :-1], settings)
     stopped = reached - np.pad(reached[:, 1:], ((0, 0), (0, 1)))
     share: Floats = stopped[:, trace.calls[:, -1]].sum(axis=1)
     return share
@@ -186,6 +190,7 @@ METHODS: Mapping[str, Method] = {
     for method in (
         Method("base", "ours", f"{_OURS}:fit_cauc_base"),
         Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
+        Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
         Method("margin", "cascade", f"{_OTHERS}.simple:fit_margin"),

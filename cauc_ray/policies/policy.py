@@ -307,6 +307,10 @@ class Policy(Shown, FrozenModel):
         Raises DataError if a row's options differ from those at earlier stages.
         """
 
+    def worth(self, stage: int, confidences: Floats) -> Floats:
+        """Return what a stage compares with the threshold: the confidences, or what a method makes of them, (n,)."""
+        return confidences
+
     def check_chain(self, chain: Chain) -> None:
         """Raise PolicyError unless the chain is this policy's; warn if its logits are of another kind."""
         if chain.models != self.models:

@@ -7,7 +7,7 @@ its models would be, by the steps of fits and replays.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,9 @@ from cauc_ray.policies.cauc import BasePolicy, fold
 from cauc_ray.policies.evidence import ChainSearch, ChosenChain, FoundChain
 from cauc_ray.policies.fitting import fit_base, require_base_rule
 from cauc_ray.policies.policy import Step
+from cauc_ray.policies.stacking import variants_of
 from cauc_ray.policies.threshold import ThresholdRule
+from cauc_ray.policies.trace import trace_policy
 
 MOST_MODELS = 12
 N_RUNNERS_UP = 5
@@ -103,7 +105,22 @@ def _ending(
         yield from _ending(policy, own, (*indices, index), *after)
 
 
+def sub_chains_of_stacked(
+    calibration: ChainLogits, validation: ChainLogits, chains: Iterable[tuple[int, ...]]
+) -> Iterator[SubChain]:
+    """Fit stacked cascades to some sub-chains: every variant of each."""
+    for indices in chains:
+        own = validation.of_models(indices)
+        for policy in variants_of(calibration.of_models(indices), own):
+            trace = trace_policy(policy, own)
+            yield SubChain(indices, tuple(zip(trace.predictions.T, trace.compared.T, strict=True)))
+
+
 _METHODS = {"base": sub_chains_of_base, "rf": sub_chains_of_rf}
+# What method auto chooses among.
+AUTO = ("base", "rf", "stacked")
+# A stacked cascade takes seconds to fit: of a pool's sub-chains, those that are best as CAUC-RF are.
+N_STACKED = 8
 
 
 def check_pool(models: Iterable[str]) -> None:
@@ -126,16 +143,22 @@ def search_chains(
 
     calibration, validation: of all models of the pool, at most MOST_MODELS, in any order; chains are ordered by mean
     cost on calibration, ties as given.   split: validation's name.
-    Each of the 2^M - 1 sub-chains is measured as a fit of its models would be. Among equals the cheapest is chosen,
-    then the shortest. Raises ConfigError for a pool that is too large or a rule that the method does not support,
-    DataError if labels are missing, BudgetError if no model is within the budget.
+    method: base, rf, stacked, or auto for the best of the three at the rule's budget. Each of the 2^M - 1 sub-chains is
+    measured as a fit of its models would be; stacked cascades, which take longer to fit, on those that are best as
+    CAUC-RF. Among equals the cheapest is chosen, then the shortest. Raises ConfigError for a pool that is too large or
+    a rule that the method does not support, DataError if labels are missing, BudgetError if no model is within the
+    budget.
     """
     check_pool(calibration.models)
-    if method not in _METHODS:
-        raise ConfigError(unknown_name("method", method, _METHODS))
-    require_calibrator(calibrator, method, len(calibration.models))
+    methods = AUTO if method == "auto" else (method,)
+    for name in methods:
+        if name not in AUTO:
+            raise ConfigError(unknown_name("method", name, (*AUTO, "auto")))
+        require_calibrator(calibrator, name, len(calibration.models))
     if method == "base":
         require_base_rule(rule)
+    if method == "auto" and rule.budget is None:
+        raise ConfigError("method auto compares methods at a budget; give one")
     if validation is None:
         raise ConfigError("a search chooses the chain on a validation split; give one")
     calibration.require_labels("calibration")
@@ -144,8 +167,31 @@ def search_chains(
     calibration, validation = calibration.of_models(order), validation.of_models(order)
     _require_affordable(validation, rule)
     halves = _halves(len(validation))
-    found = [_measure(one, validation, rule, halves) for one in _METHODS[method](calibration, validation, calibrator)]
+    found: list[_Found] = []
+    for name in methods:
+        if name == "stacked":
+            as_rf = [one for one in found if one.method == "rf"] or [
+                _measure(one, validation, rule, halves, "rf")
+                for one in sub_chains_of_rf(calibration, validation, calibrator)
+            ]
+            chains = _promising(as_rf, len(calibration.models))
+            subs = sub_chains_of_stacked(calibration, validation, chains)
+        else:
+            subs = _METHODS[name](calibration, validation, calibrator)
+        found += [_measure(one, validation, rule, halves, name) for one in subs]
     return _report(found, validation, rule, split)
+
+
+def _promising(found: Sequence[_Found], n_models: int) -> list[tuple[int, ...]]:
+    """Return the chains that stacked cascades are fitted to: the best on all rows and on each half, and the whole one.
+
+    found: CAUC-RF's, of all sub-chains.
+    """
+    ranked = sorted(found, key=lambda one: _rank(one, one.whole))
+    firsts = [next(one for one in ranked if len(one.indices) == size) for size in (1, 2) if size <= n_models]
+    on_halves = [min(found, key=lambda one: _rank(one, one.halves[half])) for half in range(len(found[0].halves))]
+    chains = [one.indices for one in (*ranked[:N_STACKED], *firsts, *on_halves)]
+    return list(dict.fromkeys([*chains, tuple(range(n_models))]))
 
 
 def _require_affordable(validation: ChainLogits, rule: ThresholdRule) -> None:
@@ -170,19 +216,22 @@ _UNAFFORDABLE = OperatingPoint(threshold=np.nan, cost=np.inf, quality=-np.inf)
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A chain measured on validation.
+    """A method's chain measured on validation.
 
     whole: at its threshold there.   halves: on each half, at the threshold chosen on it.   held_out: at that threshold
     on the other half.
     """
 
+    method: str
     indices: tuple[int, ...]
     whole: OperatingPoint
     halves: tuple[OperatingPoint, ...]
     held_out: tuple[OperatingPoint, ...]
 
 
-def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Ints, ...]) -> _Found:
+def _measure(
+    one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves: tuple[Ints, ...], method: str
+) -> _Found:
     given = rule.threshold if rule.threshold is not None or rule.budget is not None else one.reference
     of_chain = validation.costs.of_models(one.indices)
     predictions, confidences = (np.stack(of) for of in zip(*one.steps, strict=True))
@@ -202,7 +251,7 @@ def _measure(one: SubChain, validation: ChainLogits, rule: ThresholdRule, halves
     own = tuple(chosen(half) for half in on_halves)
     pairs = zip(on_halves[::-1], own, strict=True)
     held_out = tuple(_UNAFFORDABLE if of is _UNAFFORDABLE else other.at(of.threshold) for other, of in pairs)
-    return _Found(one.indices, chosen(swept(np.arange(len(validation)))), own, held_out)
+    return _Found(method, one.indices, chosen(swept(np.arange(len(validation)))), own, held_out)
 
 
 def _rank(found: _Found, on: OperatingPoint) -> tuple[float, float, int, tuple[int, ...]]:
@@ -215,6 +264,7 @@ def _report(found: list[_Found], validation: ChainLogits, rule: ThresholdRule, s
     def named(one: _Found) -> FoundChain:
         affordable = np.isfinite(one.whole.quality)
         return FoundChain(
+            method=one.method,
             models=tuple(validation.models[index] for index in one.indices),
             quality=one.whole.quality if affordable else None,
             cost=one.whole.cost if affordable else None,
@@ -243,7 +293,7 @@ def _report(found: list[_Found], validation: ChainLogits, rule: ThresholdRule, s
         objective=rule.objective,
         budget=rule.budget,
         n_chains=2**m - 1,
-        n_measured=len(found),
+        n_measured=len({one.indices for one in found}),
         n_halves=len(best.halves),
         n_same=best_on_halves(found).count(best),
         chosen=chosen(found),

@@ -130,4 +130,4 @@ def _certify(
 
 
 def _early(trace: Trace, chain: Chain) -> EarlyAnswers:
-    return early_answers(trace.confidences[:, :-1], trace.predictions[:, :-1] == chain.labels[:, None])
+    return early_answers(trace.compared[:, :-1], trace.predictions[:, :-1] == chain.labels[:, None])

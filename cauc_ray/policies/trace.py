@@ -99,6 +99,7 @@ class Trace:
     calls: bool (S, M), which models were called for an example that stops at a step.
     likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where not asked for.
     other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
+    worth: float64 (N, S), what is compared with a threshold; None for the confidences.
     """
 
     predictions: Ints
@@ -106,10 +107,16 @@ class Trace:
     calls: Bools
     likeliest: Ints | None = None
     other_costs: Floats | float = 0.0
+    worth: Floats | None = None
+
+    @property
+    def compared(self) -> Floats:
+        """Return what is compared with a threshold, float64 (N, S)."""
+        return self.confidences if self.worth is None else self.worth
 
     def frontier(self, chain: Chain, objective: Objective = "accuracy") -> Frontier:
         """Return all operating points on the chain's examples, which have labels."""
-        inner = self.confidences[:, :-1]
+        inner = self.compared[:, :-1]
         found = sweep(inner, self.predictions, chain.labels, chain.costs, objective, self.calls)
         return replace(found, cost=found.cost + np.mean(self.other_costs))
 
@@ -117,8 +124,8 @@ class Trace:
         """Return the step at which each example stops, int (N,)."""
         stops = np.zeros(len(self.confidences), dtype=np.int64)
         goes_on = np.ones(len(stops), dtype=bool)
-        for confidences in self.confidences[:, :-1].T:
-            goes_on &= confidences < threshold
+        for worth in self.compared[:, :-1].T:
+            goes_on &= worth < threshold
             stops += goes_on
         return stops
 
@@ -209,7 +216,9 @@ def calls_in_turn(n_models: int) -> Bools:
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether to record it."""
     predictions, confidences, *codes = of_rows(chain, partial(_trace_block, policy, likeliest))
-    return Trace(predictions, confidences, calls_in_turn(len(policy.stages)), *codes)
+    trace = Trace(predictions, confidences, calls_in_turn(len(policy.stages)), *codes)
+    worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(confidences.T)], axis=1)
+    return trace if np.array_equal(worth, confidences) else replace(trace, worth=worth)
 
 
 def _trace_block(policy: Policy, with_likeliest: bool, part: ChainPart, rows: slice) -> tuple[Array, ...]:
@@ -379,7 +388,7 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
     trace = trace_policy(policy, chain)
     last = len(policy.stages) - 1
     stops = trace.stops(policy.threshold)
-    accepted = trace.confidences >= policy.threshold
+    accepted = trace.compared >= policy.threshold
     accepted[:, last] = True
     correct = trace.predictions == chain.labels[:, None]
     found: list[StageGuarantees | None] = []

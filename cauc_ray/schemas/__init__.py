@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
 from cauc_ray.policies.cauc import BasePolicy, RFPolicy
+from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
 from cauc_ray.serving.fleet_reports import FleetReport
@@ -27,7 +28,9 @@ CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "pl
 
 
 def _policy() -> dict[str, Any]:
-    either: TypeAdapter[Any] = TypeAdapter(Annotated[BasePolicy | RFPolicy, Field(discriminator="method")])
+    either: TypeAdapter[Any] = TypeAdapter(
+        Annotated[BasePolicy | RFPolicy | StackedPolicy, Field(discriminator="method")]
+    )
     return either.json_schema()
 
 

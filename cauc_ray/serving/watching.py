@@ -117,8 +117,12 @@ class Feedback:
 
     def given_by(self, policy: Policy) -> Feedback:
         """Return the answers that the policy gave by itself: not those that a request's cap or a fault cut short."""
-        last = self.stages == len(policy.stages) - 1
-        return self.at(last | (self.confidences >= policy.threshold - _ROUNDING))
+        accepted = self.stages == len(policy.stages) - 1
+        for stage in range(len(policy.stages) - 1):
+            own = self.stages == stage
+            near = [policy.worth(stage, self.confidences[own] + off) for off in (-_ROUNDING, 0.0, _ROUNDING)]
+            accepted[own] = np.max(near, axis=0) >= policy.threshold
+        return self.at(accepted)
 
     def at(self, kept: Bools) -> Feedback:
         """Return some of the rows.   kept: bool (n,)."""

@@ -23,7 +23,7 @@ from cauc_ray.data.writing import logit_columns
 from cauc_ray.errors import CaucWarning, ConfigError, DataError, ExecutionError, GuardError
 from cauc_ray.execution.sharded import ShardActor, ShardedChain, cut_rows, facts_of
 from cauc_ray.numbers.chain import digest_of_rows
-from cauc_ray.policies.fitting import fit_policy
+from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 
 MODELS = ("m0", "m1", "m2")

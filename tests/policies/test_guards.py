@@ -13,8 +13,9 @@ from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import CaucWarning, GuardError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.intervals import Mean, signs_of
+from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.checks import FEWEST_EXAMPLES, as_expected, require_quiet
-from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import measure_replay, replay, trace_policy
 

@@ -10,7 +10,7 @@ from scipy.special import softmax
 from synthetic import chain
 
 from cauc_ray.errors import ConfigError, DataError
-from cauc_ray.policies.fitting import fit_policy
+from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay
 

@@ -10,7 +10,7 @@ from synthetic import splits
 
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError, DataError
 from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.policies.fitting import fit_policy
+from cauc_ray.policies.by_method import fit_policy
 from cauc_ray.policies.search import search_chains, sub_chains_of_base, sub_chains_of_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy

@@ -12,8 +12,9 @@ from synthetic import chain, seeds, splits
 from cauc_ray.errors import BudgetError, ConfigError, DataError, PolicyError, RiskError
 from cauc_ray.numbers.chain import UNKNOWN_LABEL
 from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.policies.by_method import refit
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS
-from cauc_ray.policies.fitting import fit_base, fit_rf, refit
+from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import replay, trace_policy
 

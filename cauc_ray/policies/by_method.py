@@ -1,0 +1,60 @@
+"""Fits of policies by the name of their method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from cauc_ray.errors import ConfigError, PolicyError, unknown_name
+from cauc_ray.numbers.calibrators import CalibratorKind
+from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.policies.fitting import Fit, fit_base, fit_rf, fit_safe
+from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.stacking import fit_stacked
+from cauc_ray.policies.threshold import ThresholdRule
+
+_FITS: Mapping[str, Fit] = {"base": fit_base, "rf": fit_rf, "stacked": fit_stacked}
+
+
+def fit_policy(
+    method: str,
+    calibration: Chain,
+    validation: Chain | None,
+    rule: ThresholdRule,
+    names: tuple[str, str],
+    *,
+    calibrator: CalibratorKind = "temperature",
+    safe: bool = False,
+) -> Policy:
+    """Fit a policy by its method's name. Raises ConfigError if the method has no policy file.
+
+    safe: fit as fit_safe does, compared with single models. The other arguments are those of fit_base.
+    """
+    if method not in _FITS:
+        raise ConfigError(unknown_name("method", method, _FITS))
+    fit: Fit = partial(_FITS[method], names=names, calibrator=calibrator)
+    return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
+
+
+def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
+    """Fit a policy by another one's rule, on a chain in which models were replaced.
+
+    A given threshold stays; a chosen one is chosen again by the same rule; a safe policy is fitted as a safe one
+    again. Fits are deterministic: every number that does not depend on a replaced model stays equal to the bit.
+    Raises PolicyError if the calibration examples are not those of the policy.
+    """
+    if policy.calibration.examples_fingerprint != calibration.examples_fingerprint():
+        raise PolicyError(
+            f"{calibration.source} has other calibration examples than the policy was fitted on; fit a new policy"
+        )
+    choice = policy.threshold_choice
+    rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
+    if choice.rule == "given":
+        rule = ThresholdRule(threshold=policy.threshold)
+    elif choice.certificate is not None:
+        rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
+    names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")
+    kind: CalibratorKind = "temperature" if policy.method == "stacked" else policy.calibrator_kind
+    safe = policy.safe is not None
+    return fit_policy(policy.method, calibration, validation, rule, names, calibrator=kind, safe=safe)

@@ -1,0 +1,190 @@
+"""Stacked cascades: CAUC-RF's recursion with terms that recalibrate each model. Ours, beyond the paper.
+
+With l_j = log softmax z_j of a stage's logits, q_j the vote 1[k = argmax z_j] or softmax(z_j), and
+pi_j = softmax(z_j / T_j + o_j), a row's scores after the stage are, up to a constant of the row,
+
+    r_j = a_j r_{j-1} + c_j l_j + v_j q_j + b_j + pi_j A_j.
+
+With a_j and c_j alone it is CAUC-RF (paper, eq. 8): a_j = 1 / (2 alpha_j), c_j = 1 / (2 beta_j T_j).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, TypeAlias
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from cauc_ray.errors import DataError
+from cauc_ray.numbers.chain import LARGEST
+from cauc_ray.numbers.logits import log_softmax, real_options, softmax, top_option
+from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.cauc import same_width
+from cauc_ray.policies.evidence import FrozenModel
+from cauc_ray.policies.policy import Policy, Stage, Step
+
+# What a stage adds of a model's own answer: nothing, 1 for the option that it chose, or its probabilities.
+OwnAnswer: TypeAlias = Literal["none", "vote", "probability"]
+Variant: TypeAlias = Literal["rf", "stacked", "stacked-gain"]
+
+# Lower log probabilities say no more, where terms beyond RF's are fitted.
+LOWEST_LOG = -20.0
+# Standardised features of a confidence are clipped here: a polynomial means nothing far from its data.
+_FURTHEST = 6.0
+_NEAREST = 1e-12
+
+
+class Gain(FrozenModel):
+    """What going on from a stage is expected to gain in confidence, per unit of cost.
+
+    u_k(p) = intercepts_k + weights_k x, where x are the standardised features p, p^2, p^3, sqrt(1 - p), logit p of the
+    stage's confidence p, for each of the stages after it.
+
+    centres, scales: of the features.   weights, intercepts: of the stages after this one.   costs: of their calls up to
+    each of them, as shares of what the whole chain costs.
+    """
+
+    centres: tuple[float, ...] = Field(min_length=5, max_length=5)
+    scales: tuple[float, ...] = Field(min_length=5, max_length=5)
+    weights: tuple[tuple[float, ...], ...] = Field(min_length=1)
+    intercepts: tuple[float, ...]
+    costs: tuple[float, ...]
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Gain:
+        if len({len(self.weights), len(self.intercepts), len(self.costs)}) > 1 or {*map(len, self.weights)} != {5}:
+            raise ValueError("weights, intercepts and costs must be of the same stages, with five weights each")
+        if min(self.costs) <= 0 or min(self.scales) <= 0:
+            raise ValueError("costs and scales must be above 0")
+        return self
+
+    def worth(self, confidences: Floats) -> Floats:
+        """Return 1 / (1 + exp(max_k u_k(p) / cost_k)), float64 (n,): the less going on gains, the higher."""
+        features = (features_of(confidences) - self.centres) / self.scales
+        columns = np.clip(features, -_FURTHEST, _FURTHEST).T
+        rates = []
+        for weights, intercept, cost in zip(self.weights, self.intercepts, self.costs, strict=True):
+            total = np.full(len(confidences), intercept)
+            for weight, column in zip(weights, columns, strict=True):
+                total += weight * column
+            rates.append(total / cost)
+        worth: Floats = 1.0 / (1.0 + np.exp(np.clip(np.max(rates, axis=0), -700, 700)))
+        return worth
+
+
+def features_of(confidences: Floats) -> Floats:
+    """Return p, p^2, p^3, sqrt(1 - p), logit p, float64 (n, 5)."""
+    p = np.clip(confidences, _NEAREST, 1 - _NEAREST)
+    return np.column_stack([p, p**2, p**3, np.sqrt(1 - p), np.log(p) - np.log1p(-p)])
+
+
+class StackedStage(Stage):
+    """A stage of a stacked policy.
+
+    state_weight: a, of the scores before it; null for the first.   logit_weight: c, of its log probabilities.
+    answer: what q is.   answer_weight: v.   biases: b, one for each option; null for none.   matrix: A, a row for each
+    option of pi; null for none.   gain: what going on is worth; null where the confidence decides, and for the last.
+    """
+
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {
+        "state_weight",
+        "logit_weight",
+        "answer",
+        "answer_weight",
+        "biases",
+        "matrix",
+        "gain",
+    }
+
+    state_weight: float | None = Field(gt=0, le=LARGEST)
+    logit_weight: float = Field(gt=0, le=LARGEST)
+    answer: OwnAnswer = "none"
+    answer_weight: float = Field(default=0.0, ge=0, le=LARGEST)
+    biases: tuple[float, ...] | None = None
+    matrix: tuple[tuple[float, ...], ...] | None = None
+    gain: Gain | None = None
+
+    @model_validator(mode="after")
+    def _is_square(self) -> StackedStage:
+        if self.matrix is not None and {*map(len, self.matrix)} != {len(self.matrix)}:
+            raise ValueError("the matrix must have as many columns as rows")
+        return self
+
+    def scores_after(self, logits: Floats, state: Floats | None) -> Floats:
+        """Return r after the stage, float64 (n, K).   logits: of its model, float (n, K).   state: r before it."""
+        logits = real_options(logits)
+        beyond = self.answer != "none" or self.biases is not None or self.matrix is not None
+        logs = log_probabilities(logits, floored=beyond)
+        if state is not None:
+            logs, state = same_width(logs, state, (self.name, "the stages before"))
+        scores: Floats = self.logit_weight * logs
+        if state is not None and self.state_weight is not None:
+            scores += self.state_weight * state
+        if self.answer != "none":
+            own = answer_of(logits, self.answer)
+            scores[:, : own.shape[1]] += self.answer_weight * own
+        if self.biases is not None:
+            scores[:, : len(self.biases)] += self._known(logits, len(self.biases))
+        if self.matrix is not None:
+            self._known(logits, len(self.matrix))
+            probabilities = softmax(self.scores(logits))
+            # Row by row of A: a matrix product may round a row differently with other neighbours.
+            for option, row in enumerate(self.matrix[: probabilities.shape[1]]):
+                scores[:, : len(row)] += probabilities[:, option, None] * np.array(row)[: scores.shape[1]]
+        scores -= scores.max(axis=1, keepdims=True)
+        return scores
+
+    def _known(self, logits: Floats, n_known: int) -> Floats:
+        """Return the biases of the options that rows may have. Raises DataError for an option that was not fitted."""
+        unknown = np.flatnonzero(np.isfinite(logits[:, n_known:]).any(axis=1))
+        if len(unknown):
+            raise DataError(
+                f"row {unknown[0]} of the batch has more options than the {n_known} that the policy was fitted on for "
+                f"{self.name!r}"
+            )
+        return np.array(self.biases or ())[: logits.shape[1]]
+
+
+class StackedPolicy(Policy):
+    """A stacked cascade. A row's state is the score vector r over the K options: S = K.
+
+    variant: rf, without terms beyond CAUC-RF's; stacked, with them; stacked-gain, where in addition the expected gain
+    per cost decides who goes on, not the confidence.
+    """
+
+    method: Literal["stacked"] = "stacked"
+    variant: Variant
+    stages: tuple[StackedStage, ...] = Field(min_length=1)
+
+    def worth(self, stage: int, confidences: Floats) -> Floats:
+        """Return what is compared with the threshold."""
+        gain = self.stages[stage].gain
+        return confidences if gain is None else gain.worth(confidences)
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Add the stage's terms to the scores, and stop if that is worth more than the threshold."""
+        r = self.stages[stage].scores_after(logits, state)
+        predictions, confidences = top_option(r)
+        last = stage == len(self.stages) - 1
+        accepted = np.full(len(r), True) if last else self.worth(stage, confidences) >= self.threshold
+        return Step(predictions, confidences, accepted, state=r, scores=r)
+
+
+def log_probabilities(logits: Floats, *, floored: bool) -> Floats:
+    """Return log softmax of logits, float64 (n, K); -inf stays.   floored: at LOWEST_LOG.
+
+    Rounded to float32: the last bits of a logarithm may depend on a row's position in a batch.
+    """
+    logs = log_softmax(logits).astype(np.float32).astype(np.float64)
+    if floored:
+        logs = np.where(np.isneginf(logs), logs, np.maximum(logs, LOWEST_LOG))
+    return logs
+
+
+def answer_of(logits: Floats, answer: OwnAnswer) -> Floats:
+    """Return q, float64 (n, K).   answer: "vote" or "probability"."""
+    if answer == "probability":
+        return softmax(logits)
+    votes = np.zeros(logits.shape)
+    votes[np.arange(len(logits)), logits.argmax(axis=1)] = 1.0
+    return votes
