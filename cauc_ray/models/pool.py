@@ -12,7 +12,7 @@ from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
-from cauc_ray.models.kind import Section
+from cauc_ray.models.kind import Location, Section
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
@@ -64,21 +64,55 @@ class RouterSpec(Section):
     resources: Resources = Resources()
 
 
+class CandidateSpec(Section):
+    """A policy that begins as a candidate.   file: a path or a URI.   share: of the requests."""
+
+    file: Location
+    share: float = Field(gt=0, lt=1)
+
+
+class CanarySpec(Section):
+    """When a candidate replaces the policy in force, or ends.
+
+    evidence: what accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on the
+    shadow sample.   error_rate: the probability that a decision on a candidate is wrong.   accuracy_margin: how much
+    less accurate a candidate may be; negative: how much more it must be.   cost_margin: the same of mean costs per
+    row, as a share.   min_rows: of a candidate, with a known label, before it is promoted.   decide: by itself (auto)
+    or by-hand.
+    """
+
+    evidence: Literal["feedback", "shadow"] = "feedback"
+    error_rate: float = Field(default=0.05, gt=0, lt=0.5)
+    accuracy_margin: float = Field(default=0.01, gt=-1, lt=1)
+    cost_margin: float = Field(default=0.05, gt=-1)
+    min_rows: int = Field(default=200, ge=1)
+    decide: Literal["auto", "by-hand"] = "auto"
+
+
 class PoolServing(Section):
     """How a pool is served.
 
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
-    the whole cascade's, when its stages are idle.   tracing: "module:function", called once in each router, that
-    configures OpenTelemetry.   router: the deployment that takes requests.
+    the whole cascade's, when its stages are idle.   policies: candidates at the start, each with a share of the
+    requests.   canary: when they replace the policy in force, or end.   tracing: "module:function", called once in each
+    router, that configures OpenTelemetry.   router: the deployment that takes requests.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
     max_body_mb: float = Field(default=64.0, gt=0)
     max_queued_rows: int = Field(default=8192, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
+    policies: tuple[CandidateSpec, ...] = ()
+    canary: CanarySpec = CanarySpec()
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+
+    @model_validator(mode="after")
+    def _has_its_evidence(self) -> PoolServing:
+        if self.canary.evidence == "shadow" and not self.shadow:
+            raise ValueError("canary: evidence from the shadow sample needs a share of rows, shadow: 0.01 for example")
+        return self
 
 
 LONGEST_NAME = 200  # folder names are limited to 255 bytes

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -153,7 +153,7 @@ class Comparison:
     def __init__(self, rule: Rule, highest_cost: float) -> None:
         self._rule, self._highest = rule, highest_cost
         self._right, self._costs = (_Waiting(), _Waiting())
-        self._found = Evidence()
+        self._pairs: deque[tuple[Bools, Floats]] = deque(maxlen=MOST_WAITING)
 
     def outcomes(self, right: Bools, *, of_candidate: bool) -> None:
         """Take which answers of one of the two policies were right, bool (n,)."""
@@ -161,34 +161,50 @@ class Comparison:
 
     def costs(self, costs: Floats, *, of_candidate: bool) -> None:
         """Take what answers of one of the two policies cost, float (n,)."""
-        self._costs.of(of_candidate).extend(costs.tolist())
+        self._costs.of(of_candidate).extend(np.minimum(costs, self._highest).tolist())
 
     def pairs(self, right: Bools, costs: Floats) -> None:
         """Take the answers of both policies to the same rows, bool and float (n, 2), the candidate's first."""
-        self._add_right(*right.astype(np.float64).T, right.sum(axis=0), len(right), len(right))
-        self._add_costs(*costs.T, costs.sum(axis=0), len(costs), len(costs))
+        self._pairs.append((right, np.minimum(costs, self._highest)))
 
     def take(self) -> Evidence:
-        """Return the evidence since the last time."""
+        """Return the evidence since the last time; more rows may come meanwhile, from another thread."""
+        found, taken = Evidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
+        if taken:
+            right, costs = (np.concatenate(of) for of in zip(*taken, strict=True))
+            found += self._of_right(_Blocks.of_pairs(right.astype(np.float64)))
+            found += self._of_costs(_Blocks.of_pairs(costs))
         if (blocks := self._right.blocks()) is not None:
-            self._add_right(*blocks)
+            found += self._of_right(blocks)
         if (blocks := self._costs.blocks()) is not None:
-            self._add_costs(*blocks)
-        found, self._found = self._found, Evidence()
+            found += self._of_costs(blocks)
         return found
 
-    def _add_right(self, candidate: Floats, incumbent: Floats, sums: Floats, n: int, m: int) -> None:
-        """Add differences of n rows of the candidate and m of the incumbent.   sums: of both."""
-        capital = _log_capital(self._rule.by_accuracy(candidate, incumbent))
-        right = [PolicySums(n_known=rows, n_right=int(total)) for rows, total in zip((n, m), sums, strict=True)]
-        self._found += Evidence(*right, accuracy=capital)
+    def _of_right(self, blocks: _Blocks) -> Evidence:
+        candidate, incumbent = (PolicySums(n_known=n, n_right=round(total)) for n, total in blocks.sums)
+        return Evidence(candidate, incumbent, accuracy=_log_capital(self._rule.by_accuracy(*blocks.means)))
 
-    def _add_costs(self, candidate: Floats, incumbent: Floats, sums: Floats, n: int, m: int) -> None:
-        # Where nothing costs anything, nothing is too expensive.
-        shares = [np.minimum(of / self._highest, 1.0) if self._highest else of for of in (candidate, incumbent)]
-        differences = self._rule.by_cost(*shares) if self._highest else np.ones(len(candidate))
-        own = [PolicySums(n=rows, cost=float(total)) for rows, total in zip((n, m), sums, strict=True)]
-        self._found += Evidence(*own, cost=_log_capital(differences))
+    def _of_costs(self, blocks: _Blocks) -> Evidence:
+        candidate, incumbent = (PolicySums(n=n, cost=total) for n, total in blocks.sums)
+        if self._highest:
+            differences = self._rule.by_cost(*(of / self._highest for of in blocks.means))
+        else:  # where nothing costs anything, nothing is too expensive
+            differences = np.ones(len(blocks.means[0]))
+        return Evidence(candidate, incumbent, cost=_log_capital(differences))
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Means by block of the candidate and the incumbent; the number of rows of each, and their sum."""
+
+    means: tuple[Floats, Floats]
+    sums: tuple[tuple[int, float], tuple[int, float]]
+
+    @classmethod
+    def of_pairs(cls, values: Floats) -> _Blocks:
+        """Return pairs as blocks of one row each.   values: float (n, 2), the candidate's first."""
+        n, (candidate, incumbent) = len(values), values.sum(axis=0).tolist()
+        return cls((values[:, 0], values[:, 1]), ((n, candidate), (n, incumbent)))
 
 
 class _Waiting:
@@ -198,23 +214,25 @@ class _Waiting:
         self._own: tuple[deque[float], deque[float]] = (deque(maxlen=MOST_WAITING), deque(maxlen=MOST_WAITING))
 
     def of(self, candidate: bool) -> deque[float]:
+        """Return those of one policy."""
         return self._own[0 if candidate else 1]
 
-    def blocks(self) -> tuple[Floats, Floats, Floats, int, int] | None:
-        """Take all rows, as means by block of the candidate and the incumbent, their sums and numbers; if there are."""
-        # More may come meanwhile, from another thread. How many there are must decide, not what they are.
-        sizes = [len(own) for own in self._own]
-        if not min(sizes):
+    def blocks(self) -> _Blocks | None:
+        """Take all rows, if there are some of both policies."""
+        # How many there are decides, not what they are.
+        n, m = map(len, self._own)
+        if not min(n, m):
             return None
-        rows = [np.array([own.popleft() for _ in range(n)]) for own, n in zip(self._own, sizes, strict=True)]
-        starts = [np.arange(min(sizes)) * n // min(sizes) for n in sizes]
-        means = [_means(own, at) for own, at in zip(rows, starts, strict=True)]
-        return means[0], means[1], np.array([own.sum() for own in rows]), sizes[0], sizes[1]
+        candidate, incumbent = (
+            np.array([own.popleft() for _ in range(size)]) for own, size in zip(self._own, (n, m), strict=True)
+        )
+        means = (_means(candidate, min(n, m)), _means(incumbent, min(n, m)))
+        return _Blocks(means, ((n, float(candidate.sum())), (m, float(incumbent.sum()))))
 
 
-def _means(values: Floats, starts: Iterable[int]) -> Floats:
-    """Return the means of the stretches that begin at some positions."""
-    starts = np.asarray(starts)
+def _means(values: Floats, n_blocks: int) -> Floats:
+    """Return the means of neighbouring stretches of about equal size."""
+    starts = np.arange(n_blocks) * len(values) // n_blocks
     means: Floats = np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
     return means
 

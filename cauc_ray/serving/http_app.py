@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.protocol.messages import VERSION, decoded_body
+from cauc_ray.protocol.messages import decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.policies_live import PolicyChange
@@ -109,8 +109,7 @@ class _Handlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
-        self._require_model(request)
-        return JSONResponse(self._inference.metadata())
+        return JSONResponse(self._inference.metadata(self._require_model(request)))
 
     async def model_ready(self, request: Request) -> Response:
         self._require_model(request)
@@ -125,10 +124,8 @@ class _Handlers:
         if request.method == "PUT":
             return await self._set_policy(request)
         authorize(request.headers, self._token, self._policy_token)
-        in_force = await self._service.current_policy()
-        policy = in_force.policy.model_dump(mode="json")
-        content = {"policy_id": in_force.id, "version": in_force.version, "policy": policy}
-        return JSONResponse(content, headers={"ETag": self._service.etag(in_force)})
+        content, etag = await self._service.policies()
+        return JSONResponse(content, headers={"ETag": etag})
 
     async def _set_policy(self, request: Request) -> Response:
         if self._token is not None and self._policy_token is None:
@@ -215,21 +212,22 @@ class _Handlers:
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
         content, json_length, fields = await self._inference.answer(
-            body, None if length is None else int(length), headers
+            body, None if length is None else int(length), headers, request.path_params.get("version")
         )
         if json_length is None:
             return Response(content, media_type="application/json"), fields
         own = {"Inference-Header-Content-Length": str(json_length)}
         return Response(content, headers=own, media_type="application/octet-stream"), fields
 
-    def _require_model(self, request: Request) -> None:
-        """Raise RequestError (404) where the parts of an address are not of the model."""
+    def _require_model(self, request: Request) -> str | None:
+        """Return the version in an address, None without one. Raises RequestError (404) where it is not active."""
         model, given = self._service.model, request.path_params
-        name, version = given.get("name", model), given.get("version", VERSION)
-        if name != model:
+        if (name := given.get("name", model)) != model:
             raise RequestError(f"there is no model {name!r:.80}; this service has model {model!r}", 404)
-        if version != VERSION:
-            raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
+        version: str | None = given.get("version")
+        if version is not None:
+            self._inference.member(self._service.in_force, version)
+        return version
 
 
 class Bodies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,7 +19,6 @@ from cauc_ray.models.python import imported
 from cauc_ray.numbers.logits import softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
-    VERSION,
     InferRequest,
     RequestParameters,
     read_infer_request,
@@ -28,7 +27,9 @@ from cauc_ray.protocol.messages import (
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
 from cauc_ray.serving.inputs import Inputs
+from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import RequestState
+from cauc_ray.serving.watching import new_answer_id
 
 if TYPE_CHECKING:
     from cauc_ray.serving.service import Service
@@ -63,17 +64,18 @@ class Inference:
         self._spans = Spans.configured(service.pool.serving.tracing)
 
     async def answer(
-        self, body: bytes, json_length: int | None, headers: Mapping[str, str]
+        self, body: bytes, json_length: int | None, headers: Mapping[str, str], version: str | None = None
     ) -> tuple[bytes, int | None, Mapping[str, Any]]:
         """Answer one request: the response's body, the length of its JSON part (None: all of it), and fields to log.
 
-        Raises RequestError.
+        version: the id of the policy that is asked, None for any. Raises RequestError.
         """
         started_ns, service = time.time_ns(), self._service
         request, columns, n = await self._read(body, json_length)
-        answered, parameters = await self._answered(columns, n, request.parameters, "probabilities" in request.outputs)
+        wants_scores = "probabilities" in request.outputs
+        answered, parameters = await self._answered(columns, n, request.parameters, wants_scores, version)
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
-        write = partial(write_infer_response, request, service.model, outputs, parameters)
+        write = partial(write_infer_response, request, service.model, parameters["policy_id"], outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
         written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
         fields = {"rows": n, **parameters}
@@ -96,22 +98,50 @@ class Inference:
         return response(request, answered, orders, parameters), fields
 
     async def _answered(
-        self, columns: Batch, n: int, limits: RequestParameters, wants_scores: bool
+        self, columns: Batch, n: int, limits: RequestParameters, wants_scores: bool, version: str | None = None
     ) -> tuple[RequestState, dict[str, Any]]:
         """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
+        if version is not None:
+            member = self.member(in_force, version)
+        elif (session := limits.get("session")) is not None:
+            member = in_force.drawn_for(session)
+        else:
+            member = in_force.drawn(random.random())
         answered = await service.cascade.answer(
-            in_force.policy,
+            member.policy,
             columns,
             n,
-            last_stage=last_stage(limits, in_force.policy),
+            last_stage=last_stage(limits, member.policy),
             wants_scores=wants_scores,
         )
-        service.watching.answered(answered, in_force.id)
-        if answered.early:
-            service.cascade.shadows.offer(answered, partial(service.watching.agreements, in_force.id))
-        return answered, {"policy_id": in_force.id, "answer_id": secrets.token_hex(16), **_parameters(answered)}
+        service.metrics.policy_rows(member.id, n)
+        service.watching.answered(answered, member.id)
+        drawn = version is None and bool(in_force.candidates) and not answered.capped
+        if drawn:
+            self._compare(in_force, member, answered)
+        if answered.early and member.id == in_force.id:
+            service.cascade.shadows.offer(answered, partial(service.watching.agreements, member.id))
+        own = {"policy_id": member.id, "answer_id": new_answer_id(drawn=drawn)}
+        return answered, {**own, **_parameters(answered)}
+
+    def _compare(self, in_force: InForce, member: Member, answered: RequestState) -> None:
+        """Have the answers of a policy that was drawn, or others to the same rows, compared with other policies'."""
+        canary, cascade = self._service.canary, self._service.cascade
+        canary.answered(in_force, member, answered.costs)
+        for candidate in in_force.candidates if canary.is_paired else ():
+            pair = {cascade.key(policy): policy for policy in (candidate.policy, in_force.policy)}
+            report = partial(canary.paired, in_force, candidate)
+            cascade.shadows.pair(pair, answered.columns, answered.n, report)
+
+    def member(self, in_force: InForce, version: str) -> Member:
+        """Return an active policy by its id. Raises RequestError (404)."""
+        member = in_force.member(version)
+        if member is None:
+            there = ", ".join(in_force.shares)
+            raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {there}", 404)
+        return member
 
     async def _read(self, body: bytes, json_length: int | None) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
@@ -122,13 +152,14 @@ class Inference:
             return await asyncio.to_thread(read_request, body, json_length, self._inputs)
         return read_request(body, json_length, self._inputs)
 
-    def metadata(self) -> dict[str, Any]:
-        """Return the model's metadata as the protocol has it."""
+    def metadata(self, version: str | None = None) -> dict[str, Any]:
+        """Return the model's metadata as the protocol has it.   version: of which policy. Raises RequestError (404)."""
         in_force = self._service.in_force
-        policy = in_force.policy
+        member = in_force.members[0] if version is None else self.member(in_force, version)
+        policy = member.policy
         return {
             "name": self._service.model,
-            "versions": [VERSION],
+            "versions": list(in_force.shares),
             "platform": "cauc-ray",
             "inputs": [
                 {"name": name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
@@ -139,7 +170,7 @@ class Inference:
                 for name, datatype in OUTPUTS.items()
             ],
             "parameters": {
-                "policy_id": in_force.id,
+                "policy_id": member.id,
                 "method": policy.method,
                 "stages": ",".join(policy.models),
                 "cost_unit": policy.cost_unit,

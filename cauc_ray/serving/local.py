@@ -30,10 +30,10 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
-from cauc_ray.serving.policies_live import Store
+from cauc_ray.serving.policies_live import InForce, Store
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
-from cauc_ray.serving.service import Service, environment
+from cauc_ray.serving.service import Service, environment, policies_at_start
 
 # A service that is stopped waits so long for open requests, and then for their answers to be sent.
 GRACE_S, SENT_S = 7.0, 1
@@ -136,11 +136,12 @@ class MemoryStore(Store):
 class LocalService(Service):
     """The only replica of a service."""
 
-    def __init__(self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient]) -> None:
+    def __init__(self, model: str, pool: Pool, policies: InForce, stages: Sequence[LocalClient]) -> None:
         self._registry = CollectorRegistry()
         self._stages = stages
         life, store = uuid.uuid4().hex, MemoryStore()
-        super().__init__(model, pool, policy, stages, store=store, new_metric=self._new_metric, life=life, name="local")
+        own: dict[str, Any] = {"store": store, "new_metric": self._new_metric, "life": life, "name": "local"}
+        super().__init__(model, pool, policies, stages, **own)
 
     def _new_metric(
         self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
@@ -214,7 +215,7 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
     Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
     before that.
     """
-    stages = pool.chain(policy.models)
+    stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
     sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
@@ -229,7 +230,7 @@ def local_service(pool: Pool, policy: Policy, model: str, host: str, port: int) 
             started.callback(client.close)
         for client in clients:
             client.load(LOAD_DEADLINE_S)
-        service = LocalService(model, pool, policy, clients)
+        service = LocalService(model, pool, policies, clients)
         config = uvicorn.Config(
             service.app(),
             log_config=None,

@@ -62,7 +62,8 @@ class RequestState(Owner):
     beyond.   degrades: whether rows that a later stage does not answer keep the answer of the one before.
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
     the policy has a reference.   scores: float64 (n, K), of the best answers, kept only where they are wanted.
-    called: the stages that have answered.   shadow: whether it is a shadow request, counted separately.
+    called: the stages that have answered.   shadow: whether it is a shadow request, counted separately, whose rows go
+    on to the last stage; stopped: int32 (n,), what they would have answered, and stopped_costs: at which cost.
     early: its rows that get a shadow request.   reason: why rows are degraded, as of the first one.   spans_ns: by
     stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
@@ -92,6 +93,8 @@ class RequestState(Owner):
         self.scores: Floats | None = None
         self.reason: str | None = None
         self.early: list[Early] = []
+        if shadow:
+            self.stopped, self.stopped_costs = np.full(n, -1, np.int32), np.zeros(n)
         self.spans_ns: dict[int, tuple[int, int]] = {}
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -115,6 +118,8 @@ class RequestState(Owner):
             self._keep_scores(indices, result.scores[positions])
         if self.shadow:  # the last stage's word is wanted
             self._metrics.shadowed(stage, result.costs[positions])
+            stop = indices[~on & (self.stopped[indices] < 0)]
+            self.stopped[stop], self.stopped_costs[stop] = self.predictions[stop], self.costs[stop]
             on[:] = stage < self.last_stage
             return on
         capped = self.capped and stage == self.last_stage

@@ -1,22 +1,25 @@
 """The shadow sample: of a share of early answers, what the rest of the cascade would have made of them.
 
 Rows go on from where they stopped, after their request has been answered, and only to stages that are idle: at most one
-call's worth at a time, so that a request never waits for more than one of them.
+call's worth at a time, so that a request never waits for more than one of them. While there are candidates, some rows
+are answered again by each of them and the incumbent, so that their answers to the same rows can be compared.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from cauc_ray.cascade.rows import Call
+from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.protocol.tensors import RequestError
+from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.request_state import RequestState, requests_of
 
@@ -30,18 +33,28 @@ MOST_WAITING = 1000
 
 # Called with the stages that gave the answers, int (n,), and which of them the whole cascade gave too, bool (n,).
 Report: TypeAlias = Callable[[Ints, Bools], None]
+# Called with which answers of a candidate and the incumbent the whole cascade gave too, and what they cost, (n, 2).
+PairReport: TypeAlias = Callable[[Bools, Floats], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Early answers that wait to be compared.   request: the shadow request for them.   until: on the loop's clock."""
+    """Shadow requests for the same rows, which wait until stages are idle.
 
-    request: RequestState
+    stage: the first that they need.   state: float64 (n, S), what the rows bring along, None without any.   report:
+    called once all are answered.   until: on the loop's clock.
+    """
+
+    requests: Sequence[RequestState]
     stage: int
-    state: Floats
-    predictions: Ints
-    report: Report
+    state: Floats | None
+    report: Callable[[], None]
     until: float
+
+    @property
+    def n(self) -> int:
+        """Return the number of rows that stages are asked."""
+        return sum(request.n for request in self.requests)
 
 
 class Shadows:
@@ -76,17 +89,34 @@ class Shadows:
 
         report: called with the result; not called for rows that are dropped.
         """
-        until, last = self._loop.time() + PATIENCE_S, len(request.policy.stages) - 1
         for early in request.early:
-            n = len(early.rows)
-            if sum(waiting.request.n for waiting in self._waiting) + n > MOST_WAITING:
-                self._metrics.shadow_rows("dropped", n)
-                continue
-            columns = {name: column[early.rows] for name, column in request.columns.items()}
-            shadow = RequestState(request.policy, request.key, columns, n, last, self._metrics, shadow=True)
-            predictions = request.predictions[early.rows]
-            self._waiting.append(_Waiting(shadow, early.stage, early.state, predictions, report, until))
-        if self._waiting and not self._looks:
+            shadow = self._shadow(request.policy, request.key, request.columns, early.rows)
+            own = partial(_report, report, early.stage, request.predictions[early.rows], shadow)
+            self._wait([shadow], early.stage + 1, early.state, own)
+
+    def pair(self, policies: Mapping[str, Policy], columns: Batch, n: int, report: PairReport) -> None:
+        """Have some of n rows answered by a candidate and the incumbent, by the keys of their policies in this order.
+
+        report: as offer()'s.
+        """
+        rows = np.flatnonzero(self._rng.random(n) < self._share)
+        if len(rows):
+            pair = [self._shadow(policy, key, columns, rows) for key, policy in policies.items()]
+            self._wait(pair, 0, None, partial(_report_pair, report, *pair))
+
+    def _shadow(self, policy: Policy, key: str, columns: Batch, rows: Ints) -> RequestState:
+        own, last = {name: column[rows] for name, column in columns.items()}, len(policy.stages) - 1
+        return RequestState(policy, key, own, len(rows), last, self._metrics, shadow=True)
+
+    def _wait(
+        self, requests: Sequence[RequestState], stage: int, state: Floats | None, report: Callable[[], None]
+    ) -> None:
+        waiting = _Waiting(requests, stage, state, report, self._loop.time() + PATIENCE_S)
+        if sum(one.n for one in self._waiting) + waiting.n > MOST_WAITING:
+            self._metrics.shadow_rows("dropped", waiting.n)
+            return
+        self._waiting.append(waiting)
+        if not self._looks:
             self._looks = True
             self._loop.call_later(PERIOD_S, self._look)
 
@@ -99,9 +129,9 @@ class Shadows:
         for waiting in list(self._waiting):
             if waiting.until <= now:
                 self._waiting.remove(waiting)
-                self._metrics.shadow_rows("dropped", waiting.request.n)
-            elif n_left > 0 and idle[waiting.stage + 1]:
-                n_left -= waiting.request.n
+                self._metrics.shadow_rows("dropped", waiting.n)
+            elif n_left > 0 and idle[waiting.stage]:
+                n_left -= waiting.n
                 self._waiting.remove(waiting)
                 task = self._loop.create_task(self._ask(waiting))
                 self._tasks.add(task)
@@ -111,11 +141,20 @@ class Shadows:
             self._loop.call_later(PERIOD_S, self._look)
 
     async def _ask(self, waiting: _Waiting) -> None:
-        request = waiting.request
-        try:
-            await self._cascade.follow(request, waiting.stage + 1, waiting.state)
-        except RequestError:
-            self._metrics.shadow_rows("dropped", request.n)
+        follow = self._cascade.follow
+        asked = (follow(request, waiting.stage, waiting.state) for request in waiting.requests)
+        if any(isinstance(fault, BaseException) for fault in await asyncio.gather(*asked, return_exceptions=True)):
+            self._metrics.shadow_rows("dropped", waiting.n)
         else:
-            self._metrics.shadow_rows("compared", request.n)
-            waiting.report(np.full(request.n, waiting.stage), request.predictions == waiting.predictions)
+            self._metrics.shadow_rows("compared", waiting.n)
+            waiting.report()
+
+
+def _report(report: Report, stage: int, predictions: Ints, shadow: RequestState) -> None:
+    report(np.full(shadow.n, stage), shadow.predictions == predictions)
+
+
+def _report_pair(report: PairReport, candidate: RequestState, incumbent: RequestState) -> None:
+    """Report a pair; both are held to the incumbent's last stage."""
+    agreed = np.stack([one.stopped == incumbent.predictions for one in (candidate, incumbent)], axis=1)
+    report(agreed, np.stack([candidate.stopped_costs, incumbent.stopped_costs], axis=1))

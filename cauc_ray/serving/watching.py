@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -59,11 +60,13 @@ class FeedbackMessage(BaseModel):
 class Feedback:
     """Rows of an answer that one policy gave, and which were right; arrays (n,).
 
-    answer: identifies the answer.   rows: int, of the answer.   stages: int.   confidences: float64.   correct: bool.
+    answer: identifies the answer.   was_drawn: whether its policy was drawn among several.   rows: int, of the answer.
+    stages: int.   confidences: float64.   correct: bool.
     """
 
     policy_id: str
     answer: str
+    was_drawn: bool
     rows: Ints
     stages: Ints
     confidences: Floats
@@ -98,6 +101,7 @@ class Feedback:
             message.policy_id,
             # Without an answer_id, its content identifies it.
             message.answer_id or hashlib.sha256(message.model_dump_json().encode()).hexdigest()[:32],
+            message.answer_id is not None and was_drawn(message.answer_id),
             rows,
             np.array(message.stage),
             np.array(message.confidence, dtype=np.float64),
@@ -112,7 +116,17 @@ class Feedback:
     def at(self, kept: Bools) -> Feedback:
         """Return some of the rows.   kept: bool (n,)."""
         own = self.rows[kept], self.stages[kept], self.confidences[kept], self.correct[kept]
-        return Feedback(self.policy_id, self.answer, *own)
+        return Feedback(self.policy_id, self.answer, self.was_drawn, *own)
+
+
+def new_answer_id(*, drawn: bool) -> str:
+    """Return an id of an answer, which tells whether its policy was drawn among several."""
+    return f"{secrets.randbits(127) << 1 | drawn:032x}"
+
+
+def was_drawn(answer_id: str) -> bool:
+    """Return what new_answer_id was given."""
+    return bool(int(answer_id[-1], 16) & 1)
 
 
 class Reported:
