@@ -18,6 +18,8 @@ from cauc_ray.policies.trace import replay
 
 N = 4000
 DEADLINE_S = 90.0
+# Of an answer, as feedback wants them.
+OUTPUTS = ("prediction", "confidence", "stage")
 
 
 class Canaries:

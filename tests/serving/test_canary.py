@@ -1,4 +1,4 @@
-"""Several policies in one service: who answers, changes by hand, and decisions by rule; on Ray Serve with two routers."""
+"""Several policies in one service: who answers, changes by hand, and decisions by rule; also with two routers."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from asking import ask, asked, http, infer, put_policy, refused
-from canaries import DEADLINE_S, Canaries, policies, seeded
+from canaries import DEADLINE_S, OUTPUTS, Canaries, policies, seeded
 from replicas import replicas_of
 
 import cauc_ray
@@ -131,9 +131,7 @@ def test_feedback_and_costs_are_evidence_but_for_answers_whose_policy_was_chosen
     rng, n = seeded(3), 400
     had = Counter(canaries.traffic(service, rng, n_requests=n // 10, size=10))
     pinned = {"example_id": canaries.ids[:50]}
-    status, content = infer(
-        service.url, f"six/versions/{canaries.better.id}", pinned, ("prediction", "confidence", "stage")
-    )
+    _, content = infer(service.url, f"six/versions/{canaries.better.id}", pinned, OUTPUTS)
     own = {name: content["parameters"][name] for name in ("policy_id", "answer_id")}
     said = {output["name"]: output["data"] for output in content["outputs"]}
     body = {**own, **said, "label": canaries.test.labels[:50].tolist()}
