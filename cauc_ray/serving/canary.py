@@ -69,7 +69,7 @@ class Canary:
         """Add what is new of the candidates, and return by id what all routers have. Raises StoreError."""
         with self._lock:
             current = {(member.since, member.id): member for member in in_force.candidates}
-            for key in [key for key in self._compared if key not in current]:
+            for key in [key for key in list(self._compared) if key not in current]:
                 self._compared.pop(key).log.forget()
             return {member.id: self._added(self._of(in_force, member)) for member in current.values()}
 

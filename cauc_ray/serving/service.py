@@ -320,7 +320,11 @@ class Service(ABC):
     async def _compare(self) -> None:
         """Add up the evidence on candidates; promote or roll back one where it decides and the pool lets it."""
         in_force, rule = self.in_force, self.canary.rule
-        found = await asyncio.to_thread(self.canary.settle, in_force)
+        try:
+            found = await asyncio.to_thread(self.canary.settle, in_force)
+        except StoreError as error:
+            logger.warning(f"the evidence on candidates cannot be stored: {error}")
+            return
         decisions = ((policy_id, decision(evidence, rule)) for policy_id, evidence in found.items())
         policy_id, decided = next(((one, it) for one, it in decisions if it is not None), ("", None))
         if decided is None or not self.canary.decides:

@@ -20,6 +20,7 @@ from cauc_ray.cascade.rows import Call
 from cauc_ray.models.answers import Batch
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.policy import Policy
+from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.request_state import RequestState, requests_of
 
@@ -69,7 +70,7 @@ class Shadows:
         self._rng = np.random.default_rng(0)
         self._waiting: deque[_Waiting] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._looks = False
+        self._looking: asyncio.Task[None] | None = None
 
     def keeps(self, call: Call) -> Bools | None:
         """Return which of a call's rows are chosen if they stop early, bool (n,); all of those that were once."""
@@ -116,12 +117,17 @@ class Shadows:
             self._metrics.shadow_rows("dropped", waiting.n)
             return
         self._waiting.append(waiting)
-        if not self._looks:
-            self._looks = True
-            self._loop.call_later(PERIOD_S, self._look)
+        if self._looking is None or self._looking.done():
+            # A task, not a timer: with the service it ends, and nothing begins after that.
+            self._looking = self._loop.create_task(self._look_while_any_waits())
+
+    async def _look_while_any_waits(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(PERIOD_S)
+            self._look()
 
     def _look(self) -> None:
-        """Send on what may go, and come back while anything waits."""
+        """Send on what may go."""
         # Looked at once: the first rows that are sent make a stage busy.
         stages, now = self._cascade.scheduler.stages, self._loop.time()
         idle = [not any(at.in_work for at in stages[stage:]) for stage in range(len(stages))]
@@ -136,14 +142,13 @@ class Shadows:
                 task = self._loop.create_task(self._ask(waiting))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-        self._looks = bool(self._waiting)
-        if self._looks:
-            self._loop.call_later(PERIOD_S, self._look)
 
     async def _ask(self, waiting: _Waiting) -> None:
         follow = self._cascade.follow
         asked = (follow(request, waiting.stage, waiting.state) for request in waiting.requests)
-        if any(isinstance(fault, BaseException) for fault in await asyncio.gather(*asked, return_exceptions=True)):
+        try:
+            await asyncio.gather(*asked)
+        except RequestError:
             self._metrics.shadow_rows("dropped", waiting.n)
         else:
             self._metrics.shadow_rows("compared", waiting.n)

@@ -15,6 +15,7 @@ import numpy as np
 
 import cauc_ray
 from cauc_ray.data.logits import LogitTable
+from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.policies.canary import Rule
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.trace import replay
@@ -43,14 +44,14 @@ def canary(runs: int = 20, rows: int = 10_000) -> dict[str, Any]:
             stage(name, {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test"}, 64) for name in MODELS
         ]
         pool = write_pool(folder / "pool.yaml", stages, serving=serving)
-        labels = LogitTable(folder / "LOGITS").read_chain(list(MODELS), "test").labels
+        chain = LogitTable(folder / "LOGITS").read_chain(list(MODELS), "test")
         with cauc_ray.serve(pool, incumbent, port=0, local=True) as service:
             model = f"{service.url}/v2/models/{service.model}"
 
             def run(policy: Policy, turn: int) -> tuple[str, int, float]:
                 cauc_ray.set_policy(incumbent, url=service.url)
                 cauc_ray.set_policy(policy, url=service.url, share=SHARE)
-                return decided(model, labels, np.random.default_rng([5, turn]), rows)
+                return decided(model, chain, np.random.default_rng([5, turn]), rows)
 
             sides: dict[str, Callable[[int], tuple[str, int, float]]] = {
                 kind: lambda turn, policy=policy: run(policy, turn)  # type: ignore[misc]
@@ -97,16 +98,16 @@ def plant(folder: Path) -> tuple[Policy, dict[str, Policy]]:
     return incumbent, {kind: incumbent.with_threshold(thresholds[at]) for kind, at in kinds.items()}
 
 
-def decided(model: str, labels: Any, rng: np.random.Generator, most: int) -> tuple[str, int, float]:
+def decided(model: str, chain: ChainLogits, rng: np.random.Generator, most: int) -> tuple[str, int, float]:
     """Ask and report labels until there is a decision; return it, the rows sent and the seconds that it took."""
     began, n = time.monotonic(), 0
     version = _called(f"{model}/policy")["version"]
     while n < most:
         rows = rng.integers(N_ROWS, size=SIZE)
-        answer = _called(f"{model}/infer", body_of({"example_id": [f"test-{row}" for row in rows]}, OUTPUTS))
+        answer = _called(f"{model}/infer", body_of({"example_id": [chain.example_ids[row] for row in rows]}, OUTPUTS))
         own = {name: answer["parameters"][name] for name in ("policy_id", "answer_id")}
         said = {output["name"]: output["data"] for output in answer["outputs"]}
-        _called(f"{model}/feedback", json.dumps({**own, **said, "label": labels[rows].tolist()}).encode())
+        _called(f"{model}/feedback", json.dumps({**own, **said, "label": chain.labels[rows].tolist()}).encode())
         n += SIZE
         # Looked at now and then: a service decides once a second.
         if n % (10 * SIZE) == 0 and (now := _called(f"{model}/policy"))["version"] > version:
