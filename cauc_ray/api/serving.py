@@ -21,6 +21,7 @@ from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.pool import Pool, load_pool
 from cauc_ray.policies.policy import Policy, policy_of
 from cauc_ray.policies.signing import sign
+from cauc_ray.serving.policies_live import PolicyChange
 from cauc_ray.serving.service import require_name
 
 if TYPE_CHECKING:
@@ -142,8 +143,12 @@ def set_policy(
     name: str | None = None,
     threshold: float | None = None,
     budget: float | None = None,
+    share: float | None = None,
+    promote: bool = False,
+    rollback: bool = False,
+    candidate: str | None = None,
 ) -> dict[str, Any]:
-    """Change the policy of a running service, on all of its replicas; no model is loaded again.
+    """Change the policies of a running service, on all of its replicas; no model is loaded again.
 
     Sends the environment's CAUC_POLICY_TOKEN if there is one.
 
@@ -153,26 +158,29 @@ def set_policy(
         name: of its model; needed where it has several.
         threshold: a threshold to use as it is.
         budget: mean cost per example, looked up on the policy's curve.
+        share: of the requests; the policy becomes a candidate, and the one in force has the rest. Without a policy,
+            threshold and budget: another share for a candidate, which 0 ends.
+        promote: let a candidate have all requests.
+        rollback: end a candidate.
+        candidate: the id of the one that is meant; None is the only one.
 
     Returns:
-        policy_id, previous, version and replicas, which is None where one has not confirmed the change: that one takes
-        the policy before it answers.
+        policy_id, previous, version, shares (by policy id) and replicas, which is None where one has not confirmed the
+        change: that one takes the policies before it answers.
 
     Raises:
         CaucError: PolicyError where the service refuses, also where a change at the same time has replaced this one;
             ExecutionError where it cannot be reached.
     """
     SetPolicyOptions.of({**locals(), "policy": None})
-    change: dict[str, Any] = {"threshold": threshold, "budget": budget}
-    if policy is not None:
-        change["policy"] = policy_of(policy).model_dump(mode="json")
-    change = {key: value for key, value in change.items() if value is not None}
-    if not change:
-        raise ConfigError("give a policy, a threshold or a budget")
+    content = None if policy is None else policy_of(policy).model_dump(mode="json")
+    own = {"threshold": threshold, "budget": budget, "share": share, "candidate": candidate}
+    given = {"policy": content, **own, "promote": promote, "rollback": rollback}
+    change = PolicyChange.of({key: value for key, value in given.items() if value is not None and value is not False})
     url = url.rstrip("/")
     name = name or _only_model(url)
     address = f"{url}/v2/models/{quote(name, safe='')}/policy"
-    return _http("PUT", address, change)
+    return _http("PUT", address, change.model_dump(exclude_unset=True))
 
 
 def sign_policy(policy: str | AnyPath, *, key: str | AnyPath, days: float | None = None) -> Policy:

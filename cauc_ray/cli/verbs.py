@@ -312,7 +312,10 @@ def set_policy(options: SetPolicy, say: Say) -> None:
     from cauc_ray.api import serving
 
     changed = serving.set_policy(options.policy, **options.part(SetPolicyOptions))
-    say(changed, lambda: None, f"policy {changed['policy_id']} is in force after {changed['previous']}")
+    shares = ", ".join(f"{policy_id} has {share:.4g}" for policy_id, share in changed["shares"].items())
+    after = f" after {changed['previous']}" if changed["previous"] != changed["policy_id"] else ""
+    of_requests = f"; of the requests {shares}" if len(changed["shares"]) > 1 else ""
+    say(changed, lambda: None, f"policy {changed['policy_id']} is in force{after}{of_requests}")
 
 
 class SignPolicy(SignPolicyOptions):

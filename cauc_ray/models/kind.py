@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import abstractmethod
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from cauc_ray.errors import require_packages, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from
@@ -55,7 +56,15 @@ def _here_or_hub(name: str, info: ValidationInfo) -> str:
     return beside(name, info) if folder is not None and path_from(folder, name).exists() else name
 
 
+def _located(value: Any, info: ValidationInfo) -> Any:
+    folder = folder_of(info)
+    if not isinstance(value, str | Path | RemotePath):
+        return value
+    return str(value if folder is None else path_from(folder, str(value)))
+
+
 # Relative paths are those from the file's folder.
+Location: TypeAlias = Annotated[str, BeforeValidator(_located)]
 LocalFile: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(beside)]
 # A folder if there is one of that name, else a hub id.
 HubModel: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_here_or_hub)]

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     Field,
     PositiveInt,
     StrictFloat,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from cauc_ray.errors import ConfigError, explain, unknown_name
 from cauc_ray.files.documents import read_yaml
-from cauc_ray.files.paths import AnyPath, path_from, path_of
+from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.models.answers import Model
 from cauc_ray.models.fleet import FleetSpec
-from cauc_ray.models.kind import Section, folder_of
+from cauc_ray.models.kind import Location, Section
 from cauc_ray.models.kinds import ASKED, ModelSpec
 from cauc_ray.models.prompts import LanguageSpec, PromptSettings
 from cauc_ray.models.resources import Resources, amounts_text
@@ -74,12 +72,6 @@ class RouterSpec(Section):
     resources: Resources = Resources()
 
 
-def _place(name: str, info: ValidationInfo) -> str:
-    """Return a path or URI in a file as a text; relative ones are those from the file's folder."""
-    folder = folder_of(info)
-    return name if folder is None else str(path_from(folder, name))
-
-
 class LogSpec(Section):
     """Where the shadow sample is written, as a logit table that can be fitted.
 
@@ -87,11 +79,36 @@ class LogSpec(Section):
     it, they are kept.   flush_rows, flush_s: how many rows a file has, or how long the first of them waits.
     """
 
-    to: Annotated[str, Field(min_length=1), AfterValidator(_place)]
+    to: Location
     split: str = Field(default="calibration", pattern=r"^[^/=]+$")
     keep_days: float | None = Field(default=None, gt=0)
     flush_rows: int = Field(default=1000, ge=1)
     flush_s: float = Field(default=60.0, gt=0)
+
+
+class CandidateSpec(Section):
+    """A policy that begins as a candidate.   file: a path or a URI.   share: of the requests."""
+
+    file: Location
+    share: float = Field(gt=0, lt=1)
+
+
+class CanarySpec(Section):
+    """When a candidate replaces the policy in force, or ends.
+
+    evidence: what accuracy is measured by: labels from feedback, or (shadow) agreement with the whole cascade on the
+    shadow sample.   error_rate: the probability that a decision on a candidate is wrong.   accuracy_margin: how much
+    less accurate a candidate may be; negative: how much more it must be.   cost_margin: the same of mean costs per
+    row, as a share.   min_rows: of a candidate, with a known label, before it is promoted.   decide: by itself (auto)
+    or by-hand.
+    """
+
+    evidence: Literal["feedback", "shadow"] = "feedback"
+    error_rate: float = Field(default=0.05, gt=0, lt=0.5)
+    accuracy_margin: float = Field(default=0.01, gt=-1, lt=1)
+    cost_margin: float = Field(default=0.05, gt=-1)
+    min_rows: int = Field(default=200, ge=1)
+    decide: Literal["auto", "by-hand"] = "auto"
 
 
 class PoolServing(Section):
@@ -100,8 +117,9 @@ class PoolServing(Section):
     max_request_rows: in one request.   max_body_mb: of a request, in 10^6 bytes, unpacked.   max_queued_rows: that
     may wait for a stage in one router.   shadow: the share of answers of stages before the last that are compared with
     the whole cascade's, when its stages are idle; with log, of all answers.   log: writes these, every model's logits
-    and all, as a logit table.   tracing: "module:function", called once in each router, that configures OpenTelemetry.
-    router: the deployment that takes requests.   fleet: what a local service pulls and reports.
+    and all, as a logit table.   policies: candidates at the start, each with a share of the requests.   canary: when
+    they replace the policy in force, or end.   tracing: "module:function", called once in each router, that configures
+    OpenTelemetry.   router: the deployment that takes requests.   fleet: what a local service pulls and reports.
     """
 
     max_request_rows: int = Field(default=4096, ge=1)
@@ -109,6 +127,8 @@ class PoolServing(Section):
     max_queued_rows: int = Field(default=8192, ge=1)
     shadow: float = Field(default=0.0, ge=0, le=1)
     log: LogSpec | None = None
+    policies: tuple[CandidateSpec, ...] = ()
+    canary: CanarySpec = CanarySpec()
     router: RouterSpec = RouterSpec()
     tracing: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     fleet: FleetSpec | None = None
@@ -117,6 +137,12 @@ class PoolServing(Section):
     def _logs_a_sample(self) -> PoolServing:
         if self.log is not None and not self.shadow:
             raise ValueError("log writes the shadow sample: set shadow to the share of answers that are to be logged")
+        return self
+
+    @model_validator(mode="after")
+    def _has_its_evidence(self) -> PoolServing:
+        if self.canary.evidence == "shadow" and not self.shadow:
+            raise ValueError("canary: evidence from the shadow sample needs a share of rows, shadow: 0.01 for example")
         return self
 
 

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import Field
 
-from cauc_ray.files.paths import RemotePath, path_from
 from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
-from cauc_ray.models.kind import DeclaringSpec, folder_of
+from cauc_ray.models.kind import DeclaringSpec, Location
 from cauc_ray.numbers.logits import LogitKind
 
 if TYPE_CHECKING:
     from cauc_ray.data.logits import LogitTable
-
-
-def _location(logits: Any, info: ValidationInfo) -> Any:
-    """Return a table's path or URI as a text."""
-    if not isinstance(logits, str | Path | RemotePath):
-        return logits
-    folder = folder_of(info)
-    return str(logits if folder is None else path_from(folder, str(logits)))
 
 
 class SavedSpec(DeclaringSpec):
@@ -35,7 +25,7 @@ class SavedSpec(DeclaringSpec):
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
     kind: Literal["saved"]
-    logits: Annotated[str, BeforeValidator(_location)]
+    logits: Location
     model: str
     split: str
     seconds_per_call: float = Field(default=0, ge=0, allow_inf_nan=False)

@@ -14,7 +14,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 
-from cauc_ray.protocol.messages import VERSION, InferRequest, infer_request_of
+from cauc_ray.protocol.messages import InferRequest, infer_request_of
 from cauc_ray.protocol.tensors import RequestError, Tensor, shown
 
 # A pool of its own: in the default one, clients of the same process may have the same names.
@@ -80,10 +80,15 @@ class GrpcMessage:
         return replace(request, outputs=dict.fromkeys(request.outputs, True))
 
     def write(
-        self, request: InferRequest, model: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
+        self,
+        request: InferRequest,
+        model: str,
+        version: str,
+        outputs: Sequence[Tensor],
+        parameters: Mapping[str, object],
     ) -> tuple[bytes, None]:
         """Write the response to it, with raw_output_contents."""
-        response = _Response(model_name=model, model_version=VERSION, id=request.id or "")
+        response = _Response(model_name=model, model_version=version, id=request.id or "")
         for name, value in parameters.items():
             if value is not None:
                 setattr(response.parameters[name], _PARAMETERS[type(value)], value)

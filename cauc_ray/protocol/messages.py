@@ -14,9 +14,6 @@ from typing_extensions import TypedDict
 from cauc_ray.errors import explain, printable
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor, shown
 
-# Of a model in URLs: the only one.
-VERSION = "1"
-
 Output: TypeAlias = Literal[
     "prediction", "prediction_label", "confidence", "probabilities", "logits", "stage", "cost", "degraded"
 ]
@@ -74,6 +71,10 @@ class RequestParameters(TypedDict, total=False):
         Field(description="1 is answered first, larger numbers later; 0, the default, is the same as 2"),
     ]
     log: Annotated[bool | None, Field(description="false keeps the rows out of the shadow sample and the log")]
+    session: Annotated[
+        Annotated[str, Field(max_length=1000)] | None,
+        Field(description="requests of one session have the same policy, as long as the candidates are the same"),
+    ]
     binary_data_output: Annotated[bool | None, Field(description="write outputs that are not named as raw bytes")]
     timeout: Annotated[
         Annotated[int, Field(ge=0)] | None,
@@ -234,13 +235,13 @@ def decoded_body(body: bytes, encoding: str | None, limit: int) -> bytes:
 
 
 def write_infer_response(
-    request: InferRequest, model: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
+    request: InferRequest, model: str, version: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
 ) -> tuple[bytes, int | None]:
     """Write the response to a request: its body, and the length of the JSON part, None where no output is binary.
 
     parameters: a float that is not finite becomes null. Raises RequestError naming an output that JSON cannot hold.
     """
-    response: dict[str, Any] = {"model_name": model, "model_version": VERSION}
+    response: dict[str, Any] = {"model_name": model, "model_version": version}
     if request.id is not None:
         response["id"] = request.id
     response["parameters"] = parameters

@@ -29,7 +29,7 @@ from cauc_ray.models.pool import Pool, Replicas, StageSpec, load_pool, pool_of
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.on_serve import ROUTER, NamedReplica, Router, StageServer, stage_deployment
 from cauc_ray.serving.scaling import replicas_for
-from cauc_ray.serving.service import environment, require_name
+from cauc_ray.serving.service import environment, policies_at_start, require_name
 
 PROXY_PERIOD = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 START_DEADLINE_S = 900.0
@@ -80,7 +80,7 @@ def application(pool: Pool, policy: Policy, name: str | None = None) -> Applicat
         _stage(spec).bind(spec, stage, paths, can_wait=degrades and stage > 0) for stage, spec in enumerate(stages)
     ]
     life = uuid.uuid4().hex  # a policy that was set in an earlier life of this application is not this one's
-    return _router(pool).bind(model, pool, policy, deployments, life, paths)
+    return _router(pool).bind(model, pool, policies_at_start(pool, policy), deployments, life, paths)
 
 
 def _stage(spec: StageSpec) -> Any:

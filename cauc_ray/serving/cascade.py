@@ -132,7 +132,7 @@ class Cascade:
             raise RequestError("the active policy does not call stages in order: leave out max_stage and max_cost", 422)
         request = RequestState(
             policy,
-            self._key(policy),
+            self.key(policy),
             columns,
             n,
             last_stage,
@@ -171,7 +171,7 @@ class Cascade:
             self.scheduler.cancel(request)
             self.pump_soon()
 
-    def _key(self, policy: Policy) -> str:
+    def key(self, policy: Policy) -> str:
         """Return what stages know a policy by: a digest of its file, which takes too long for every request."""
         known = self._keys.get(id(policy))
         if known is None or known[0] is not policy:

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cauc_ray.errors import PolicyError, printable
-from cauc_ray.protocol.messages import BINARY_DATA, IDEMPOTENCY, VERSION, decoded_body
+from cauc_ray.protocol.messages import BINARY_DATA, IDEMPOTENCY, decoded_body
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.inference import HttpMessage
 from cauc_ray.serving.policies_live import PolicyChange
@@ -114,8 +114,7 @@ class _Handlers:
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metadata(self, request: Request) -> Response:
-        self._require_model(request)
-        return JSONResponse(self._inference.metadata())
+        return JSONResponse(self._inference.metadata(self._require_model(request)))
 
     async def model_ready(self, request: Request) -> Response:
         self._require_model(request)
@@ -130,10 +129,8 @@ class _Handlers:
         if request.method == "PUT":
             return await self._set_policy(request)
         authorize(request.headers, self._token, self._policy_token)
-        in_force = await self._service.current_policy()
-        policy = in_force.policy.model_dump(mode="json")
-        content = {"policy_id": in_force.id, "version": in_force.version, "policy": policy}
-        return JSONResponse(content, headers={"ETag": self._service.etag(in_force)})
+        content, etag = await self._service.policies()
+        return JSONResponse(content, headers={"ETag": etag})
 
     async def _set_policy(self, request: Request) -> Response:
         if self._token is not None and self._policy_token is None:
@@ -210,21 +207,27 @@ class _Handlers:
         length = headers.get("inference-header-content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 12):
             raise RequestError(f"Inference-Header-Content-Length must be a number of bytes, got {length!r:.40}")
-        key, compute = headers.get("idempotency-key"), partial(self._inferred, body, length, headers)
-        return await (compute() if key is None else self._repeats.answer(key, body, compute))
+        version = request.path_params.get("version")
+        key, compute = headers.get("idempotency-key"), partial(self._inferred, body, length, headers, version)
+        # The same request to another version is another one.
+        return await (compute() if key is None else self._repeats.answer(f"{version} {key}", body, compute))
 
-    async def _inferred(self, body: bytes, length: str | None, headers: Mapping[str, str]) -> Answered:
+    async def _inferred(
+        self, body: bytes, length: str | None, headers: Mapping[str, str], version: str | None
+    ) -> Answered:
         message = HttpMessage(body, None if length is None else int(length))
-        content, json_length, fields = await self._inference.answer(message, headers)
+        content, json_length, fields = await self._inference.answer(message, headers, version)
         if json_length is None:
             return Response(content, media_type="application/json"), fields
         own = {"Inference-Header-Content-Length": str(json_length)}
         return Response(content, headers=own, media_type="application/octet-stream"), fields
 
-    def _require_model(self, request: Request) -> None:
-        """Raise RequestError (404) where the parts of an address are not of the model."""
+    def _require_model(self, request: Request) -> str | None:
+        """Return the version in an address, None without one. Raises RequestError (404) where it is not active."""
         given = request.path_params
-        require_model(self._service, given.get("name", self._service.model), given.get("version", VERSION))
+        version: str | None = given.get("version")
+        require_model(self._service, given.get("name", self._service.model), version)
+        return version
 
 
 class Bodies:
@@ -291,12 +294,12 @@ def counted(service: Service, event: str, headers: Mapping[str, str]) -> Iterato
             logger.info("%s", json.dumps(line), extra=_ACCESS)
 
 
-def require_model(service: Service, name: str, version: str) -> None:
+def require_model(service: Service, name: str, version: str | None) -> None:
     """Raise RequestError (404) where a service has no such model, or not that version of it."""
     if name != service.model:
         raise RequestError(f"there is no model {name!r:.80}; this service has model {service.model!r}", 404)
-    if version != VERSION:
-        raise RequestError(f"model {name!r} has no version {version!r:.80}; it has {VERSION!r}", 404)
+    if version is not None:
+        service.inference.member(service.in_force, version)
 
 
 def token_of(variable: str) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from cauc_ray.models.python import imported
 from cauc_ray.numbers.logits import LogitKind, joint_kind, softmax
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.messages import (
-    VERSION,
     InferRequest,
     RequestParameters,
     read_infer_request,
@@ -28,6 +28,7 @@ from cauc_ray.protocol.messages import (
 from cauc_ray.protocol.tensors import Datatype, RequestError, Tensor
 from cauc_ray.serving.decisions import DecisionRequest, columns_of, response
 from cauc_ray.serving.inputs import Inputs
+from cauc_ray.serving.policies_live import InForce, Member
 from cauc_ray.serving.request_state import RequestState
 from cauc_ray.serving.shadows import new_answer_id, sampled_rows
 
@@ -74,7 +75,12 @@ class Message(Protocol):
         """Read it. Raises RequestError."""
 
     def write(
-        self, request: InferRequest, model: str, outputs: Sequence[Tensor], parameters: Mapping[str, object]
+        self,
+        request: InferRequest,
+        model: str,
+        version: str,
+        outputs: Sequence[Tensor],
+        parameters: Mapping[str, object],
     ) -> tuple[bytes, int | None]:
         """Write its response, as write_infer_response."""
 
@@ -117,16 +123,18 @@ class Inference:
         self._inputs = Inputs(service.pool, service.specs)
         self._spans = Spans.configured(service.pool.serving.tracing)
 
-    async def answer(self, message: Message, headers: Mapping[str, str]) -> tuple[bytes, int | None, Mapping[str, Any]]:
+    async def answer(
+        self, message: Message, headers: Mapping[str, str], version: str | None = None
+    ) -> tuple[bytes, int | None, Mapping[str, Any]]:
         """Answer one request: the response's body, the length of its JSON part (None: all of it), and fields to log.
 
-        Raises RequestError.
+        version: the id of the policy that is asked, None for any. Raises RequestError.
         """
         started_ns, service = time.time_ns(), self._service
         request, columns, n = await self._read(message)
-        answered, parameters = await self._answered(columns, n, request.parameters, request.outputs)
+        answered, parameters = await self._answered(columns, n, request.parameters, request.outputs, version)
         outputs = [Tensor(name, OUTPUTS[name], self._values(name, answered)) for name in request.outputs]
-        write = partial(message.write, request, service.model, outputs, parameters)
+        write = partial(message.write, request, service.model, parameters["policy_id"], outputs, parameters)
         n_values = sum(tensor.values.size for tensor in outputs if not request.outputs[tensor.name])
         written, length = await service.elsewhere.call(write) if n_values > LONG_OUTPUT else write()
         fields = {"rows": n, **parameters}
@@ -149,15 +157,23 @@ class Inference:
         return response(request, answered, orders, parameters), fields
 
     async def _answered(
-        self, columns: Batch, n: int, limits: RequestParameters, outputs: Iterable[str]
+        self, columns: Batch, n: int, limits: RequestParameters, outputs: Iterable[str], version: str | None = None
     ) -> tuple[RequestState, dict[str, Any]]:
         """Answer n rows of columns. Returns the answers, and what a response says of all of them."""
         service = self._service
         in_force = await service.policy_for_request()  # once: a request has one policy to the end
-        policy, shadows = in_force.policy, service.cascade.shadows
+        if version is not None:
+            member = self.member(in_force, version)
+        elif (session := limits.get("session")) is not None:
+            member = in_force.drawn_for(session)
+        else:
+            member = in_force.drawn(random.random())
+        policy, shadows = member.policy, service.cascade.shadows
         last = last_stage(limits, policy)
-        sampled = policy.in_turn and last == len(policy.stages) - 1 and limits.get("log") is not False
-        answer_id = new_answer_id(sampled=sampled)
+        whole = last == len(policy.stages) - 1
+        drawn = version is None and bool(in_force.candidates) and whole
+        sampled = policy.in_turn and whole and limits.get("log") is not False
+        answer_id = new_answer_id(sampled=sampled, drawn=drawn)
         answered = await service.cascade.answer(
             policy,
             columns,
@@ -168,10 +184,30 @@ class Inference:
             priority=limits.get("priority") or DEFAULT_PRIORITY,
             chosen=sampled_rows(answer_id, n, shadows.share),
         )
-        service.watching.answered(answered, in_force.id)
+        service.metrics.policy_rows(member.id, n)
+        service.watching.answered(answered, member.id)
+        if drawn:
+            self._compare(in_force, member, answered)
         if answered.chosen is not None:
-            shadows.offer(answered, answer_id, partial(service.watching.agreements, in_force.id))
-        return answered, {"policy_id": in_force.id, "answer_id": answer_id, **_parameters(answered)}
+            shadows.offer(answered, answer_id, partial(service.watching.agreements, member.id))
+        return answered, {"policy_id": member.id, "answer_id": answer_id, **_parameters(answered)}
+
+    def _compare(self, in_force: InForce, member: Member, answered: RequestState) -> None:
+        """Have the answers of a policy that was drawn, or others to the same rows, compared with other policies'."""
+        canary, cascade = self._service.canary, self._service.cascade
+        canary.answered(in_force, member, answered.costs)
+        for candidate in in_force.candidates if canary.is_paired else ():
+            pair = {cascade.key(policy): policy for policy in (candidate.policy, in_force.policy)}
+            report = partial(canary.paired, in_force, candidate)
+            cascade.shadows.pair(pair, answered.columns, answered.n, report)
+
+    def member(self, in_force: InForce, version: str) -> Member:
+        """Return an active policy by its id. Raises RequestError (404)."""
+        member = in_force.member(version)
+        if member is None:
+            there = ", ".join(in_force.shares)
+            raise RequestError(f"model {self._service.model!r} has no version {version!r:.80}; it has {there}", 404)
+        return member
 
     async def _read(self, message: Message) -> tuple[InferRequest, Batch, int]:
         """Read a request where it does not block others."""
@@ -187,13 +223,14 @@ class Inference:
         """Return the kind of the output logits, of which some stages read a file."""
         return joint_kind([_as_output(spec.model.answers_kind) for spec in self._service.specs])
 
-    def metadata(self) -> dict[str, Any]:
-        """Return the model's metadata as the protocol has it."""
+    def metadata(self, version: str | None = None) -> dict[str, Any]:
+        """Return the model's metadata as the protocol has it.   version: of which policy. Raises RequestError (404)."""
         in_force = self._service.in_force
-        policy = in_force.policy
+        member = in_force.members[0] if version is None else self.member(in_force, version)
+        policy = member.policy
         return {
             "name": self._service.model,
-            "versions": [VERSION],
+            "versions": list(in_force.shares),
             "platform": "cauc-ray",
             "inputs": [
                 {"name": name, "datatype": spec.datatype, "shape": [-1, *spec.shape]}
@@ -204,7 +241,7 @@ class Inference:
                 for name, datatype in OUTPUTS.items()
             ],
             "parameters": {
-                "policy_id": in_force.id,
+                "policy_id": member.id,
                 "method": policy.method,
                 "stages": ",".join(policy.models),
                 "cost_unit": policy.cost_unit,

@@ -30,10 +30,10 @@ from cauc_ray.models.pool import Pool, StageSpec
 from cauc_ray.policies.policy import Policy
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
-from cauc_ray.serving.policies_live import Store
+from cauc_ray.serving.policies_live import InForce, Store
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
-from cauc_ray.serving.service import Service, environment
+from cauc_ray.serving.service import Service, environment, policies_at_start
 
 if TYPE_CHECKING:
     from cauc_ray.serving.fleet import Edge
@@ -147,12 +147,13 @@ class LocalService(Service):
     """The only replica of a service."""
 
     def __init__(
-        self, model: str, pool: Pool, policy: Policy, stages: Sequence[LocalClient], edge: Edge | None = None
+        self, model: str, pool: Pool, policies: InForce, stages: Sequence[LocalClient], edge: Edge | None = None
     ) -> None:
         self._registry, self._edge = CollectorRegistry(), edge
         self._stages = stages
         life, store = uuid.uuid4().hex, MemoryStore()
-        super().__init__(model, pool, policy, stages, store=store, new_metric=self._new_metric, life=life, name="local")
+        own: dict[str, Any] = {"store": store, "new_metric": self._new_metric, "life": life, "name": "local"}
+        super().__init__(model, pool, policies, stages, **own)
 
     def _new_metric(
         self, name: str, kind: Kind, tags: tuple[str, ...], says: str, boundaries: list[float]
@@ -236,7 +237,7 @@ def local_service(
     Open requests are answered at the end, up to GRACE_S. Returns what raises ExecutionError if the service has ended
     before that.
     """
-    stages = pool.chain(policy.models)
+    stages, policies = pool.chain(policy.models), policies_at_start(pool, policy)
     sys.path[:0] = [path for path in import_paths(stages) if path not in sys.path]
     # Hides the machine's GPUs, as Ray does, where no stage asks for one.
     gpus = None if any(stage.resources.num_gpus for stage in stages) else ""
@@ -256,7 +257,7 @@ def local_service(
             if not may_wait:
                 raise ExecutionError(f"the service does not start: stage {spec.name}: {why}")
             logger.warning(f"stage {spec.name!r} is left out until it has loaded: {why}")
-        service = LocalService(model, pool, policy, clients, edge)
+        service = LocalService(model, pool, policies, clients, edge)
         config = uvicorn.Config(
             service.app(),
             log_config=None,

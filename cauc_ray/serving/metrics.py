@@ -41,7 +41,13 @@ METRICS: dict[str, tuple[Kind, tuple[str, ...], str]] = {
     "cauc_serve_cost": ("counter", ("model", "stage", "unit"), "What a stage's answers cost, in the policy's unit"),
     "cauc_serve_degraded": ("counter", ("model", "stage", "reason"), "Rows that a stage should have answered"),
     "cauc_serve_queued_rows": ("gauge", ("model", "stage"), "Rows waiting for a stage in one router"),
-    "cauc_serve_policy": ("gauge", ("model", "policy"), "1 for the active policy, 0 for earlier ones"),
+    "cauc_serve_policy": ("gauge", ("model", "policy"), "Share of requests of an active policy, 0 for earlier ones"),
+    "cauc_serve_policy_rows": ("counter", ("model", "policy"), "Rows that a policy has answered"),
+    "cauc_serve_policy_decisions": (
+        "counter",
+        ("model", "decision", "by"),
+        "Decisions, by hand or by rule",
+    ),
     "cauc_serve_policy_changes": ("counter", ("model", "outcome"), "Changes of the policy, by outcome"),
     "cauc_serve_watch_holds": ("gauge", ("model",), "1 while the policy is valid, 0 once it has drifted"),
     "cauc_serve_watch_evidence": (
@@ -95,6 +101,7 @@ class ServingMetrics:
         self._notes: dict[tuple[str, ...], Note] = {}
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)
         self._totals: dict[tuple[str, ...], float] = defaultdict(float)
+        self._had_shares: set[str] = set()
 
     def flush(self) -> None:
         """Have everybody see what has been counted."""
@@ -149,12 +156,21 @@ class ServingMetrics:
         for stage, n in zip(self._stages, rows, strict=True):
             self._note("cauc_serve_queued_rows", stage)(n)
 
-    def policy(self, now: str) -> None:
-        """Report the active policy, again and again: Ray forgets gauges that are not."""
-        if self._policy is not None and self._policy != now:
-            self._note("cauc_serve_policy", self._policy)(0)
-        self._policy = now
-        self._note("cauc_serve_policy", now)(1)
+    def shares(self, shares: Mapping[str, float]) -> None:
+        """Report the policies' shares of the requests, by id."""
+        for policy_id in self._had_shares - shares.keys():
+            self._note("cauc_serve_policy", policy_id)(0)
+        for policy_id, share in shares.items():
+            self._note("cauc_serve_policy", policy_id)(share)
+        self._had_shares |= shares.keys()
+
+    def policy_rows(self, policy_id: str, n: int) -> None:
+        """Count rows that a policy has answered."""
+        self._counts["cauc_serve_policy_rows", policy_id] += n
+
+    def policy_decision(self, decision: str, by: str) -> None:
+        """Count a decision on a policy."""
+        self._note("cauc_serve_policy_decisions", decision, by)(1)
 
     def policy_change(self, outcome: Literal["taken", "refused", "overtaken", "unreachable"]) -> None:
         """Count what became of a change; unreachable is where an edge would have it from."""

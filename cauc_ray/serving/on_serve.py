@@ -31,12 +31,11 @@ from cauc_ray.cascade.worker import prepare_process
 from cauc_ray.errors import printable
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
-from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.grpc_messages import CALLS
 from cauc_ray.serving.http_app import http_app
 from cauc_ray.serving.metrics import ACTS, Kind, Note
 from cauc_ray.serving.over_grpc import GrpcCalls, ProxyResponse, answer_proxy
-from cauc_ray.serving.policies_live import Store, StoreError
+from cauc_ray.serving.policies_live import InForce, Store, StoreError
 from cauc_ray.serving.replica import Replica
 from cauc_ray.serving.request_state import Answer, StageCall, StageError
 from cauc_ray.serving.scaling import NEEDED, Needs
@@ -282,7 +281,7 @@ class Router(Service):
         self,
         model: str,
         pool: Pool,
-        policy: Policy,
+        policies: InForce,
         stages: Sequence[Any],
         life: str,
         import_paths: Sequence[str],
@@ -293,7 +292,7 @@ class Router(Service):
         self._app = serve.get_replica_context().app_name
         clients = [ServeClient(handle) for handle in stages]
         super().__init__(
-            model, pool, policy, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
+            model, pool, policies, clients, store=RayStore(), new_metric=ray_metric, life=life, name=self._app
         )
         self.grpc_calls = GrpcCalls(self)
 

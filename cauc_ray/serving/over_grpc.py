@@ -12,7 +12,6 @@ from google.protobuf.json_format import ParseDict
 
 from cauc_ray.errors import printable
 from cauc_ray.protocol.grpc_messages import CALLS, SERVICE, GrpcMessage, parsed
-from cauc_ray.protocol.messages import VERSION
 from cauc_ray.protocol.tensors import INTERNAL_ERROR, RequestError
 from cauc_ray.serving.http_app import PACKAGE_VERSION, TOKEN, authorize, counted, require_model, token_of
 
@@ -67,13 +66,13 @@ class GrpcCalls:
     async def _told(self, name: str, message: Any) -> dict[str, Any]:
         """Return the content of the response to a call that asks about the service or its model."""
         if name.startswith("Model"):
-            require_model(self._service, message.name, message.version or VERSION)
+            require_model(self._service, message.name, message.version or None)
         if name == "ServerLive":
             return {"live": True}
         if name == "ServerMetadata":
             return {"name": "cauc-ray", "version": PACKAGE_VERSION}
         if name == "ModelMetadata":
-            return self._service.inference.metadata()
+            return self._service.inference.metadata(message.version or None)
         return {"ready": await self._service.ready()}
 
     async def _infer(self, body: bytes, metadata: Mapping[str, Any]) -> bytes:
@@ -82,8 +81,9 @@ class GrpcCalls:
             if len(body) > self._max_body:
                 raise RequestError(f"the message is longer than {self._max_body:,} bytes", 413)
             message = GrpcMessage(body)
-            require_model(self._service, message.message.model_name, message.message.model_version or VERSION)
-            content, _, own = await self._service.inference.answer(message, metadata)
+            version = message.message.model_version or None
+            require_model(self._service, message.message.model_name, version)
+            content, _, own = await self._service.inference.answer(message, metadata, version)
             fields.update(own)
         return content
 

@@ -68,10 +68,11 @@ class RequestState(Owner):
     likeliest: int16 (n,), the likeliest options of the best answers so far, as Step.likeliest has them, kept only where
     the policy has a reference.   asks_for: vectors that are wanted.   vectors: those of the best answers,
     float64 (n, K).   called: the stages that have answered.   shadow: whether it is a shadow request, counted
-    separately.   chosen: bool (n,), its rows that are in the shadow sample, None for none.   logs: whether the models'
-    own logits of these are kept, in logged: by row and stage, with what the call cost as far as the model reported it.
-    stopped: where chosen rows have.   reason: why rows are degraded, as of the first one.   spans_ns: by stage, when
-    rows were first ready for it and when they were last answered, since the epoch.
+    separately, whose rows go on to the last stage; accepted: int32 (n,), what they would have answered, and
+    accepted_costs: at which cost.   chosen: bool (n,), its rows that are in the shadow sample, None for none.   logs:
+    whether the models' own logits of these are kept, in logged: by row and stage, with what the call cost as far as
+    the model reported it.   stopped: where chosen rows have.   reason: why rows are degraded, as of the first one.
+    spans_ns: by stage, when rows were first ready for it and when they were last answered, since the epoch.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class RequestState(Owner):
         self.chosen, self.logs = chosen, logs
         self.stopped: list[Stopped] = []
         self.logged: dict[int, dict[int, tuple[Floats, float | None]]] = {}
+        if shadow:
+            self.accepted, self.accepted_costs = np.full(n, -1, np.int32), np.zeros(n)
         self.spans_ns: dict[int, tuple[int, int]] = {}
         self._digest: bytes | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,6 +137,8 @@ class RequestState(Owner):
                 self.logged.setdefault(row, {})[stage] = of_row
         if self.shadow:  # the last stage's word is wanted
             self._metrics.shadowed(stage, result.costs[positions])
+            stop = indices[~on & (self.accepted[indices] < 0)]
+            self.accepted[stop], self.accepted_costs[stop] = self.predictions[stop], self.costs[stop]
             on[:] = stage < self.last_stage
             return on
         capped = self.capped and stage == self.last_stage

@@ -6,6 +6,7 @@ Shells put it somewhere: `on_serve.py` on Ray Serve, `local.py` in one process.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import random
@@ -14,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -21,14 +23,16 @@ from typing import Any, TypeVar
 from cauc_ray.errors import CaucError, ConfigError
 from cauc_ray.models.answers import ModelFacts
 from cauc_ray.models.pool import Pool, StageSpec
+from cauc_ray.policies.canary import decision
 from cauc_ray.policies.policy import Policy
 from cauc_ray.protocol.tensors import RequestError
+from cauc_ray.serving.canary import Canary
 from cauc_ray.serving.cascade import Cascade, StageClient
 from cauc_ray.serving.elsewhere import Elsewhere
 from cauc_ray.serving.fleet_reports import Edges, Seen, latest_of
 from cauc_ray.serving.inference import Inference
 from cauc_ray.serving.metrics import NewMetric, ServingMetrics
-from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog, Store, StoreError
+from cauc_ray.serving.policies_live import MOST_RECEIPTS, InForce, Log, PolicyChange, Store, StoreError
 from cauc_ray.serving.table_log import Logged, TableLog
 from cauc_ray.serving.watching import Feedback, Reported, WatchedHere, Watching, report_of
 
@@ -90,10 +94,15 @@ def environment(name: str, value: str | None) -> Iterator[None]:
         os.environ.update({} if before is None else {name: before})
 
 
+def policies_at_start(pool: Pool, policy: Policy) -> InForce:
+    """Return a policy with the pool's candidates. Raises PolicyError where their files do not fit."""
+    return InForce.of(policy, candidates=[(Policy.load(one.file), one.share) for one in pool.serving.policies])
+
+
 class Service(ABC):
     """One replica of what answers requests.
 
-    model: the name in URLs.   policy: what the service begins with.   store: that all replicas see.   new_metric: as
+    model: the name in URLs.   policies: what the service begins with.   store: that all replicas see.   new_metric: as
     ServingMetrics takes it.   life: of the service; what another life has kept is not read.   name: of the service in
     all of its lives.
     """
@@ -102,7 +111,7 @@ class Service(ABC):
         self,
         model: str,
         pool: Pool,
-        policy: Policy,
+        policies: InForce,
         clients: Sequence[StageClient],
         *,
         store: Store,
@@ -111,14 +120,17 @@ class Service(ABC):
         name: str,
     ) -> None:
         self.model, self.pool = model, pool
+        policy = policies.policy
         self.specs: tuple[StageSpec, ...] = pool.chain(policy.models)
         self.facts: list[ModelFacts | None] = [None] * len(self.specs)
         self.metrics = ServingMetrics(new_metric, model, policy.models, policy.cost_unit)
         self._clients = clients
-        self._life, self._log = life, PolicyLog(store, life)
+        self._life, self._log = life, Log(store, f"policy:{life}:")
+        self.canary = Canary(pool.serving.canary, store, life)
         self._adopting = threading.Lock()
         self._looked_at = time.monotonic()
-        self.in_force = self._log.read() or InForce.of(policy)
+        kept = self._log.read()
+        self.in_force = policies if kept is None else InForce.of_bytes(*kept)
         # What was found of a policy outlives this life of the service.
         alarm, n_replicas = f"alarm:{name}:{model}:of", pool.serving.router.replicas.max
         self.watching = Watching(self.in_force.policy, self.in_force.id, self.metrics, n_replicas, store, alarm)
@@ -156,7 +168,7 @@ class Service(ABC):
         """Return the cascade, made at first use: it belongs to the loop that requests run on."""
         if self._cascade is None:
             self._cascade = Cascade(self.specs, self.pool, self._clients, self.metrics, self.table_log)
-            follow = (self.current_policy, self._follow_stages, self.watched, self._count)
+            follow = (self.current_policy, self._follow_stages, self.watched, self._compare, self._count)
             self._tasks = [asyncio.create_task(repeat(do, PERIOD_S)) for do in follow]
         return self._cascade
 
@@ -235,15 +247,38 @@ class Service(ABC):
         """Return the tag of a version of the policy; no other life of the service has it."""
         return f'"{self._life[:8]}-{in_force.version}"'
 
-    async def set_policy(self, change: PolicyChange, if_match: str | None = None) -> tuple[dict[str, Any], str]:
-        """Change the policy. It is active on all replicas when this returns, until a later change.
+    async def policies(self) -> tuple[dict[str, Any], str]:
+        """Return the policies, candidates' evidence, and receipts; and the version's tag. Raises RequestError."""
+        in_force = await self.current_policy()
+        try:
+            found = await asyncio.to_thread(self.canary.settle, in_force)
+        except StoreError as error:
+            raise RequestError("the evidence on candidates cannot be read now; try again", 503, 1.0) from error
+        candidates = [
+            {
+                "policy_id": member.id,
+                "share": member.share,
+                "evidence": self.canary.shown(found[member.id]),
+                "policy": member.policy.model_dump(mode="json"),
+            }
+            for member in in_force.candidates
+        ]
+        own = {"policy_id": in_force.id, "version": in_force.version, "policy": in_force.policy.model_dump(mode="json")}
+        content = {**own, "shares": in_force.shares, "candidates": candidates, "receipts": in_force.receipts}
+        return content, self.etag(in_force)
 
-        if_match: the tag of the version that is to be changed, "*" or None for any. Returns the new one's tag, too.
+    async def set_policy(
+        self, change: PolicyChange, if_match: str | None = None, why: str | None = None
+    ) -> tuple[dict[str, Any], str]:
+        """Change the policies. The change is active on all replicas when this returns, until a later one.
+
+        if_match: the tag of the version that is to be changed, "*" or None for any.   why: the rule that has decided,
+        None for a change by hand. Returns the new version's tag, too.
         Raises RequestError: 409 for one that does not fit what runs or that a later change has replaced meanwhile, 412
         if another version than if_match is active, 503 if the version cannot be written.
         """
         try:
-            before, after = await asyncio.to_thread(self._change, change, if_match)
+            before, after = await asyncio.to_thread(self._change, change, if_match, why)
             written = time.monotonic()
             n_replicas = await self._confirmed(after.version)
             if n_replicas is None:
@@ -259,17 +294,17 @@ class Service(ABC):
                 503,
                 1.0,
             ) from error
-        if newest.id != after.id:
+        if newest.shares != after.shares:
             self.metrics.policy_change("overtaken")
             raise RequestError(
-                f"policy {after.id} was replaced by {newest.id} (version {newest.version}), which was set at the same "
-                "time; set it again if it is the one you want",
+                f"another change at the same time has replaced this one: policy {newest.id} is active (version "
+                f"{newest.version}); make yours again if you still want it",
                 409,
             )
         self.metrics.policy_change("taken")
         says = None if n_replicas is not None else "a replica has not confirmed it, but will adopt it before it answers"
-        changed = {"policy_id": after.id, "previous": before.id, "version": after.version, "replicas": n_replicas}
-        return {**changed, "says": says}, self.etag(after)
+        own = {"policy_id": after.id, "previous": before.id, "version": after.version, "shares": after.shares}
+        return {**own, "replicas": n_replicas, "says": says}, self.etag(after)
 
     async def watched(self) -> WatchedHere:
         """Evaluate and return this replica's monitoring of the active policy."""
@@ -285,21 +320,28 @@ class Service(ABC):
         in_force = self.in_force
         feedback = Feedback.read(body, in_force.policy, self.pool.serving.max_request_rows, self.labels)
         n, n_counted, says = len(feedback), 0, None
-        is_watched = feedback.policy_id == in_force.id and in_force.policy.reference is not None
-        if is_watched or self.table_log is not None:
-            feedback = await asyncio.to_thread(self._reported.new, feedback)
+        member = in_force.member(feedback.policy_id)
+        compares = bool(in_force.candidates) and feedback.was_drawn
+        watches = member is in_force.members[0] and in_force.policy.reference is not None
+        new = feedback
+        if self.table_log is not None or (member is not None and (watches or compares)):
+            new = await asyncio.to_thread(self._reported.new, feedback)
         if self.table_log is not None:
-            self.table_log.label(feedback.logged(self.pool.serving.shadow))
-        if feedback.policy_id != in_force.id:
+            self.table_log.label(new.logged(self.pool.serving.shadow))
+        if member is None:
             says = f"policy {in_force.id} is active; feedback on another policy's answers is not counted"
             self.metrics.feedback(other_policy=n)
-        elif in_force.policy.reference is None:
-            says = f"policy {in_force.id} has no reference to compare answers with; feedback is not counted"
+        elif not (watches or compares):
+            says = f"policy {member.id} has no reference to compare answers with; feedback is not counted"
             self.metrics.feedback(not_watched=n)
         else:
-            own = feedback.given_by(in_force.policy)
-            self.watching.outcomes(in_force.id, own.stages, own.confidences, own.correct)
-            n_counted, n_cut, n_repeated = len(own), len(feedback) - len(own), n - len(feedback)
+            own = new.given_by(member.policy)
+            if watches:
+                self.watching.outcomes(member.id, own.stages, own.confidences, own.correct)
+            if compares:  # also answers that a fault cut short: this is what the policy's requests were given
+                self.canary.outcomes(in_force, member.id, new.correct)
+                own = new
+            n_counted, n_cut, n_repeated = len(own), len(new) - len(own), n - len(new)
             reasons = [f"{n_cut} answers cut short by the request or a failure are not counted"] if n_cut else []
             reasons += [f"{n_repeated} answers already had feedback and are not counted again"] if n_repeated else []
             says = "; ".join(reasons) or None
@@ -322,6 +364,24 @@ class Service(ABC):
             raise RequestError("not every replica has reported", 503, 1.0)
         return found
 
+    async def _compare(self) -> None:
+        """Add up the evidence on candidates; promote or roll back one where it decides and the pool lets it."""
+        in_force, rule = self.in_force, self.canary.rule
+        try:
+            found = await asyncio.to_thread(self.canary.settle, in_force)
+        except StoreError as error:
+            logger.warning(f"the evidence on candidates cannot be stored: {error}")
+            return
+        decisions = ((policy_id, decision(evidence, rule)) for policy_id, evidence in found.items())
+        policy_id, decided = next(((one, it) for one, it in decisions if it is not None), ("", None))
+        if decided is None or not self.canary.decides:
+            return
+        what, why = decided
+        try:  # for this very version: of all routers one decides
+            await self.set_policy(PolicyChange.of({what: True, "candidate": policy_id}), self.etag(in_force), why)
+        except RequestError as error:
+            logger.info(f"{what} {policy_id}: {error.message}")
+
     async def _confirmed(self, version: int) -> int | None:
         """Return how many replicas there are once all have a version or a later one, None if some do not confirm."""
         versions = await self.ask_all("policy_version")
@@ -339,7 +399,7 @@ class Service(ABC):
                 self._looked_at = time.monotonic()
             await asyncio.sleep(0.01)
 
-    def _change(self, change: PolicyChange, if_match: str | None) -> tuple[InForce, InForce]:
+    def _change(self, change: PolicyChange, if_match: str | None, why: str | None) -> tuple[InForce, InForce]:
         """Write the next version, and return the one before and it. Raises RequestError and CaucError as set_policy."""
         for _ in range(MOST_TRIES):
             before = self._adopt_kept()
@@ -347,8 +407,12 @@ class Service(ABC):
             if not {"*", self.etag(before)} & {tag.strip() for tag in wanted.split(",")}:
                 self.metrics.policy_change("overtaken")
                 raise RequestError(f"policy {before.id} is active with ETag {self.etag(before)}, not {wanted:.80}", 412)
-            after = InForce.of(change.applied(before.policy), before.version + 1)
-            if self._log.append(after):
+            after, decided, member = before.after(change)
+            receipt = self.canary.receipt(decided, member, before, after, why)
+            after = replace(after, receipts=(*before.receipts, receipt)[-MOST_RECEIPTS:])
+            if self._log.append(after.version, after.to_bytes()):
+                logger.info("%s", json.dumps({"event": "policy", "model": self.model, **receipt}))
+                self.metrics.policy_decision(decided, receipt["by"])
                 return before, after
         raise RequestError("the policy is being changed by others; try again later", 409, 1.0)
 
@@ -357,8 +421,8 @@ class Service(ABC):
         with self._adopting:
             began = time.monotonic()
             kept = self._log.read()
-            if kept is not None and kept.version > self.in_force.version:
-                self._adopt(kept)
+            if kept is not None and kept[0] > self.in_force.version:
+                self._adopt(InForce.of_bytes(*kept))
             self._looked_at = began
             return self.in_force
 
@@ -366,9 +430,11 @@ class Service(ABC):
         before, self.in_force = self.in_force, after
         if after.id != before.id or after.policy.reference != before.policy.reference:
             self.watching.begin(after.policy, after.id)
-        if after.id != before.id:
-            logger.info(f"policy {after.id} is active, after {before.id}")
-            self._reported.forget(before.id)
+        for gone in before.shares.keys() - after.shares.keys():
+            self._reported.forget(gone)
+        if after.shares != before.shares:
+            shares = ", ".join(f"{policy_id} {share:.4g}" for policy_id, share in after.shares.items())
+            logger.info(f"version {after.version} of the policies is active, with shares of requests: {shares}")
 
     async def _follow_stages(self) -> None:
         """Update the number of the stages' replicas and their models' facts."""
@@ -385,7 +451,7 @@ class Service(ABC):
 
     async def _count(self) -> None:
         """Bring the metrics up to date."""
-        self.metrics.policy(self.in_force.id)
+        self.metrics.shares(self.in_force.shares)
         self.metrics.queued([at.n_waiting for at in self.cascade.scheduler.stages])
         if self.table_log is not None:
             self.metrics.logged(self.table_log.take_counts())

@@ -23,7 +23,7 @@ from cauc_ray.protocol.tensors import RequestError
 from cauc_ray.serving.metrics import ServingMetrics
 from cauc_ray.serving.policies_live import Store
 from cauc_ray.serving.request_state import RequestState
-from cauc_ray.serving.shadows import sampled_rows
+from cauc_ray.serving.shadows import sampled_rows, was_drawn
 
 # Confidences are the float32 values of the answer.
 _ROUNDING = 1e-6
@@ -114,6 +114,11 @@ class Feedback:
             np.array(message.label),
             message.answer_id is not None,
         )
+
+    @property
+    def was_drawn(self) -> bool:
+        """Return whether its policy was drawn among several."""
+        return self.is_named and was_drawn(self.answer)
 
     def given_by(self, policy: Policy) -> Feedback:
         """Return the answers that the policy gave by itself: not those that a request's cap or a fault cut short."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from cauc_ray.errors import unknown_name
 from jobs.bench.part import PARTS, measured
 
-# Run only where they are named: many hours, and half an hour.
-LONG = ("faults", "sink")
+# Run only where they are named: many hours, half an hour, and some minutes.
+LONG = ("faults", "sink", "canary")
 
 USAGE = f"""usage: python -m jobs.bench [PART [OPTIONS]] ...
 

@@ -28,6 +28,7 @@ PARTS = {
     "gpu": "bench.gpu",
     "serving": "bench.serving",
     "bodies": "bench.serving",
+    "canary": "bench.canary",
     "faults": "faults.trial",
 }
 OFFLINE = "or without a network `pip download -d wheels` elsewhere and `pip install --no-index -f wheels` here"

@@ -53,6 +53,15 @@ def test_numbers_and_bodies():
 
 
 @pytest.mark.slow
+def test_candidates_of_a_live_service():
+    results, _ = bench("canary", "--runs", 1, "--rows", 2000)
+    for kind in ("better", "worse", "just_worse"):
+        found = results["canary"][kind]
+        assert found["runs"] == sum(found.get(what, 0) for what in ("promote", "rollback", "open")) == 1
+        assert 0 < found["median_rows"] <= 2000
+
+
+@pytest.mark.slow
 def test_runs_their_memory_and_ray_data():
     results, said = bench(
         "controller", "--rows", 6000, "--sleepers", 1, 3, "--calls", 20, "--call-seconds", 0.1,

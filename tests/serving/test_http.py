@@ -45,7 +45,7 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
     assert client.is_server_ready()
     assert client.is_model_ready("six")
     assert client.get_server_metadata()["name"] == "cauc-ray"
-    metadata = client.get_model_metadata("six", "1")
+    metadata = client.get_model_metadata("six", chain.policies["rf"].id)
     assert metadata["parameters"]["stages"] == ",".join(MODELS)
     assert [one["name"] for one in metadata["inputs"]] == ["example_id"]
     ids = InferInput("example_id", [len(chain.ids)], "BYTES")
@@ -71,9 +71,10 @@ def test_an_unmodified_triton_client_gets_the_answers_of_the_replay(chain, clien
         )
         assert np.array_equal(result.as_numpy("logits"), np.stack([row[1 + row[0]] for row in stages]))
     response = result.get_response()
-    assert (response["id"], response["model_name"], response["model_version"]) == ("7", "six", "1")
+    policy_id = chain.policies["rf"].id
+    assert (response["id"], response["model_name"], response["model_version"]) == ("7", "six", policy_id)
     parameters = response["parameters"]
-    assert parameters["policy_id"] == chain.policies["rf"].id
+    assert parameters["policy_id"] == policy_id
     assert parameters["cost"] == pytest.approx(expected.costs.sum())
     assert (parameters["stage"], parameters["stages_called"]) == (2, "m0,m1,m2")
     with pytest.raises(InferenceServerException, match="there is no model 'seven'"):
@@ -167,7 +168,7 @@ def test_the_openapi_description_has_the_addresses_and_outputs_that_there_are(se
     named = described["components"]["schemas"]["NamedOutput"]["properties"]["name"]
     assert [one["name"] for one in outputs] == named["enum"]
     for path, operations in described["paths"].items():
-        url = service.url + path.format(name="six", version="1")
+        url = service.url + path.format(name="six", version=in_force(service))
         status, _, headers = http("DELETE", url)
         assert (status, set(headers["Allow"].lower().split(", ")) - {"head"}) == (405, set(operations))
         if "get" in operations:

@@ -8,7 +8,7 @@ from cauc_ray.errors import BudgetError, ConfigError, PolicyError
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.serving.local import MemoryStore
-from cauc_ray.serving.policies_live import InForce, PolicyChange, PolicyLog
+from cauc_ray.serving.policies_live import InForce, Log, PolicyChange
 
 DATA = chain(4)
 RF = fit_rf(DATA, DATA)
@@ -76,35 +76,36 @@ def store(request):
 
 
 def test_what_is_kept_is_read_by_all_who_know_the_key(store):
-    log = PolicyLog(store, "one")
+    log = Log(store, "one:")
     assert log.read() is None
-    first, second = InForce.of(RF, 1), InForce.of(BASE, 2)
-    assert log.append(first)
-    assert PolicyLog(store, "one").read() == first
-    assert log.append(second)
-    assert PolicyLog(store, "one").read() == log.read() == second
-    assert PolicyLog(store, "two").read() is None
+    first, second = InForce.of(RF, 1), InForce.of(BASE, 2, [(RF, 0.25)])
+    assert log.append(1, first.to_bytes())
+    assert InForce.of_bytes(*Log(store, "one:").read()) == first
+    assert log.append(2, second.to_bytes())
+    assert InForce.of_bytes(*Log(store, "one:").read()) == InForce.of_bytes(*log.read()) == second
+    assert Log(store, "two:").read() is None
+    log.forget()
+    assert Log(store, "one:").read() is None
 
 
 def test_of_many_writers_each_version_has_one_and_all_read_the_same_order(store):
     """Each writer changes the number that it has read, until its change is a version: none is lost."""
-    n_writers, n_each, seen = 6, 5, []
+    n_writers, n_each, seen = 6, 25, []
 
     def write(number):
-        log, mine = PolicyLog(store, "many"), 0
+        log, mine = Log(store, "many:"), 0
         while mine < n_each:
-            last = log.read()
-            version, threshold = (0, 0.0) if last is None else (last.version, last.policy.threshold)
-            if log.append(InForce.of(RF.with_threshold(threshold + 1 / 128), version + 1)):
+            version, total = log.read() or (0, b"0")
+            if log.append(version + 1, b"%d" % (int(total) + 1)):
                 mine += 1
                 seen.append(version + 1)
 
     with ThreadPoolExecutor(n_writers) as pool:
         list(pool.map(write, range(n_writers)))
-    assert sorted(seen) == list(range(1, n_writers * n_each + 1))
-    last = PolicyLog(store, "many").read()
-    assert (last.version, last.policy.threshold) == (n_writers * n_each, n_writers * n_each / 128)
-    assert not PolicyLog(store, "many").append(InForce.of(BASE, 3))
+    n = n_writers * n_each
+    assert sorted(seen) == list(range(1, n + 1))
+    assert Log(store, "many:").read() == (n, b"%d" % n)
+    assert not Log(store, "many:").append(n - 1, b"0")
 
 
 def test_keys_that_begin_alike_are_deleted_and_no_others(store):

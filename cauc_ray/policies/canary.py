@@ -1,0 +1,243 @@
+"""Whether a candidate policy is acceptable in place of the incumbent: a sequential test, valid at any time.
+
+A candidate is acceptable if both are true of the requests that a service draws policies for at random:
+
+    its accuracy is at least the incumbent's less accuracy_margin, and
+    its mean cost per row is at most the incumbent's times 1 + cost_margin.
+
+It is promoted once both are shown, and rolled back once one of them is shown to be false. A false promotion is that of
+a candidate that is not acceptable; a false rollback that of one that is. Of a given candidate only one of the two can
+happen, and the probability that it ever does is at most error_rate, however long and however often one looks:
+
+- A difference x of rows of both policies lies in [-1, 1], and its mean is at least 0 exactly if the criterion is met.
+  A bet multiplies a capital of 1 by 1 + b x with each difference, b fixed. Where the mean is at most 0 (b > 0), or at
+  least 0 (b < 0), the capital's mean never rises, so the probability that it ever reaches 1 / a is at most a (Ville,
+  1939; Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting", 2024). The same is true of
+  the average of several bets, which is the evidence here.
+- A false promotion needs evidence of 1 / error_rate for a criterion that is not met. A false rollback needs evidence of
+  2 / error_rate against one of two that are.
+- The capital is a product over differences, so that of several routers is the product of theirs. Rows must be
+  independent and their order, and which of them are known, must not depend on how they turned out.
+
+Differences of the same row (both policies asked) vary least. Otherwise rows of both policies are put into blocks: the
+mean of one policy's rows less that of the other's, as many rows in each as there are for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from cauc_ray.numbers.types import Bools, Floats, Summed
+
+# Shares of the capital that are bet. The best is about mean / variance of a difference, which is unknown.
+_BETS = 0.95 * 0.5 ** np.arange(8)
+_SIDES = np.stack([_BETS, -_BETS])
+# Rows of one policy that wait for rows of the other; the oldest are dropped first.
+MOST_WAITING = 10_000
+
+Decision: TypeAlias = Literal["promote", "rollback"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When a candidate is acceptable, and how sure a decision is.
+
+    error_rate: of both decisions on one candidate together.   accuracy_margin: how much less accurate it may be;
+    negative: how much more accurate it must be.   cost_margin: the same of costs, as a share of the incumbent's.
+    min_rows: of a candidate whose accuracy is known, before it is promoted.
+    """
+
+    error_rate: float = 0.05
+    accuracy_margin: float = 0.01
+    cost_margin: float = 0.05
+    min_rows: int = 200
+
+    def by_accuracy(self, candidate: Floats, incumbent: Floats) -> Floats:
+        """Return differences for the first criterion, of mean correctness in [0, 1]."""
+        return (candidate - incumbent + self.accuracy_margin) / (1 + abs(self.accuracy_margin))
+
+    def by_cost(self, candidate: Floats, incumbent: Floats) -> Floats:
+        """Return differences for the second criterion, of mean costs in [0, 1]."""
+        return ((1 + self.cost_margin) * incumbent - candidate) / max(1.0, 1 + self.cost_margin)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySums(Summed):
+    """Sums over the compared rows of one policy.   n, cost: of all rows.   n_known, n_right: of those with a label."""
+
+    n: int = 0
+    cost: float = 0.0
+    n_known: int = 0
+    n_right: int = 0
+
+    def as_json(self) -> dict[str, float | None]:
+        """Return the counts and means; None without rows."""
+        return {
+            "rows": self.n,
+            "cost": self.cost / self.n if self.n else None,
+            "labelled": self.n_known,
+            "accuracy": self.n_right / self.n_known if self.n_known else None,
+        }
+
+
+def _no_capital() -> Floats:
+    return np.zeros(_SIDES.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence(Summed):
+    """The evidence of some rows; that of all rows is the sum.
+
+    accuracy, cost: float64 (2, bets), the logarithms of the capitals that bet on the criterion and against it.
+    """
+
+    candidate: PolicySums = field(default_factory=PolicySums)
+    incumbent: PolicySums = field(default_factory=PolicySums)
+    accuracy: Floats = field(default_factory=_no_capital)
+    cost: Floats = field(default_factory=_no_capital)
+
+    @property
+    def log_values(self) -> Mapping[str, float]:
+        """Return the logarithm of the evidence for and against each criterion."""
+        both = np.stack([self.accuracy, self.cost])
+        highest = both.max(axis=-1)
+        found = highest + np.log(np.exp(both - highest[..., None]).mean(axis=-1))
+        names = ("accurate", "not_accurate", "cheap", "not_cheap")
+        return dict(zip(names, found.ravel().tolist(), strict=True))
+
+    def as_json(self, rule: Rule) -> dict[str, Any]:
+        """Return what people read: rows, means, and the evidence as log10 next to what decisions need."""
+        found = {name: round(value / math.log(10), 3) for name, value in self.log_values.items()}
+        needed = {"promote": -math.log10(rule.error_rate), "rollback": math.log10(2 / rule.error_rate)}
+        own = {"candidate": self.candidate.as_json(), "incumbent": self.incumbent.as_json()}
+        return {**own, "log10_evidence": found, "log10_needed": {k: round(v, 3) for k, v in needed.items()}}
+
+    def to_list(self) -> list[Any]:
+        """Return the plain numbers, for a store."""
+        sums = [[one.n, one.cost, one.n_known, one.n_right] for one in (self.candidate, self.incumbent)]
+        return [*sums, self.accuracy.tolist(), self.cost.tolist()]
+
+    @classmethod
+    def of_list(cls, numbers: list[Any]) -> Evidence:
+        """Return the evidence of to_list."""
+        candidate, incumbent, accuracy, cost = numbers
+        return cls(PolicySums(*candidate), PolicySums(*incumbent), np.array(accuracy), np.array(cost))
+
+
+def decision(evidence: Evidence, rule: Rule) -> tuple[Decision, str] | None:
+    """Return what the evidence decides and why, None while it is open."""
+    value, surely = evidence.log_values, -math.log(rule.error_rate)
+    accuracy = f"accuracy of the incumbent less {rule.accuracy_margin:g}"
+    cost = f"cost of the incumbent times {1 + rule.cost_margin:g}"
+    if value["not_accurate"] >= surely + math.log(2):
+        return "rollback", f"shown to be below the {accuracy}"
+    if value["not_cheap"] >= surely + math.log(2):
+        return "rollback", f"shown to be above the {cost}"
+    if min(value["accurate"], value["cheap"]) >= surely and evidence.candidate.n_known >= rule.min_rows:
+        return "promote", f"shown to be at or above the {accuracy}, and at or below the {cost}"
+    return None
+
+
+class Comparison:
+    """Turns rows of a candidate and the incumbent into evidence, where they are answered.
+
+    highest_cost: of a row, in the policies' unit; more counts as this much.
+    """
+
+    def __init__(self, rule: Rule, highest_cost: float) -> None:
+        self._rule, self._highest = rule, highest_cost
+        self._right, self._costs = (_Waiting(), _Waiting())
+        self._pairs: deque[tuple[Bools, Floats]] = deque(maxlen=MOST_WAITING)
+
+    def outcomes(self, right: Bools, *, of_candidate: bool) -> None:
+        """Take which answers of one of the two policies were right, bool (n,)."""
+        self._right.of(of_candidate).extend(right.astype(np.float64).tolist())
+
+    def costs(self, costs: Floats, *, of_candidate: bool) -> None:
+        """Take what answers of one of the two policies cost, float (n,)."""
+        self._costs.of(of_candidate).extend(np.minimum(costs, self._highest).tolist())
+
+    def pairs(self, right: Bools, costs: Floats) -> None:
+        """Take the answers of both policies to the same rows, bool and float (n, 2), the candidate's first."""
+        self._pairs.append((right, np.minimum(costs, self._highest)))
+
+    def take(self) -> Evidence:
+        """Return the evidence since the last time; more rows may come meanwhile, from another thread."""
+        found, taken = Evidence(), [self._pairs.popleft() for _ in range(len(self._pairs))]
+        if taken:
+            right, costs = (np.concatenate(of) for of in zip(*taken, strict=True))
+            found += self._of_right(_Blocks.of_pairs(right.astype(np.float64)))
+            found += self._of_costs(_Blocks.of_pairs(costs))
+        if (blocks := self._right.blocks()) is not None:
+            found += self._of_right(blocks)
+        if (blocks := self._costs.blocks()) is not None:
+            found += self._of_costs(blocks)
+        return found
+
+    def _of_right(self, blocks: _Blocks) -> Evidence:
+        candidate, incumbent = (PolicySums(n_known=n, n_right=round(total)) for n, total in blocks.sums)
+        return Evidence(candidate, incumbent, accuracy=_log_capital(self._rule.by_accuracy(*blocks.means)))
+
+    def _of_costs(self, blocks: _Blocks) -> Evidence:
+        candidate, incumbent = (PolicySums(n=n, cost=total) for n, total in blocks.sums)
+        if self._highest:
+            differences = self._rule.by_cost(*(of / self._highest for of in blocks.means))
+        else:  # where nothing costs anything, nothing is too expensive
+            differences = np.ones(len(blocks.means[0]))
+        return Evidence(candidate, incumbent, cost=_log_capital(differences))
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Means by block of the candidate and the incumbent; the number of rows of each, and their sum."""
+
+    means: tuple[Floats, Floats]
+    sums: tuple[tuple[int, float], tuple[int, float]]
+
+    @classmethod
+    def of_pairs(cls, values: Floats) -> _Blocks:
+        """Return pairs as blocks of one row each.   values: float (n, 2), the candidate's first."""
+        n, (candidate, incumbent) = len(values), values.sum(axis=0).tolist()
+        return cls((values[:, 0], values[:, 1]), ((n, candidate), (n, incumbent)))
+
+
+class _Waiting:
+    """Values of rows of both policies, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._own: tuple[deque[float], deque[float]] = (deque(maxlen=MOST_WAITING), deque(maxlen=MOST_WAITING))
+
+    def of(self, candidate: bool) -> deque[float]:
+        """Return those of one policy."""
+        return self._own[0 if candidate else 1]
+
+    def blocks(self) -> _Blocks | None:
+        """Take all rows, if there are some of both policies."""
+        # How many there are decides, not what they are.
+        n, m = map(len, self._own)
+        if not min(n, m):
+            return None
+        candidate, incumbent = (
+            np.array([own.popleft() for _ in range(size)]) for own, size in zip(self._own, (n, m), strict=True)
+        )
+        means = (_means(candidate, min(n, m)), _means(incumbent, min(n, m)))
+        return _Blocks(means, ((n, float(candidate.sum())), (m, float(incumbent.sum()))))
+
+
+def _means(values: Floats, n_blocks: int) -> Floats:
+    """Return the means of neighbouring stretches of about equal size."""
+    starts = np.arange(n_blocks) * len(values) // n_blocks
+    means: Floats = np.add.reduceat(values, starts) / np.diff(np.append(starts, len(values)))
+    return means
+
+
+def _log_capital(differences: Floats) -> Floats:
+    """Return the logarithms of the capitals after differences in [-1, 1], float64 (2, bets)."""
+    capital: Floats = np.log1p(_SIDES[..., None] * differences).sum(axis=-1)
+    return capital

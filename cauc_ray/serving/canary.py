@@ -1,0 +1,123 @@
+"""What a service learns of its candidates: the evidence of all routers added up, and the receipts of decisions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from cauc_ray.models.pool import CanarySpec
+from cauc_ray.numbers.types import Bools, Floats
+from cauc_ray.policies.canary import Comparison, Evidence, Rule
+from cauc_ray.serving.policies_live import Decided, InForce, Log, Member, Store
+
+# An addition that is overtaken so often is made the next time.
+MOST_TRIES = 20
+# Where each call has a cost of its own, a row's counts up to this many times the chain's.
+COST_SPREAD = 4.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Compared:
+    """A candidate's comparison with the incumbent.   unsent: evidence of this router that is not in the log yet."""
+
+    rows: Comparison
+    log: Log
+    unsent: Evidence = field(default_factory=Evidence)
+
+
+class Canary:
+    """Compares the candidates with the incumbent. Rows arrive on the event loop; the rest may run in threads.
+
+    life: of the service. There is one log of evidence for each comparison, so that all routers add to one sum.
+    """
+
+    def __init__(self, spec: CanarySpec, store: Store, life: str) -> None:
+        self.rule = Rule(spec.error_rate, spec.accuracy_margin, spec.cost_margin, spec.min_rows)
+        self.decides, self.is_paired = spec.decide == "auto", spec.evidence == "shadow"
+        self._store, self._prefix = store, f"canary:{life}:"
+        self._compared: dict[tuple[int, str], _Compared] = {}
+        self._lock = threading.Lock()
+
+    def answered(self, in_force: InForce, member: Member, costs: Floats) -> None:
+        """Take the costs of answers, float (n,), whose policy was drawn."""
+        if not self.is_paired:
+            for candidate in in_force.candidates:
+                if member.id in (in_force.id, candidate.id):
+                    rows = self._of(in_force, candidate).rows
+                    rows.costs(costs, of_candidate=member.id == candidate.id)
+
+    def outcomes(self, in_force: InForce, policy_id: str, right: Bools) -> None:
+        """Take which answers were right, bool (n,), whose policy was drawn."""
+        if not self.is_paired:
+            for candidate in in_force.candidates:
+                if policy_id in (in_force.id, candidate.id):
+                    rows = self._of(in_force, candidate).rows
+                    rows.outcomes(right, of_candidate=policy_id == candidate.id)
+
+    def paired(self, in_force: InForce, candidate: Member, right: Bools, costs: Floats) -> None:
+        """Take answers of a candidate and the incumbent to the same rows, as Comparison.pairs does."""
+        self._of(in_force, candidate).rows.pairs(right, costs)
+
+    def settle(self, in_force: InForce) -> dict[str, Evidence]:
+        """Add what is new of the candidates, and return by id what all routers have. Raises StoreError."""
+        with self._lock:
+            current = {(member.since, member.id): member for member in in_force.candidates}
+            for key in [key for key in list(self._compared) if key not in current]:
+                self._compared.pop(key).log.forget()
+            return {member.id: self._added(self._of(in_force, member)) for member in current.values()}
+
+    def receipt(
+        self, decided: Decided, member: Member, before: InForce, after: InForce, why: str | None
+    ) -> dict[str, Any]:
+        """Return the receipt of a decision.   why: the rule, None for a change by hand. Raises StoreError."""
+        known = before.member(member.id)
+        compared = self.settle(before).get(member.id) if known is not None else None
+        return {
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "version": after.version,
+            "decision": decided,
+            "policy_id": member.id,
+            "incumbent": before.id,
+            "shares": after.shares,
+            "by": "hand" if why is None else "rule",
+            "rule": why,
+            "evidence": None if compared is None else self.shown(compared),
+        }
+
+    def shown(self, evidence: Evidence) -> Mapping[str, Any]:
+        """Return evidence as people read it."""
+        return {"accuracy_of": "agreement" if self.is_paired else "feedback", **evidence.as_json(self.rule)}
+
+    def _of(self, in_force: InForce, candidate: Member) -> _Compared:
+        key = candidate.since, candidate.id
+        if (compared := self._compared.get(key)) is None:
+            policies = (in_force.policy, candidate.policy)
+            highest = max(sum(stage.cost for stage in policy.stages) for policy in policies)
+            if any(policy.costs == "per-call" for policy in policies):
+                highest *= COST_SPREAD
+            log = Log(self._store, f"{self._prefix}{key[0]}:{key[1]}:")
+            compared = self._compared.setdefault(key, _Compared(Comparison(self.rule, highest), log))
+        return compared
+
+    def _added(self, compared: _Compared) -> Evidence:
+        compared.unsent += compared.rows.take()
+        total = Evidence()
+        for _ in range(MOST_TRIES):
+            version, content = compared.log.read() or (0, b"")
+            total = Evidence.of_list(json.loads(content)) if content else Evidence()
+            own = compared.unsent
+            if not own.candidate.n + own.candidate.n_known:
+                break
+            # If it is unknown whether this was written, the rows are lost rather than counted twice.
+            compared.unsent = Evidence()
+            if compared.log.append(version + 1, json.dumps((total + own).to_list()).encode()):
+                return total + own
+            compared.unsent = own
+        return total
