@@ -93,7 +93,15 @@ def test_the_lock_holds_what_the_package_asks_for_and_nothing_unpinned():
 
 
 def test_the_lock_holds_every_extra_but_those_for_trying_and_developing():
-    assert set(extras()) == set(PROJECT["optional-dependencies"]) - {"demo", "examples", "docs", "dev", "vllm"}
+    assert set(extras()) == set(PROJECT["optional-dependencies"]) - {
+        "demo",
+        "examples",
+        "docs",
+        "dev",
+        "vllm",
+        "fleet",
+        "remote",
+    }
 
 
 def test_jobs_find_all_that_they_import():

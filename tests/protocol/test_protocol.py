@@ -125,7 +125,7 @@ def test_requests_of_triton_s_client_are_understood(sent, data, viewed):
 @given(named(), st.none() | NAMES, PARAMETERS)
 def test_triton_s_client_understands_responses(sent, request_id, parameters):
     outputs, binary = sent
-    body, length = write_infer_response(InferRequest(request_id, {}, binary, {}), "m", outputs, parameters)
+    body, length = write_infer_response(InferRequest(request_id, {}, binary, {}), "m", "1", outputs, parameters)
     assert (length is None) == (not any(binary.values()))
     result = InferenceServerClient.parse_response_body(body, header_length=length)
     for one in outputs:
@@ -141,7 +141,7 @@ def test_triton_s_client_understands_responses(sent, request_id, parameters):
 
 
 def test_responses_are_always_json():
-    body, _ = write_infer_response(InferRequest("ä\n\u2028", {}, {}, {}), "m", [], {"cost": float("nan")})
+    body, _ = write_infer_response(InferRequest("ä\n\u2028", {}, {}, {}), "m", "1", [], {"cost": float("nan")})
     response = json.loads(body, parse_constant=pytest.fail)
     assert (response["parameters"], response["id"]) == ({"cost": None}, "ä\n\u2028")
 
@@ -420,7 +420,7 @@ def test_what_a_client_writes_is_what_a_service_reads(names, binary, parameters,
 @given(named(), st.dictionaries(NAMES, NAMES))
 def test_what_a_service_writes_is_what_a_client_reads(given_tensors, parameters):
     outputs, binary = given_tensors
-    body, length = write_infer_response(InferRequest(None, {}, binary, {}), "m", outputs, parameters)
+    body, length = write_infer_response(InferRequest(None, {}, binary, {}), "m", "1", outputs, parameters)
     read = read_infer_response(body, length)
     assert read.parameters == parameters
     assert list(read.outputs) == [tensor.name for tensor in outputs]
