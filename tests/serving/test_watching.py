@@ -286,7 +286,6 @@ def test_feedback_is_read_and_answers_that_were_cut_short_are_separated():
     said = Feedback(
         POLICY.id,
         "",
-        False,
         np.arange(len(DATA)),
         EXPECTED.stages,
         EXPECTED.confidences.astype(np.float32).astype(float),
