@@ -162,7 +162,7 @@ class ServingMetrics:
             self._note("cauc_serve_policy", policy_id)(0)
         for policy_id, share in shares.items():
             self._note("cauc_serve_policy", policy_id)(share)
-        self._had_shares |= shares.keys()
+        self._had_shares = set(shares)  # of one that is gone Ray forgets the series
 
     def policy_rows(self, policy_id: str, n: int) -> None:
         """Count rows that a policy has answered."""

@@ -10,7 +10,7 @@ from planted import changed, gain_over_mixture, of_rows, problem
 
 from cauc_ray.policies.baselines import graphrouter, model_vectors
 from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.trace import EmbeddingCall
+from cauc_ray.policies.trace import EmbeddingCall, trace_policy
 
 FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts]
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
@@ -56,6 +56,9 @@ def numbers(own, test):
     """Return all that a fitted method says of examples whose labels it does not see."""
     if hasattr(own, "cascade"):
         return own.cascade(test.without_labels()).confidences
+    if hasattr(own, "policies"):
+        traces = [trace_policy(policy, test.chain) for policy in own.policies]
+        return np.stack([trace.compared for trace in traces])
     return np.stack([scorer(test.without_labels()) for scorer in own.scorers])
 
 

@@ -31,7 +31,7 @@ def two_splits(seed, n=45, **options):
 
 
 def without_expectation(policy):
-    return policy.model_copy(update={"expected": None, "guards": (), "reference": None})
+    return policy.model_copy(update={"expected": None, "offline": None, "guards": (), "reference": None})
 
 
 def quality(measures, objective):
@@ -68,6 +68,7 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
         assert without_expectation(moved) == without_expectation(fitted(budget))
         assert moved.id == fitted(budget).id
         assert moved.expected == (policy.expected if moved.threshold == policy.threshold else None)
+        assert moved.offline == (policy.offline if moved.threshold == policy.threshold else None)
         assert moved.reference == (policy.reference if moved.threshold == policy.threshold else None)
 
 

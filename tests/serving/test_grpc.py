@@ -85,7 +85,8 @@ def fields(message):
 def test_an_unmodified_triton_client_is_told_what_http_tells(chain, client, service):
     assert client.is_server_live()
     assert client.is_server_ready()
-    assert client.is_model_ready("six", "1")
+    (version,) = client.get_model_metadata("six").versions
+    assert client.is_model_ready("six", version)
     with over_http.InferenceServerClient(service.url.removeprefix("http://")) as other:
         theirs, ours = other.get_model_metadata("six"), client.get_model_metadata("six")
         assert client.get_server_metadata().version == other.get_server_metadata()["version"]
@@ -108,7 +109,11 @@ def test_answers_are_those_of_http_bit_for_bit(chain, client, service):
         assert ours.dtype == expected.dtype
         assert np.array_equal(ours, expected), name
     response = result.get_response()
-    assert (response.id, response.model_name, response.model_version) == ("7", "six", "1")
+    assert (response.id, response.model_name, response.model_version) == (
+        "7",
+        "six",
+        theirs.get_response()["model_version"],
+    )
     own = {name: getattr(one, one.WhichOneof("parameter_choice")) for name, one in response.parameters.items()}
     told = theirs.get_response()["parameters"]
     assert own.keys() == told.keys()
