@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import random
 import socket
-import ssl
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -97,13 +95,11 @@ class Edge:
 
     def __init__(self, spec: FleetSpec, given: Policy) -> None:
         """Read what is kept, and connect to nothing yet. Raises ConfigError."""
-        self._spec, self._tls, state = spec, _tls(spec), Path(spec.state)
+        self._spec, self._tls, state = spec, spec.trust("the fleet"), Path(spec.state)
         make_folder(state)
         for part in state.glob(".cauc-*.part"):  # of a process that was killed while it wrote
             part.unlink(missing_ok=True)
-        self._token = None if spec.token_env is None else os.environ.get(spec.token_env, "").strip()
-        if self._token is not None and not (self._token and self._token.isascii() and self._token.isprintable()):
-            raise ConfigError(f"the environment variable {spec.token_env} has no token for the fleet")
+        self._token = spec.token("the fleet")
         self._kept = None if spec.public_key is None else KeptPolicy(state, spec.public_key)
         self.policy = given if self._kept is None else self._kept.newer(given)
         self._newest = self.policy.issued_at
@@ -254,15 +250,3 @@ class Edge:
         if problem != self._said.get(about):
             logger.log(*((logging.WARNING, problem) if problem else (logging.INFO, f"solved: {self._said[about]}")))
         self._said[about] = problem
-
-
-def _tls(spec: FleetSpec) -> ssl.SSLContext:
-    """Return how servers are checked, and by what the edge is. Raises ConfigError."""
-    try:
-        context = ssl.create_default_context(cafile=spec.ca)
-        if spec.cert is not None:
-            context.load_cert_chain(spec.cert, spec.key, password="")  # not asked for at a terminal
-    except OSError as error:
-        files = ", ".join(filter(None, (spec.ca, spec.cert, spec.key)))
-        raise ConfigError(f"the fleet's certificates cannot be used ({files}): {error.strerror or error}") from error
-    return context
