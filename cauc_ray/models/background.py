@@ -34,4 +34,9 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def _end(close: Callable[[], Awaitable[object]]) -> None:
     loop = asyncio.get_running_loop()
-    asyncio.ensure_future(close()).add_done_callback(lambda _: loop.stop())
+
+    async def closed() -> None:
+        await close()
+        await asyncio.sleep(0)  # sockets are closed in the loop's next turn
+
+    asyncio.ensure_future(closed()).add_done_callback(lambda _: loop.stop())

@@ -105,16 +105,18 @@ class _Stream(httpcore2.AsyncNetworkStream):
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore2.AsyncNetworkStream:
+        wrapped = None
         try:
             async with asyncio.timeout(timeout):
-                return _Stream(
-                    await TLSStream.wrap(
-                        self._stream, hostname=server_hostname, ssl_context=ssl_context, standard_compatible=False
-                    )
+                wrapped = await TLSStream.wrap(
+                    self._stream, hostname=server_hostname, ssl_context=ssl_context, standard_compatible=False
                 )
         except (OSError, anyio.BrokenResourceError, anyio.EndOfStream) as error:
-            await self.aclose()
             raise httpcore2.ConnectError(str(error) or type(error).__name__) from error
+        finally:
+            if wrapped is None:  # also where the attempt is given up: nobody else has the connection yet
+                await self.aclose()
+        return _Stream(wrapped)
 
     def get_extra_info(self, info: str) -> Any:
         if info == "ssl_object":

@@ -1,6 +1,8 @@
 """Models of other servers: a strict stand-in for Triton, and the failures of servers and links."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -193,6 +195,26 @@ def test_a_call_ends_at_its_deadline_whatever_the_link_does():
                 break
             except ExecutionError:
                 assert time.monotonic() < until
+
+
+def test_a_connection_whose_handshake_is_given_up_is_closed():
+    """The server takes connections and says nothing: none may be left open for the collector of garbage."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        model = remote(f"https://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.6, retries=3)
+        with pytest.raises(ExecutionError):
+            model(batch_of(2))
+        server.settimeout(0.5)
+        taken = []
+        with contextlib.suppress(TimeoutError):
+            while True:
+                taken.append(server.accept()[0])
+        assert taken
+        for one in taken:
+            with one:
+                one.settimeout(5.0)
+                with contextlib.suppress(ConnectionResetError):
+                    while one.recv(65536):
+                        pass
 
 
 def test_bytes_are_those_of_the_wire_and_every_call_is_the_next_one():
