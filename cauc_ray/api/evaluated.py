@@ -34,8 +34,8 @@ class Evaluation(Shown):
 
     measures: accuracy, macro_f1, cost and more.   guarantees: of each stage, what its threshold promises there; None
     for the last.   guards: of what was realised there against what was expected.
-    order: int (N,), of the chain's examples in predictions; None for the chain's own.   names: of the options, where
-    the table has them.
+    offline: what the first stages alone answer, as the policy's file has it; empty without labels.   order: int (N,),
+    of the chain's examples in predictions; None for the chain's own.   names: of the options, where the table has them.
     """
 
     policy: Policy
@@ -44,6 +44,7 @@ class Evaluation(Shown):
     measures: Measures
     guarantees: tuple[StageGuarantees | None, ...]
     guards: tuple[Guard, ...]
+    offline: tuple[OfflineAccuracy, ...]
     order: Ints | None = None
     names: tuple[str, ...] | None = None
 
@@ -55,14 +56,10 @@ class Evaluation(Shown):
         answers, measures = measure_replay(policy, chain)
         on_cost = as_expected(policy.expected, Mean.of(answers.costs), chain.source, policy.budget, policy.cost_unit)
         guards = () if on_cost is None else (on_cost,)
-        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, order, names)
-
-    @property
-    def offline(self) -> tuple[OfflineAccuracy, ...]:
-        """Return what the first stages alone answer, as the policy's file has it; nothing without labels."""
-        if not (self.policy.in_turn and self.chain.labelled.any()):
-            return ()
-        return measure_offline(trace_policy(self.policy, self.chain), self.policy.threshold, self.chain)
+        offline: tuple[OfflineAccuracy, ...] = ()
+        if policy.in_turn and chain.labelled.any():  # now: the shards of a chain may be gone later
+            offline = measure_offline(trace_policy(policy, chain), policy.threshold, chain)
+        return cls(policy, chain, answers, measures, measure_guarantees(policy, chain), guards, offline, order, names)
 
     @property
     def predictions(self) -> Predictions:
