@@ -27,7 +27,7 @@ from cauc_ray.execution.collection import (
 )
 from cauc_ray.execution.commits import Totals, add_totals
 from cauc_ray.execution.progress import RunProgress
-from cauc_ray.execution.session import ray_session
+from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import require_folder
 from cauc_ray.files.paths import AnyPath, absolute, hive_values
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
@@ -86,7 +86,7 @@ def collect(
     table = absolute(out)
     require_folder(table)
     works = _works(pool, options, table, rows, sizes)
-    require_usable([work.stage for work in works.values()], rows.columns, rows.name, pool)
+    require_usable([work.stage for work in works.values()], rows.columns, rows.name, pool, runs_here(address))
     if embedding is None:
         _require_one_unit([work.stage for work in works.values()], table)
     plans = {name: plan for name, work in works.items() if (plan := plan_collection(work, rows)) is not None}

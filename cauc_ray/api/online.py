@@ -23,7 +23,7 @@ from cauc_ray.execution.cluster import cpus_needed
 from cauc_ray.execution.ledger import new_record, parts_of, resumed_record
 from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.runner import block_rows, run_cascade
-from cauc_ray.execution.session import ray_session
+from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import new_folder, read_json, require_new, write_json
 from cauc_ray.files.parquet import parquet_below, read_parquet
 from cauc_ray.files.paths import AnyPath, RemotePath, absolute
@@ -79,7 +79,7 @@ def run(
     require_agreement(stages, policy)
     _warn_of_other_costs(stages, policy)
     rows = _opened(input, pool)
-    require_usable(stages, rows.columns, str(rows.path), pool)
+    require_usable(stages, rows.columns, str(rows.path), pool, runs_here(address))
     folder = absolute(out)
     costs = tuple(stage.cost for stage in policy.stages) if policy.costs == "per-model" else None
     record = new_record(policy.id, block_rows(rows.row_bytes), rows.identity, costs)
@@ -129,15 +129,17 @@ def _opened(input: str | AnyPath | Dataset, pool: Pool) -> RunInput:
     return DatasetInput(input)
 
 
-def require_usable(stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool) -> None:
+def require_usable(
+    stages: Iterable[StageSpec], columns: Iterable[str] | None, rows: str, pool: Pool, here: bool
+) -> None:
     """Refuse models that cannot be loaded as far as their settings tell, and rows without the columns that they need.
 
-    columns: those of the rows, None where they are unknown.   rows: where these are, for messages. Raises DataError and
-    ConfigError.
+    columns: those of the rows, None where they are unknown.   rows: where these are, for messages.   here: the stages
+    run on this machine. Raises DataError and ConfigError.
     """
     there = None if columns is None else frozenset(columns)
     for stage in stages:
-        stage.model.check()
+        stage.model.check(here)
         # A model that does not tell what it reads is given the inputs that the pool declares.
         needed = stage.model.needs | (pool.inputs.keys() if stage.model.reads is None else frozenset())
         missing = sorted(needed.difference(there or needed))

@@ -97,7 +97,7 @@ def serve(
     stages = pool.chain(policy.models)
     require_agreement(stages, policy)
     for stage in stages:
-        stage.model.check()
+        stage.model.check(here=local or _runs_here(address))
     edge = _edge(pool, policy, local)
     policy = policy if edge is None else edge.policy
     port = _free_port(host, port)
@@ -245,6 +245,12 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return printable(str(json.loads(text)["error"]))
     except (ValueError, KeyError, TypeError):
         return printable(" ".join(text.split()) or error.reason)
+
+
+def _runs_here(address: str | None) -> bool:
+    from cauc_ray.execution.session import runs_here  # Ray takes seconds to import, and some have none
+
+    return runs_here(address)
 
 
 def _free_port(host: str, port: int) -> int:

@@ -38,6 +38,15 @@ MOST_LINES = 10_000
 REPEATED_S = 1.0
 
 
+def runs_here(address: str | None) -> bool:
+    """Return whether `ray_session` would start a session of this machine's own."""
+    return not ray.is_initialized() and _address(address) == "local"
+
+
+def _address(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "local"
+
+
 @contextmanager
 def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     """Use the Ray session of this process, or connect one for the length of the block.
@@ -49,7 +58,7 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(address)
     options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.ERROR}
     if address == "local":
         # Ray 2.60 shows every GPU to actors that asked for none by default.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
-from cauc_ray.errors import require_packages, unknown_name
+from cauc_ray.errors import ConfigError, require_packages, unknown_name
 from cauc_ray.files.paths import AnyPath, RemotePath, path_from
 from cauc_ray.models.answers import Model
 from cauc_ray.numbers.logits import LogitKind
@@ -49,6 +49,12 @@ def beside(name: str, info: ValidationInfo) -> str:
     if isinstance(path, RemotePath):
         raise ValueError(f"a local file on the nodes is needed, not {path}; give an absolute path")
     return str(path)
+
+
+def require_file(path: str, here: bool) -> None:
+    """Raise ConfigError for a file that does not exist, if it is to be read on this machine."""
+    if here and not Path(path).exists():
+        raise ConfigError(f"{path} does not exist")
 
 
 def _here_or_hub(name: str, info: ValidationInfo) -> str:
@@ -135,8 +141,11 @@ class KindSpec(Section):
         """Raise ConfigError with the install command where packages of an extra are missing."""
         require_packages(f"a model of kind {self.kind!r}", extra, *packages)
 
-    def check(self) -> None:
-        """Raise ConfigError for what can be known of the model without loading it, where its files are here."""
+    def check(self, here: bool) -> None:
+        """Raise ConfigError for what can be known of the model without loading it.
+
+        here: it is to run on this machine, so that what is missing is not on other nodes.
+        """
         return
 
     @abstractmethod

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from cauc_ray.errors import ConfigError, DataError, first_line
 from cauc_ray.models.answers import Batch, ModelFacts, batch_size, logits_of, require_columns
-from cauc_ray.models.kind import DeclaringSpec, Device, LocalFile, Section, TextColumns
+from cauc_ray.models.kind import DeclaringSpec, Device, LocalFile, Section, TextColumns, require_file
 from cauc_ray.models.passes import LocalModel, Passes, text_passes
 from cauc_ray.numbers.types import Floats
 
@@ -81,6 +81,11 @@ class OnnxSpec(DeclaringSpec):
     def texts(self) -> frozenset[str]:
         """Return the columns of texts."""
         return frozenset(self.text if self.tokenizer is not None else ())
+
+    def check(self, here: bool) -> None:
+        """Raise ConfigError for a file that does not exist."""
+        for path in filter(None, (self.model, self.tokenizer)):
+            require_file(path, here)
 
     def load(self) -> OnnxModel:
         """Load the file. Raises ConfigError if it or a package is missing, or it has no such output."""

@@ -81,14 +81,23 @@ class EndpointSpec(LanguageSpec):
         Its calls end a moment before the stage gives up on them. Raises ConfigError when the package openai is missing,
         or the key that OpenAI's own server needs.
         """
+        self.check(here=True)
+        return self.connected(self._key or NO_KEY, 0.9 * call_timeout_s)
+
+    @property
+    def _key(self) -> str | None:
+        return os.environ.get(self.api_key_env)
+
+    def check(self, here: bool) -> None:
+        """Raise ConfigError where the package openai is missing, or the key that OpenAI's own server needs."""
+        if not here:
+            return
         self.require("openai", "openai")
-        key = os.environ.get(self.api_key_env)
-        if not key and self.base_url is None:
+        if not self._key and self.base_url is None:
             raise ConfigError(
                 f"model {self.model!r}: the environment variable {self.api_key_env} has no key for {self.url}; "
                 "set it on the nodes of the stage, or give base_url for a server that needs no key"
             )
-        return self.connected(key or NO_KEY, 0.9 * call_timeout_s)
 
 
 class OpenAISpec(EndpointSpec):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from ssl import SSLContext
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -75,6 +76,13 @@ class RemoteSpec(DeclaringSpec, Credentials):
         self.require("remote", "anyio", "httpcore2")
         from cauc_ray.models.inference_client import RemoteModel
 
+        return RemoteModel(self, *self._proof(), min(self.timeout_s, IN_TIME * call_timeout_s))
+
+    def check(self, here: bool) -> None:
+        """Raise ConfigError where the token or a certificate is missing."""
+        if here:
+            self._proof()
+
+    def _proof(self) -> tuple[str | None, SSLContext | None]:
         whose = f"model {self.model!r}"
-        token, trust = self.token(whose), None if self.url.startswith("http:") else self.trust(whose)
-        return RemoteModel(self, token, trust, min(self.timeout_s, IN_TIME * call_timeout_s))
+        return self.token(whose), None if self.url.startswith("http:") else self.trust(whose)

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 from cauc_ray.errors import ConfigError, one_line, unknown_name
 from cauc_ray.models.answers import ModelFacts
-from cauc_ray.models.kind import Device, ImageSpec, Precision, beside
+from cauc_ray.models.kind import Device, ImageSpec, Precision, beside, require_file
 
 if TYPE_CHECKING:
     from cauc_ray.models.classifiers import ImageModel
@@ -49,6 +49,11 @@ class TorchvisionSpec(ImageSpec):
     weights: Annotated[str, AfterValidator(_weights)] = "DEFAULT"
     device: Device = "auto"
     dtype: Precision = "auto"
+
+    def check(self, here: bool) -> None:
+        """Raise ConfigError for a file of weights that does not exist."""
+        if self.weights.endswith(_FILES):
+            require_file(self.weights, here)
 
     def load(self) -> ImageModel:
         """Build the network and load its weights. Raises ConfigError for unknown names and files that do not fit."""

@@ -41,7 +41,7 @@ class HubSpec(KindSpec):
     revision: str | None = None
     dtype: Precision = "auto"
 
-    def check(self) -> None:
+    def check(self, here: bool) -> None:
         """Raise ConfigError if a folder's config tells that its model was saved without the head that is needed."""
         path = Path(self.model, "config.json")
         what, head = self.COMPLETE
@@ -165,7 +165,7 @@ def load_network(factory: Any, spec: HubSpec, *, optional: str | None = None, **
     `lacks_optional`: transformers draws them at random. Raises ConfigError if there is no such model, it lacks other
     weights, or they do not fit.
     """
-    spec.check()
+    spec.check(here=True)
     more = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = fetched(factory, spec, **more, **options)
     for name, found, expected in sorted(report["mismatched_keys"]):
@@ -196,7 +196,7 @@ def load_placed(factory: Any, spec: HubSpec, *, over_gpus: bool, **options: Any)
     over_gpus = over_gpus and spec.device != "cpu"
     dtype = choose_dtype(spec.dtype, device)
     if device.type == "cuda":
-        spec.check()
+        spec.check(here=True)
         config = fetched(AutoConfig, spec, **options)
         with loading(spec.model), torch.device("meta"):
             outline = factory.from_config(config)

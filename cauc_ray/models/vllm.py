@@ -40,7 +40,7 @@ class VllmSpec(HubLanguageSpec):
     def load(self, *, over_gpus: bool = False) -> Model:
         """Start the engine on the CPU, one GPU, or tensor parallel on all that the process sees. Raises ConfigError."""
         self.require("vllm", "vllm", "torch")
-        self.check()
+        self.check(here=True)
         import torch
         from vllm import LLM
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import yaml
+from PIL import Image
 from runs import (
     MODELS,
     SOUND,
@@ -28,7 +29,7 @@ from runs import (
     two_model_policy,
     write_pool,
 )
-from stored import damage
+from stored import damage, write
 from synthetic import write_table
 from user_models import by_x
 
@@ -286,6 +287,41 @@ def test_faults_of_the_call_are_reported_before_ray_is_asked(tmp_path):
         run(tmp_path, pool_of(tmp_path, {"small": vision, "large": vision}), policy, inputs)
     with pytest.raises(ConfigError, match="unknown stage 'small'; did you mean 'smal'"):
         run(tmp_path, write_pool(tmp_path, [{"name": "smal", "model": python_model("by_x")}]), policy, inputs)
+    assert not (tmp_path / "out").exists()
+
+
+LACKING = {
+    "onnx": ({"kind": "onnx", "model": "absent.onnx", "columns": ["x"]}, r"absent\.onnx does not exist"),
+    "torchvision": (
+        {"kind": "torchvision", "arch": "resnet18", "weights": "no.pth"},
+        r"no\.pth does not exist",
+    ),
+    "openai": ({"kind": "openai", "model": "m", "api_key_env": "ABSENT"}, "ABSENT has no key"),
+    "remote": ({"kind": "remote", "model": "m", "url": "http://h", "token_env": "ABSENT"}, "ABSENT has no token"),
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_what_this_machine_lacks_is_reported_before_ray_starts_on_it(tmp_path, monkeypatch, kind):
+    model, says = LACKING[kind]
+    random = np.random.default_rng(0)
+    logits = np.log(random.dirichlet([1, 1], 200))
+    labels = random.random(200) > np.exp(logits[:, 0])
+    fitted = {"costs": [1, 2], "threshold": 0.7, "logit_kind": "log-probabilities" if kind == "openai" else "raw"}
+    policy = cauc_ray.fit({"small": logits, "large": logits}, labels.astype(int), **fitted)
+    pool = pool_of(tmp_path, {"small": model, "large": model})
+    inputs = write(tmp_path / "input.jsonl", [{"example_id": "a", "x": 1.0, "question": "q", "choices": ["a", "b"]}])
+    if kind == "torchvision":
+        inputs = tmp_path / "images"
+        inputs.mkdir()
+        Image.new("RGB", (8, 8)).save(inputs / "a.png")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray was started"))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match=says):
+        run(tmp_path, pool, policy, inputs)
+    with pytest.raises(ConfigError, match=says):
+        cauc_ray.serve(pool, policy, port=0)
     assert not (tmp_path / "out").exists()
 
 
