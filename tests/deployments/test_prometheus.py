@@ -8,13 +8,15 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from asking import http, infer, outputs_of
-from runs import pool_of, python_model, saved_model
+from fleet_source import Key, Source, with_fleet
+from runs import pool_of, python_model, saved_model, write_pool
 from synthetic import chain
 
 import cauc_ray
@@ -153,7 +155,11 @@ class Prometheus:
 
 
 class Chain:
-    """A watched pool of three stages, the last of which can be made to fail or to hang."""
+    """A watched pool of three stages, the last of which can be made to fail or to hang; and an edge before it.
+
+    The service compares two policies and logs what it sees. The edge asks it for the last stage, follows a policy
+    that is signed, and reports to it.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -174,8 +180,29 @@ class Chain:
         models[same.models[2]] = python_model("saved_while", logits=str(folder / "LOGITS"), model=same.models[2], **own)
         self.pool = pool_of(folder, models, serving={"timeout_s": 1.0})
         content = yaml.safe_load(self.pool.read_text())
-        content |= {"on_failure": "degrade", "serving": {"shadow": 0.5, "max_request_rows": 50}}
+        serving = {"shadow": 0.5, "max_request_rows": 50, "log": {"to": str(folder / "seen"), "flush_s": 1}}
+        serving["canary"] = {"decide": "by-hand"}
+        content |= {"on_failure": "degrade", "serving": serving}
         self.pool.write_text(yaml.safe_dump(content))
+        (folder / "edge").mkdir()
+
+    @contextmanager
+    def edge(self, service):
+        """Run the edge before a service."""
+        folder, source = self.folder / "edge", Source()
+        key = Key(folder)
+        source.files = key.signed(self.policy)
+        models = {name: saved_model(name, self.folder / "LOGITS") for name in self.policy.models[:2]}
+        models[self.policy.models[2]] = {"kind": "remote", "url": service.url, "model": "six"}
+        stages = [{"name": name, "model": model} for name, model in models.items()]
+        pool = write_pool(folder, stages, on_failure="degrade")
+        report = f"{service.url}/v2/models/six/fleet"
+        pool = with_fleet(pool, policy=f"{source.url}/policy.json", public_key="public.pem", report=report, every_s=0.5)
+        try:
+            with cauc_ray.serve(pool, self.policy, port=0, name="six", local=True) as edge:
+                yield edge
+        finally:
+            source.close()
 
     def ask(self, service, start, stop):
         """Ask for rows and give feedback on their answers."""
@@ -188,10 +215,14 @@ class Chain:
             assert http("POST", f"{service.url}/v2/models/six/feedback", said)[0] == 200
         return status
 
-    def cause(self, service):
+    def cause(self, service, edge):
         """Have everything happen that the dashboard shows."""
+        cauc_ray.set_policy(self.other, share=0.3, url=service.url)
         for start in range(0, len(self.ids), 20):
             assert self.ask(service, start, start + 20) == 200
+        cauc_ray.set_policy(url=service.url, rollback=True)
+        for start in range(0, 100, 20):
+            assert self.ask(edge, start, start + 20) == 200
         for name in ("fails", "hangs"):
             (self.folder / name).touch()
             for start in range(0, 60, 20):
@@ -220,12 +251,12 @@ def until(condition):
     return left
 
 
-def shown(chain, service, prometheus):
+def shown(chain, service, edge, prometheus):
     """Cause all that the dashboard shows, again and again, until every panel has data; return those that have none."""
     empty = {}
 
     def still_empty():
-        chain.cause(service)
+        chain.cause(service, edge)
         empty.clear()
         empty.update({name: text for name, text in queries().items() if not prometheus.query(text)})
         return empty
@@ -238,9 +269,10 @@ def planted(tmp_path):
     return Chain(tmp_path)
 
 
-def check(chain, service, prometheus):
-    """Every panel has data, the variables have values, and alerts fire on what has happened."""
-    assert shown(chain, service, prometheus) == {}, prometheus.faults()
+def check(chain, service, edge, prometheus):
+    """Every panel has data, the variables have values, and the active policy is the one that is shown."""
+    assert shown(chain, service, edge, prometheus) == {}, prometheus.faults()
+    edge.stop()
     in_force = 'ray_cauc_serve_policy{model="six"} == 1'
     assert {one["metric"]["policy"] for one in prometheus.query(in_force)} == {chain.policy.id}
     cauc_ray.set_policy(chain.other, url=service.url)
@@ -257,18 +289,22 @@ def check(chain, service, prometheus):
             assert found
 
 
+def local(service):
+    return service.url.removeprefix("http://")
+
+
 @pytest.mark.slow
 def test_a_service_without_ray_fills_every_panel_and_its_end_is_noticed(planted, tmp_path):
-    with cauc_ray.serve(planted.pool, planted.policy, port=0, name="six", local=True) as service:
-        prometheus = Prometheus(tmp_path, local=[service.url.removeprefix("http://")])
-        try:
-            check(planted, service, prometheus)
-            assert "CaucDegraded" in prometheus.alerts()
-            assert "CaucSilent" not in prometheus.alerts()
-            service.stop()
-            assert not until(lambda: "CaucSilent" not in prometheus.alerts())
-        finally:
-            prometheus.close()
+    with (
+        cauc_ray.serve(planted.pool, planted.policy, port=0, name="six", local=True) as service,
+        planted.edge(service) as edge,
+        closing(Prometheus(tmp_path, local=[local(service), local(edge)])) as prometheus,
+    ):
+        check(planted, service, edge, prometheus)
+        assert "CaucDegraded" in prometheus.alerts()
+        assert "CaucSilent" not in prometheus.alerts()
+        service.stop()
+        assert not until(lambda: "CaucSilent" not in prometheus.alerts())
 
 
 @pytest.mark.slow
@@ -277,9 +313,9 @@ def test_a_service_on_ray_fills_every_panel(planted, tmp_path):
     import ray
 
     nodes = [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
-    with cauc_ray.serve(planted.pool, planted.policy, port=0, name="six") as service:
-        prometheus = Prometheus(tmp_path, nodes=nodes)
-        try:
-            check(planted, service, prometheus)
-        finally:
-            prometheus.close()
+    with (
+        cauc_ray.serve(planted.pool, planted.policy, port=0, name="six") as service,
+        planted.edge(service) as edge,
+        closing(Prometheus(tmp_path, nodes=nodes, local=[local(edge)])) as prometheus,
+    ):
+        check(planted, service, edge, prometheus)

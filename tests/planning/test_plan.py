@@ -133,6 +133,7 @@ def test_the_pools_own_range_is_what_its_bottleneck_carries(planned, home):
     assert 0.85 * own["saturated_rate"] < own["run_rows_per_s"] <= 1.05 * own["saturated_rate"]
 
 
+@pytest.mark.slow
 def test_a_router_that_cannot_take_the_rate_is_the_bottleneck_and_asks_for_more(home):
     one = {**pool_content(), "serving": {"router": {"replicas": {"max": 1}}}}
     (home / "router.yaml").write_text(yaml.safe_dump(one))

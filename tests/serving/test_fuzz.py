@@ -49,6 +49,7 @@ def service(tmp_path_factory):
         yield running
 
 
+@pytest.mark.slow
 def test_every_address_does_what_the_openapi_page_says(service, tmp_path):
     """Schemathesis asks every address for what the page says and for what it does not, and checks the answers."""
     with urllib.request.urlopen(f"{service.url}/openapi.json", timeout=60) as answer:

@@ -272,6 +272,7 @@ def test_a_log_needs_a_shadow_sample_and_pyarrow(tmp_path, policy, monkeypatch):
         cauc_ray.serve(pool_in(tmp_path, "LOG"), policy, port=0, local=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* left out. not all of:cauc_ray.errors.CaucWarning")
 def test_a_service_that_is_killed_over_its_log_leaves_a_readable_table(tmp_path, policy):
     policy.save(tmp_path / "policy.json")
