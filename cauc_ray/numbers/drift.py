@@ -15,7 +15,10 @@ from cauc_ray.numbers.types import Floats, Ints
 SPACING = 64
 MOST_BEGINNINGS = 16
 # Prior strength of changed shares, in rows of the reference's shares: the smaller, the further they may differ.
-_CONCENTRATIONS = np.array([100.0, 300.0])
+_CONCENTRATIONS = (100.0, 300.0)
+# Of two categories, the second one's odds may also have fallen by these factors everywhere, but for a prior of this
+# strength: a change with one unknown number shows in far fewer rows than one with a number for each context.
+_FALLS, _OF_FALLS = (float(np.exp(-0.3)), float(np.exp(-0.7))), 300.0
 # Prior rows of a context, shared among its categories. This many for each category would be too many: with many
 # categories most never occur, and a prediction that must learn this from the rows first is a poor one.
 _UNSEEN = 2.0
@@ -39,15 +42,18 @@ class ShareDrift:
         totals = cells.sum(axis=1)
         self._means = (cells / totals[:, None]).ravel()
         self._same = _TRUST * totals
+        falls = _FALLS if self._n_categories == 2 else ()
+        self._factors = np.array([1.0] * len(_CONCENTRATIONS) + [*falls])
+        strengths = np.array([*_CONCENTRATIONS, *[_OF_FALLS] * len(falls)])
         # Changed shares must not be known better than those of the reference.
-        self._changed = np.minimum(_CONCENTRATIONS, self._same[:, None] / 2)
+        self._changed = np.minimum(strengths, self._same[:, None] / 2)
         self.n = 0
         self._counts = np.zeros(cells.size)
         self._begun_at = np.zeros(0, dtype=np.int64)
         self._begun = np.zeros((0, cells.size))
         self._begun_means = np.zeros((0, cells.size))
         self._log_weights = np.zeros(0)
-        self._log_ratios = np.zeros((0, len(_CONCENTRATIONS)))
+        self._log_ratios = np.zeros((0, len(self._factors)))
 
     @property
     def since(self) -> int:
@@ -85,8 +91,8 @@ class ShareDrift:
         self._begun = np.vstack([self._begun[kept], self._counts])
         same, n = (np.repeat(of, self._n_categories) for of in (self._same, self._of_contexts(self._counts)))
         self._begun_means = np.vstack([self._begun_means[kept], (same * self._means + self._counts) / (same + n)])
-        self._log_weights = np.append(self._log_weights[kept], np.log(weight / len(_CONCENTRATIONS)))
-        self._log_ratios = np.vstack([self._log_ratios[kept], np.zeros(len(_CONCENTRATIONS))])
+        self._log_weights = np.append(self._log_weights[kept], np.log(weight / len(self._factors)))
+        self._log_ratios = np.vstack([self._log_ratios[kept], np.zeros(len(self._factors))])
 
     def _take(self, contexts: Ints, cells: Ints) -> Floats:
         """Take rows without a new beginning among them."""
@@ -96,7 +102,7 @@ class ShareDrift:
         log_same = np.log((same * self._means[cells] + seen) / (same + in_context))
 
         # Axes: row, beginning, concentration.
-        means = self._begun_means[:, cells].T[:, :, None]
+        means = self._fallen(self._begun_means[:, cells].T[:, :, None], cells)
         seen_since = (seen - self._begun[:, cells]).T[:, :, None]
         in_context_since = (in_context - self._of_contexts(self._begun)[:, contexts]).T[:, :, None]
         changed = self._changed[contexts][:, None, :]
@@ -110,6 +116,14 @@ class ShareDrift:
         highest = weighed.max(axis=1)
         evidence: Floats = highest + np.log(np.exp(weighed - highest[:, None]).sum(axis=1))
         return evidence
+
+    def _fallen(self, means: Floats, cells: Ints) -> Floats:
+        """Return rows' shares once the odds of the second category have changed.   means: before, (n, B, 1)."""
+        if (self._factors == 1.0).all():
+            return means
+        factors = np.where((cells % 2 == 1)[:, None, None], self._factors, 1 / self._factors)
+        found: Floats = means * factors / (means * factors + 1 - means)
+        return found
 
     def _of_contexts(self, counts: Floats) -> Floats:
         """Return each context's number of rows, (..., G), from counts (..., G * K)."""

@@ -28,10 +28,10 @@ FALSE_ALARM_RATE = 0.05
 NEEDED = -math.log10(FALSE_ALARM_RATE)
 # Each feature is tested separately: its share of that rate, and its description in an alarm.
 FEATURES: Mapping[str, tuple[float, str]] = {
-    "confidence": (0.3, "stages and confidences"),  # hence deferral, and cost
-    "answers": (0.3, "answers and their next likeliest options"),
-    "calibration": (0.2, "accuracies at each confidence"),
-    "accuracy": (0.1, "accuracies"),
+    "confidence": (0.25, "stages and confidences"),  # hence deferral, and cost
+    "answers": (0.25, "answers and their next likeliest options"),
+    "calibration": (0.1, "accuracies at each confidence"),
+    "accuracy": (0.3, "accuracies"),
     "agreement": (0.1, "agreement of early answers with the last stage"),
 }
 

@@ -12,8 +12,9 @@ from scipy.stats import binom
 from cauc_ray.numbers.drift import SPACING, ShareDrift
 
 # The definition's own: what a row of the reference counts for, rows of each context that no category has had yet, and
-# how many rows the changed shares are known by.
-TRUST, UNSEEN, CONCENTRATIONS = 0.4, 2.0, (100.0, 300.0)
+# how many rows the changed shares are known by, and by which factor the odds of the second of two categories change.
+TRUST, UNSEEN, CHANGES = 0.4, 2.0, ((100.0, 1.0), (300.0, 1.0))
+OF_TWO = (*CHANGES, (300.0, np.exp(-0.3)), (300.0, np.exp(-0.7)))
 
 
 def log_dirichlet(counts, pseudo):
@@ -22,10 +23,10 @@ def log_dirichlet(counts, pseudo):
     return total + (gammaln(pseudo + counts) - gammaln(pseudo)).sum()
 
 
-def log_predicted(reference, cells, k, concentration=None, before=()):
+def log_predicted(reference, cells, k, concentration=None, before=(), factor=1.0):
     """Return the log probability of rows; concentration: of shares that change after those before, None for no change.
 
-    before: earlier rows; with the reference they give the shares that change.
+    before: earlier rows; with the reference they give the shares that change.   factor: of the odds of the last one.
     """
     seen, known = (
         np.bincount(np.asarray(of, dtype=np.int64), minlength=reference.size).reshape(reference.shape)
@@ -35,7 +36,7 @@ def log_predicted(reference, cells, k, concentration=None, before=()):
     for own, earlier, counts in zip(reference + UNSEEN / k, known, seen, strict=True):
         same = TRUST * own.sum()
         size = same if concentration is None else min(concentration, same / 2)
-        pseudo = TRUST * own + earlier
+        pseudo = (TRUST * own + earlier) * np.array([*[1.0] * (k - 1), factor])
         found += log_dirichlet(counts, size * pseudo / pseudo.sum())
     return found
 
@@ -48,17 +49,18 @@ def slow_evidence(reference, contexts, categories):
     for j, begin in enumerate(range(0, n, SPACING)):
         weight = 0.5 if j == 0 else 0.5 / (j * (j + 1))
         same = log_predicted(reference, cells, k) - log_predicted(reference, cells[:begin], k)
-        for concentration in CONCENTRATIONS:
-            changed = log_predicted(reference, cells[begin:], k, concentration, cells[:begin])
-            terms.append(np.log(weight / len(CONCENTRATIONS)) + changed - same)
+        for concentration, factor in OF_TWO if k == 2 else CHANGES:
+            changed = log_predicted(reference, cells[begin:], k, concentration, cells[:begin], factor)
+            terms.append(np.log(weight / (4 if k == 2 else 2)) + changed - same)
     return np.logaddexp.reduce(terms)
 
 
+@pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 300])
-def test_evidence_is_the_weighed_ratio_of_two_predictions(n):
+def test_evidence_is_the_weighed_ratio_of_two_predictions(n, k):
     rng = np.random.default_rng(n)
-    reference = rng.integers(0, 60, (3, 4))
-    contexts, categories = rng.integers(0, 3, n), rng.integers(0, 4, n)
+    reference = rng.integers(0, 60, (3, k))
+    contexts, categories = rng.integers(0, 3, n), rng.integers(0, k, n)
     found = ShareDrift(reference).add(contexts, categories)
     assert found[-1] == pytest.approx(slow_evidence(reference, contexts, categories), abs=1e-9)
 
@@ -100,6 +102,20 @@ def test_it_is_seldom_large_for_rows_of_the_reference_s_own_shares(n_categories,
         false += bool(test.add(none, rng.choice(n_categories, 700, p=shares)).max() >= np.log(20))
     # A true share of 5 % would show more than this in one of a thousand such tests.
     assert false <= binom.ppf(0.999, n_runs, 0.05)
+
+
+def test_a_fall_of_accuracy_by_nine_points_is_mostly_found_within_five_hundred_rows():
+    rng, found = np.random.default_rng(7), []
+    before, after = np.array([0.7, 0.85]), np.array([0.61, 0.76])  # of right answers, by stage
+    for _ in range(40):
+        stages = rng.integers(0, 2, 2500)
+        counts = np.bincount(stages * 2 + (rng.random(2500) < before[stages]), minlength=4).reshape(2, 2)
+        stages = rng.integers(0, 2, 2500)
+        evidence = ShareDrift(counts).add(stages, (rng.random(2500) < after[stages]).astype(np.int64))
+        found.append(int((evidence >= np.log(20 / 0.3)).argmax()))
+    # Where changed shares are unknown for each stage by itself, the median is 556.
+    assert np.median(found) < 300
+    assert np.mean(np.array(found) < 500) > 0.7
 
 
 def test_a_late_change_is_found_and_placed():
