@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError
 
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import ExecutionError, first_line
 
 REACH_DEADLINE_S = 10.0
 # For a task that asks whether the nodes of a cluster use tokens.
@@ -71,8 +71,9 @@ def ray_session(address: str | None, n_cpus: float) -> Iterator[None]:
         _require_reachable(address)
     try:
         ray.init(address=address, **options)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ExecutionError(f"no Ray cluster at {address!r}: {(str(error).splitlines() or ['?'])[0]}") from error
+    except Exception as error:  # of many types: a node that is late raises Exception itself
+        what = "Ray does not start on this machine" if address == "local" else f"no Ray cluster at {address!r}"
+        raise ExecutionError(f"{what}: {first_line(error)}") from error
     try:
         if address != "local":
             _require_tokens_there(address)

@@ -325,6 +325,19 @@ def test_what_this_machine_lacks_is_reported_before_ray_starts_on_it(tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
+def test_a_ray_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    def late(**_):
+        raise Exception("The current node timed out during startup.\nThis may happen on a busy machine.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    says = r"^Ray does not start on this machine: The current node timed out during startup\.$"
+    with pytest.raises(ExecutionError, match=says):
+        run(tmp_path, python_pool(tmp_path), two_model_policy(), numbered_input(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_a_saved_stage_that_lacks_an_example_names_it(tmp_path):
     chain = write_table(tmp_path / "LOGITS", n=60)["test"]
