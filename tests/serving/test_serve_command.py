@@ -9,11 +9,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import synthetic
+import tritonclient.grpc as over_grpc
 from asking import CAUC, Command, http, infer
 from runs import MODELS, python_pool, saved_pool, two_model_policy
+from tritonclient.utils import InferenceServerException
 
 from cauc_ray.cli.command import main
 from cauc_ray.policies.fitting import fit_base, fit_rf
@@ -56,7 +59,7 @@ def served(home, ray_folder, *more):
 
 @pytest.fixture(scope="module")
 def running(home, ray_folder):
-    one = served(home, ray_folder)
+    one = served(home, ray_folder, "--host", "0.0.0.0", "--grpc-port", "0")
     yield one
     one.kill()
 
@@ -233,3 +236,16 @@ def test_a_cluster_that_does_not_exist_is_reported_in_one_line(home, ray_folder)
     done = subprocess.run(command, cwd=home, env=environment(ray_folder), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "cauc: error: no Ray cluster at 'localhost:1': Connection refused\n"
+
+
+@pytest.mark.slow
+def test_over_grpc_on_ray_a_token_is_asked_for_too(running):
+    ids = over_grpc.InferInput("example_id", [1], "BYTES")
+    ids.set_data_from_numpy(np.array([b"test-2-00000"], dtype=object))
+    with over_grpc.InferenceServerClient(running.said["grpc"]) as client:
+        for headers in (None, {"authorization": f"Bearer {TOKEN}x"}):
+            with pytest.raises(InferenceServerException) as caught:
+                client.infer("six", [ids], headers=headers)
+            assert caught.value.status() == "StatusCode.UNAUTHENTICATED"
+        answer = client.infer("six", [ids], headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.as_numpy("prediction").shape == (1,)
