@@ -9,7 +9,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -121,6 +121,8 @@ def serve(
         require_alive = stack.enter_context(running)
         at = f"[{host}]" if ":" in host else host
         grpc = None if grpc_port is None else f"{at}:{grpc_port}"
+        if os.environ.get("CAUC_TOKEN", "").strip() and not local:
+            _require_closed(f"http://{at}:{port}/v2/models/{quote(model)}/policy")
         return Service(f"http://{at}:{port}", grpc, model, policy.id, require_alive, stack.pop_all())
 
 
@@ -227,6 +229,15 @@ def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ExecutionError(f"{url} does not answer as a service of cauc-ray does")
     return answer
+
+
+def _require_closed(url: str) -> None:
+    """Raise ConfigError where a service answers without a token."""
+    with suppress(OSError), urllib.request.urlopen(url, timeout=HTTP_DEADLINE_S):  # 401 is an OSError, too
+        raise ConfigError(
+            "CAUC_TOKEN is set here, but not on the nodes, where routers would answer anybody: set it before Ray "
+            "starts there, or unset it here"
+        )
 
 
 def _authorization() -> dict[str, bytes]:

@@ -16,7 +16,7 @@ from asking import Chain, ask, asked, http, in_force, put_policy
 from replicas import replicas_of
 
 import cauc_ray
-from cauc_ray.errors import ExecutionError
+from cauc_ray.errors import ConfigError, ExecutionError
 from cauc_ray.policies.trace import replay
 
 with warnings.catch_warnings():
@@ -134,6 +134,13 @@ def test_a_replica_that_cannot_be_asked_delays_a_change_and_answers_by_no_other_
         assert set(answers) == {chain.policies["base"].id}
     finally:
         cauc_ray.set_policy(chain.policies["rf"], url=service.url)
+
+
+@pytest.mark.slow
+def test_a_token_that_routers_do_not_have_is_refused(chain, ray_session, monkeypatch):
+    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
+    with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
+        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="open")
 
 
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
