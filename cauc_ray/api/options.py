@@ -308,7 +308,11 @@ class MeasureOptions(ChainOptions):
     """What methods are fitted and measured on."""
 
     GROUP = "measuring"
-    methods: Names = option("names of methods; 'single' is each model alone", ("all",))
+    methods: Names = option(
+        "names of methods; 'single' is each model alone, 'recalibrated' each model and each other method that is named "
+        "once more on recalibrated logits",
+        ("all",),
+    )
     split: str = option("the split to measure on", "test")
     test: Cut = option("share of the calibration split to measure on (default: the test split)")
     embedding: str | None = option(
@@ -427,6 +431,7 @@ class CompareOptions(MeasureOptions):
     """What is compared."""
 
     budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
+    objective: Objective = option("what is maximised within the budget", "accuracy")
     texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
     text_column: str = option("the column of texts", "question")
     checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(
