@@ -409,7 +409,7 @@ def fit_stacked(
     if safe:
         raise ConfigError("method stacked chooses its own terms by cross-validation: leave safe out")
     policies = variants_of(calibration, validation, names)
-    if rule.threshold is None and rule.certify is None and validation is not None:
+    if (rule.threshold, rule.certify, rule.price) == (None, None, None) and validation is not None:
         validation.require_labels("choosing a threshold")
         policy: StackedPolicy = Variants(policies, validation, rule.objective).chosen(rule.budget)
     else:

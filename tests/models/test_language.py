@@ -289,6 +289,9 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
         prompt = language_model.tokenizer.encode(question_prompt(*questions[0]))
         letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
         assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
+    unused = ("vision", "visual", "projector")  # in the names of what reads images
+    of_text = [own.numel() for name, own in network.named_parameters() if not any(part in name for part in unused)]
+    assert model.facts.params_b == sum(of_text) / 1e9 < sum(own.numel() for own in network.parameters()) / 1e9
 
 
 @pytest.mark.slow
