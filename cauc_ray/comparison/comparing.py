@@ -235,6 +235,7 @@ def compare(
         "models": list(source.models),
         "splits": {"calibration": calibration_split, "validation": validation_split, "final": split},
         "n": len(final),
+        "n_fitted": len(calibrating) + len(choosing),
         "cost_unit": final.chain.costs.unit,
         "budget": bench.budget,
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",

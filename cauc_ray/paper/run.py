@@ -48,9 +48,13 @@ def plan_of(config: PaperConfig) -> tuple[list[Task], dict[str, str]]:
             if isinstance(entry, ComparedChain):
                 identity += [list(config.methods), config.seed]
             tasks.append(Task(part, entry.name, partial(measure, config, part, entry), json.dumps(identity)))
-        shown = {entry.published for entry in entries if isinstance(entry, Chain)}
-        columns = [f"{part} / {column}" for column in columns_of(part) if column not in shown]
-        not_run |= dict.fromkeys(columns, "no logit table of it is configured")
+        there = [each for each in entries if isinstance(each, Chain) and _missing(config.logits, each) is None]
+        shown = {entry.published for entry in there if not entry.surrogates(config.logits)}
+        for column in columns_of(part):
+            if any(entry.published == column for entry in there) and column not in shown:
+                not_run[f"{part} / {column}"] = "the only logits of it here are surrogates"
+            elif not any(entry.published == column for entry in entries if isinstance(entry, Chain)):
+                not_run[f"{part} / {column}"] = "no logit table of it is configured"
     return tasks, not_run
 
 
@@ -60,8 +64,12 @@ def _missing(root: AnyPath, entry: Entry) -> str | None:
         table = LogitTable(root / entry.set)
     except DataError as error:
         return str(error)
-    absent = next((model for model in entry.wanted if model not in table.models), None)
-    return None if absent is None else f"{table.path}: {unknown_name('model', absent, table.models)}"
+    for model in entry.wanted or table.models:
+        if model not in table.models:
+            return f"{table.path}: {unknown_name('model', model, table.models)}"
+        if entry.split not in table.splits(model):
+            return f"{table.path}: model {model!r}: {unknown_name('split', entry.split, table.splits(model))}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,7 @@ class Paper:
             "config": self.config.model_dump(mode="json", by_alias=True),
             "seconds": self.seconds,
             "tables": {table.name: list(table.rows) for table in self.tables},
+            "headlines": {table.name: list(table.headlines) for table in self.tables if table.headlines},
             "figures": [{"name": each.name, "caption": each.caption} for each in self.figures],
             "not_run": [{"what": what, "why": why} for what, why in self.not_run.items()],
             "failed": list(self.failed),
@@ -154,8 +163,8 @@ def run_paper(
     }
     paper = Paper(
         config=config,
-        tables=tuple(table_of(name, found[name]) for name in config.tables.by_name if found[name]),
-        figures=tuple(draw_figures(found, folder / "figures")),
+        tables=tuple(table_of(name, found[name], config.logits) for name in config.tables.by_name if found[name]),
+        figures=tuple(draw_figures(found, folder / "figures", config.logits)),
         not_run=not_run | _methods_not_run(found),
         failed=tuple(f"{each.task}: {each.error}" for each in in_order if each.error is not None),
         warned=tuple(f"{each.task}: {warning}" for each in in_order for warning in each.warnings),
