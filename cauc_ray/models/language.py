@@ -113,6 +113,8 @@ class ChoiceModel(TorchModel):
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
         attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
+        # The state of linear attention (Qwen3.5) cannot be given to several options.
+        attends &= "linear_attention" not in (getattr(network.config.get_text_config(), "layer_types", None) or ())
         names = ("cache", "past_key_values") if attends else ()
         self._cache = next((name for name in names if name in self._accepts), "")
         if spec.answers_with != "letter" and not self._cache:

@@ -95,11 +95,12 @@ def _fused(table: AnyPath, base: BasePolicy, chain: Chain) -> dict[str, Any]:
 def _growth(config: PaperConfig, chain: GrowingChain) -> Written:
     """Measure a chain from its last model alone to all of its models: Base, and RF at two thresholds."""
     table = config.logits / chain.set
-    rows = []
+    rows, costs = [], LogitTable(table).declared_costs
     for n in range(len(chain.models) + 1):
-        models = (*chain.models[:n], chain.last)
+        # Added in the order of the config, called in that of costs.
+        models = (*sorted(chain.models[:n], key=lambda model: costs.get(model, 0.0)), chain.last)
         base = _fit_base(table, models)
-        row = chain.keys | {"models": list(models), "n_models": n + 1, "added": models[-2:][0]}
+        row = chain.keys | {"models": list(models), "n_models": n + 1, "added": (chain.last, *chain.models)[n]}
         found = _figures(table, base, chain)
         row |= {"n": found.pop("n"), "cost_unit": base.cost_unit}
         rows.append(row | {f"base_{figure}": value for figure, value in found.items()} | _rf(table, base, chain))

@@ -15,7 +15,7 @@ import pyarrow as pa
 from cauc_ray.api.offline import require_apart
 from cauc_ray.comparison.measuring import SINGLE, columns_of, paper_name, published, require_methods
 from cauc_ray.comparison.tasks import run_kept
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.tasks import Outcome, Task
 from cauc_ray.files.documents import make_folder, write_json, write_text
@@ -69,6 +69,9 @@ def _missing(root: AnyPath, entry: Entry) -> str | None:
             return f"{table.path}: {unknown_name('model', model, table.models)}"
         if entry.split not in table.splits(model):
             return f"{table.path}: model {model!r}: {unknown_name('split', entry.split, table.splits(model))}"
+    encoder = entry.embedding if isinstance(entry, ComparedChain) else None
+    if encoder is not None and encoder not in encoders(table.path):
+        return f"{table.path}: {unknown_name('encoder', encoder, encoders(table.path))}"
     return None
 
 
