@@ -18,7 +18,8 @@ from cauc_ray.comparison.measuring import quoted_figures
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.paper.config import PaperConfig
-from cauc_ray.paper.run import plan_of, run_paper
+from cauc_ray.paper.run import plan_of, run_paper, status_page
+from cauc_ray.paper.tables import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 # A second model that fuses well with the first, and one that is far better than it.
@@ -349,6 +350,26 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
     assert any(line.startswith("cauc: failed: two-model-image: bad") for line in error.splitlines())
     assert "## Failed" in (tmp_path / "out" / "report.md").read_text()
     assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
+
+
+def test_the_status_page_lists_every_table_and_figure(made):
+    status = (made[1] / "status.md").read_text()
+    items = CONTENTS["status"]["items"]
+    assert {item.get("part") for item in items} - {None} == set(made[0].config.parts)
+    rows = [line for line in status.splitlines() if line.startswith("| ")][1:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == [item["paper"] for item in items]
+    by_item = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in rows}
+    assert by_item["Table 1"][2:4] == ["made", "near; far"]
+    assert "absent: there is no logit table at" in by_item["Table 1"][-1]
+    assert by_item["Table 2"][2:4] == ["not made", "–"]
+    assert by_item["Figure 1"][2] == "–"
+    page = (ROOT / "docs" / "reference" / "paper.md").read_text()
+    assert all(f"| {item['paper']} | {item['shows']} |" in page for item in items)
+
+
+def test_the_page_in_the_docs_is_that_of_the_shipped_config(shared_logits):
+    config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml").model_copy(update={"logits": shared_logits})
+    assert (ROOT / "docs" / "reference" / "paper.md").read_text() == status_page(config, plan_of(config)[1])
 
 
 def test_the_shipped_config_finds_all_that_it_names(shared_logits):
