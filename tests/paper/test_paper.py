@@ -98,6 +98,7 @@ def test_everything_is_written_once_and_says_the_same(made, root):
     for table in paper.tables:
         assert pq.read_table(out / "tables" / f"{table.name}.parquet").num_rows == len(table.rows)
         assert (out / "tables" / f"{table.name}.md").read_text().strip() in report
+    assert (out / "status.md").read_text() == status_page(paper.config, plan_of(paper.config)[1])
     assert len(paper.figures) == 4
     for figure in paper.figures:
         assert f"](figures/{figure.name}.png)" in report
@@ -352,11 +353,11 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
     assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
 
 
-def test_the_status_page_lists_every_table_and_figure(made):
-    status = (made[1] / "status.md").read_text()
-    items = CONTENTS["status"]["items"]
-    assert {item.get("part") for item in items} - {None} == set(made[0].config.parts)
-    rows = [line for line in status.splitlines() if line.startswith("| ")][1:]
+def test_the_status_page_lists_every_table_and_figure(root, tmp_path):
+    config = load_config(written(tmp_path / "paper.yaml", content(root)))
+    status, items = status_page(config, plan_of(config)[1]), CONTENTS["status"]["items"]
+    assert {item.get("part") for item in items} - {None} == set(config.parts)
+    rows = [line for line in status.splitlines() if line.startswith("| ")][2:]
     assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == [item["paper"] for item in items]
     by_item = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in rows}
     assert by_item["Table 1"][2:4] == ["made", "near; far"]
