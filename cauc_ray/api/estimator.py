@@ -30,7 +30,7 @@ except ImportError as missing:
     raise ConfigError("CascadeClassifier needs scikit-learn 1.6 or newer: pip install 'cauc-ray[sklearn]'") from missing
 
 # Parameters that are options of fit() under the same names.
-_FIT_OPTIONS = ("costs", "method", "budget", "threshold", "objective", "calibrator", "safe", "validation")
+_FIT_OPTIONS = ("costs", "method", "budget", "threshold", "price", "objective", "calibrator", "safe", "validation")
 # Below the least score of a row, for a class that a member has not seen.
 _UNSEEN = 50.0
 
@@ -55,6 +55,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         method: "base" or "rf".
         budget: mean cost per row that the threshold is chosen for.
         threshold: one to use as it is.
+        price: of a unit of cost, in errors, which decides the threshold.
         objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
         calibrator: of each member: "temperature", "offsets", or for Base with at most two members "isotonic".
         safe: fuse only where that is supported, and fall back on a single member that is no worse.
@@ -79,6 +80,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         method: str = "base",
         budget: float | None = None,
         threshold: float | None = None,
+        price: float | None = None,
         objective: Objective = "accuracy",
         calibrator: CalibratorKind = "temperature",
         safe: bool = False,
@@ -91,6 +93,7 @@ class CascadeClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.method = method
         self.budget = budget
         self.threshold = threshold
+        self.price = price
         self.objective = objective
         self.calibrator = calibrator
         self.safe = safe

@@ -53,6 +53,7 @@ def fit(
     seed: int = 0,
     budget: float | None = None,
     threshold: float | None = None,
+    price: float | None = None,
     objective: Objective = "accuracy",
     certify: str | None = None,
     search: bool = False,
@@ -88,6 +89,8 @@ def fit(
         seed: of that cut.
         budget: mean cost per example that the threshold is chosen for.
         threshold: one to use as it is.
+        price: of a unit of cost, in errors: the threshold is 1 - r - price x c, of the last model's error r on
+            calibration and its cost c.
         objective: what a chosen threshold maximises, "accuracy" or "macro-f1".
         certify: "risk<=0.05@0.95" for the threshold of most coverage at which, with that confidence, answers given
             before the last stage are wrong at most so often, by validation's labels.

@@ -268,6 +268,12 @@ class FitOptions(ChainOptions, ShardOptions):
     )
     budget: float | None = option("mean cost per example to choose the threshold for")
     threshold: float | None = option("a threshold to use as it is")
+    price: float | None = option(
+        "what a unit of cost is worth, in errors: the threshold is 1 less the last model's error and the price of its "
+        "call",
+        ge=0,
+        allow_inf_nan=False,
+    )
     objective: Objective = option("what a chosen threshold maximises", "accuracy")
     certify: str | None = option("limit of the risk of early answers, as risk<=0.05@0.95")
     search: bool = option("fit the best sub-chain of the models, at most 12, in any order", False)
@@ -282,6 +288,8 @@ class FitOptions(ChainOptions, ShardOptions):
         _ = self.rule
         if self.searches and self.safe:
             raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")
+        if self.searches and self.price is not None:
+            raise ConfigError("a search chooses a chain by its best threshold; leave one of search and price out")
         if self.searches and self.certify is not None:
             raise ConfigError(
                 "a chain that was chosen on validation cannot be certified there; leave one of search and certify out"
@@ -301,14 +309,18 @@ class FitOptions(ChainOptions, ShardOptions):
     def rule(self) -> ThresholdRule:
         """Return what decides the threshold. Raises ConfigError where options contradict each other."""
         limit = None if self.certify is None else RiskLimit.parse(self.certify)
-        return ThresholdRule(self.threshold, self.budget, self.objective, limit)
+        return ThresholdRule(self.threshold, self.budget, self.objective, limit, self.price)
 
 
 class MeasureOptions(ChainOptions):
     """What methods are fitted and measured on."""
 
     GROUP = "measuring"
-    methods: Names = option("names of methods; 'single' is each model alone", ("all",))
+    methods: Names = option(
+        "names of methods; 'single' is each model alone, 'recalibrated' each model and each other method that is named "
+        "once more on recalibrated logits",
+        ("all",),
+    )
     split: str = option("the split to measure on", "test")
     test: Cut = option("share of the calibration split to measure on (default: the test split)")
     embedding: str | None = option(
@@ -427,6 +439,7 @@ class CompareOptions(MeasureOptions):
     """What is compared."""
 
     budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
+    objective: Objective = option("what is maximised within the budget", "accuracy")
     texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
     text_column: str = option("the column of texts", "question")
     checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(

@@ -212,6 +212,7 @@ def show_policy(policy: Policy) -> None:
         "best": f"best {choice.objective} on {choice.split}",
         "budget": f"best {choice.objective} on {choice.split} within a budget of {policy.budget or 0:g} {unit}",
         "given": "given",
+        "price": f"1 less the last model's error on {choice.split} and its call at {choice.price} errors per {unit}",
         "certified": f"certified on {choice.split}",
     }[choice.rule]
     line(f"threshold {policy.threshold:.6g}: {how}")

@@ -164,6 +164,8 @@ def comparison(result: Mapping[str, Any]) -> None:
     ]
     budget = f"{number(result['budget'])} {unit} ({result['budget_rule']})"
     print_rows(f"{chain}, {result['n']:,} examples, at a cost of {budget}", shown, columns)
+    if surrogates := [model for model, kind in result["logit_kinds"].items() if kind == "surrogate"]:
+        line(f"logits of {', '.join(surrogates)} are surrogates: figures here are not comparable with published ones")
     line("* has no threshold to set; random mix: what choosing among single models at random has at the same cost")
     columns = [
         ("method", "text", "method"),

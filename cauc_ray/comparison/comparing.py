@@ -28,8 +28,7 @@ from cauc_ray.api.plots import (
 )
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import number
-from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, calibration_of, method_of, require_methods
-from cauc_ray.comparison.measuring import CONVENTIONS as CALIBRATION_CONVENTIONS
+from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, calibration_of, choose_methods, method_of
 from cauc_ray.data.logits import LogitKinds, Texts
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import new_folder, write_json
@@ -96,7 +95,7 @@ class Comparison(Shown):
         n_drawn: Counter[str] = Counter()
         for row in self.rows:
             method, paradigm = row["method"], row["paradigm"]
-            if paradigm in _LOOKS:
+            if paradigm in _LOOKS and method != "rf-shared":  # its curve is CAUC-RF's
                 look = _look(paradigm, n_drawn[paradigm])
                 n_drawn[paradigm] += 1
                 curve = self._curve(method)
@@ -164,6 +163,7 @@ def compare(
     split: str = "test",
     test: Cut = None,
     budget: float | None = None,
+    objective: Objective = "accuracy",
     seed: int = 0,
     logit_kind: LogitKinds = None,
     on_method: Callable[[str, int, int], None] = lambda name, place, of: None,
@@ -178,11 +178,11 @@ def compare(
             logit_kind.
         example_ids: of arrays.
         models: the chain.
-        methods: names of methods and "single", or "all".
+        methods: names of methods, "single" for each model alone, "recalibrated" for each model alone and each other
+            method that is named once more on recalibrated logits, or "all".
         embedding: an encoder of the table, whose embeddings routers look at. One that is named like a model of the
-            table
-            is that model, whose call they pay on every example; without one they look at the first model's outputs, and
-            pay for its call.
+            table is that model, whose call they pay on every example; without one they look at the first model's
+            outputs, and pay for its call.
         texts: a Parquet file of the queries' texts, for the methods that train on them.
         text_column: of that file.
         checkpoints: by such a method's name the hub id or folder of the model that it trains.
@@ -195,6 +195,7 @@ def compare(
         split: what they are measured on.
         test: in place of that split, like validation.
         budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
+        objective: what is maximised within the budget.
         seed: of all random draws.
         logit_kind: of the models.
         on_method: called with each method's name, its index and their number before its fit.
@@ -213,7 +214,8 @@ def compare(
     """
     options = CompareOptions.of({**locals(), "checkpoints": dict(checkpoints)})
     source = Source(logits, options, labels, example_ids)
-    chosen, not_run = _chosen(options.methods, source.models, set(checkpoints) if texts is not None else set())
+    trainable = checkpoints if texts is not None else ()
+    chosen, not_run = choose_methods(options.methods, source.models, trainable, embedding)
     for name in checkpoints:
         if name not in METHODS or not METHODS[name].needs_texts:
             takers = [method.name for method in METHODS.values() if method.needs_texts]
@@ -221,7 +223,7 @@ def compare(
     queries = None if texts is None else Texts(texts, text_column)
     calibrating, choosing, final = read_examples(source, "a comparison", embedding, queries)
     fitting = Fitting(calibrating, choosing, seed)
-    bench = Bench(fitting, final, budget, checkpoints)
+    bench = Bench(fitting, final, budget, checkpoints, objective)
     measured = []
     for place, name in enumerate(chosen):
         on_method(name, place, len(chosen))
@@ -233,14 +235,17 @@ def compare(
         "models": list(source.models),
         "splits": {"calibration": calibration_split, "validation": validation_split, "final": split},
         "n": len(final),
+        "n_fitted": len(calibrating) + len(choosing),
         "cost_unit": final.chain.costs.unit,
         "budget": bench.budget,
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
+        "objective": objective,
+        "logit_kinds": dict(zip(final.chain.models, final.chain.logit_kinds, strict=True)),
         "embedding": embedding,
         "seed": seed,
         "fingerprints": fingerprints_of(calibrating.chain, choosing.chain, final.chain),
         "calibration": calibration_of(fitting, final),
-        "conventions": {**CONVENTIONS, **CALIBRATION_CONVENTIONS},
+        "conventions": dict(CONVENTIONS),
     }
     curves = [_curve_table(row["method"], curve, points) for row, curve, points in measured]
     return Comparison(about, rows, pa.concat_tables(curves), not_run)
@@ -263,30 +268,6 @@ def _look(paradigm: str, index: int) -> dict[str, Any]:
     *cycles, zorder = _LOOKS[paradigm]
     color, width, dashes = (cycle[index % len(cycle)] for cycle in cycles)
     return {"color": color, "linewidth": width, "linestyle": dashes, "zorder": zorder}
-
-
-def _chosen(names: Sequence[str], models: Sequence[str], trainable: set[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
-
-    trainable: those for which there are texts and a checkpoint.
-    """
-    require_methods(names)
-    cannot = []
-    chosen = [f"{SINGLE}:{model}" for model in models if "all" in names or SINGLE in names]
-    for name in METHODS if "all" in names else [name for name in METHODS if name in names]:
-        method = METHODS[name]
-        why = None
-        if method.needs_texts and name not in trainable:
-            why = "trains a model on the queries' texts: give texts, and its checkpoint"
-        elif method.absent:
-            why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
-        if why is None:
-            chosen.append(name)
-        elif name in names:
-            raise ConfigError(f"method {name!r} {why}")
-        else:
-            cannot.append({"method": name, "why": why})
-    return chosen, cannot
 
 
 def _curve_table(method: str, curve: Curve, points: OperatingPoints) -> pa.Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -31,16 +31,19 @@ from cauc_ray.numbers.metrics import (
     oracle_deferral_area,
     upper_hull,
 )
-from cauc_ray.numbers.sweep import OperatingPoints
+from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, method_named
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled, method_named
+from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
 # Every model of a chain by itself: methods that are named single:<model>.
 SINGLE = "single"
+# The same on recalibrated logits, recalibrated:<model>, and other methods on them, recalibrated+<method>.
+RECALIBRATED = "recalibrated"
 # CPT is given for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
 # Base is fitted so often; the best counts.
@@ -48,7 +51,7 @@ BASE_FITS = 3
 
 CONVENTIONS: Mapping[str, str] = {
     "accuracy": "Share of the final split's examples answered right, with its 95 % Wilson interval.",
-    "macro_f1": "Unweighted mean of the classes' F1, over the classes among answers or labels.",
+    "macro_f1": "Unweighted mean of the classes' F1, over the classes among labels, as WILDS has it.",
     "cost": "Mean per example of all calls made: a cascade pays for every stage that it ran, a router for the model "
     "that it chose; who looks at a pool model's embedding pays that model's call on every example; other encoders and "
     "routers themselves are not counted.",
@@ -59,10 +62,14 @@ CONVENTIONS: Mapping[str, str] = {
     "random_mix": "Accuracy of choosing among single models at random, at the same cost: linear between those on the "
     "upper hull of validation cost and accuracy.",
     "setting": "The method's threshold (for a router minus the price of a unit of cost, for FrugalGPT its budget), "
-    "chosen on validation as the best within the budget, or as the cheapest where none is within it; controls that "
-    "choose at random spend the budget, and Base without a given one has its own threshold.",
+    "chosen on validation as the best by the objective within the budget, or as the cheapest where none is within it; "
+    "controls that choose at random spend the budget, and Base without a given one has its own threshold, as has "
+    "rf-shared, which is CAUC-RF at Base's.",
+    "matched": "At the setting whose cost on validation is nearest to the budget, above or below.",
     "default": "At the method's own setting without a budget: Base's reference accuracy, a router's quality first, "
-    "else the best on validation.",
+    "else the best accuracy on validation.",
+    "recalibrated": "Methods named recalibrated read logits that are recalibrated model by model, by the terms that a "
+    "stacked cascade fits to each model alone; the first of them has the seconds of that in its setup_s.",
     "setup_s": "Seconds to fit the method and choose its threshold; models' and encoders' outputs are given, imports "
     "are not counted.",
     "ece": "Sum over 15 bins of equal width of their share of rows times |accuracy - mean confidence|.",
@@ -76,21 +83,64 @@ CONVENTIONS: Mapping[str, str] = {
 } | dict(AREA_CONVENTIONS)
 
 
+def recalibrates(method: Method) -> bool:
+    """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
+    return method.paradigm != "control" and method.name not in ("stacked", "rf-shared")
+
+
 def require_methods(names: Sequence[str]) -> None:
-    """Raise ConfigError for a name that is not of a method, "single" or "all"."""
-    known = ("all", SINGLE, *METHODS)
+    """Raise ConfigError for a name that is not of a method, of one on recalibrated logits, or of a group of them."""
+    forms = (f"{RECALIBRATED}+{method.name}" for method in METHODS.values() if recalibrates(method))
+    known = ("all", SINGLE, RECALIBRATED, *METHODS, *forms)
     for name in names:
         if name not in known:
             raise ConfigError(unknown_name("method", name, known))
 
 
+def choose_methods(
+    names: Sequence[str], models: Sequence[str], trainable: Collection[str] = (), embedding: str | None = None
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Return the methods to run in the order of tables, and those of "all" that cannot run here, with the reason.
+
+    trainable: those for which there are texts and a checkpoint.   embedding: what routers look at.
+    Raises ConfigError for an unknown name, and where a method that was named cannot run.
+    """
+    require_methods(names)
+    groups = [group for group in (SINGLE, RECALIBRATED) if {"all", group} & set(names)]
+    chosen, cannot = [f"{group}:{model}" for model in models for group in groups], list[dict[str, str]]()
+    for name, method in METHODS.items():
+        forms = [name] if {"all", name} & set(names) else []
+        recalibrated = f"{RECALIBRATED}+{name}"
+        if recalibrates(method) and (recalibrated in names or (forms and RECALIBRATED in groups)):
+            forms.append(recalibrated)
+        why = None
+        if method.needs_texts and name not in trainable:
+            why = "trains a model on the queries' texts: give texts, and its checkpoint"
+        elif method.needs_embedding and embedding is None:
+            why = "reads the queries' embeddings and nothing else: give their encoder"
+        elif method.absent:
+            why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
+        if why is None:
+            chosen += forms
+        elif set(forms) & set(names):
+            raise ConfigError(f"method {name!r} {why}")
+        elif forms:
+            cannot.append({"method": name, "why": why})
+    return chosen, cannot
+
+
 def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
-    """Return a method by its name, single:<model> among them, and the function that fits it."""
-    kind, is_single, model = name.partition(":")
-    if is_single and kind == SINGLE:
-        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
-    method = method_named(name)
-    return method, method.load()
+    """Return a method by its name, those of single models and on recalibrated logits among them, and what fits it."""
+    group, _, model = name.partition(":")
+    if model:
+        method = Method(name, "single-model", "")
+        fit: Callable[[Fitting], Fitted] = partial(fit_single, model=models.index(model))
+    else:
+        method = method_named(name.removeprefix(f"{RECALIBRATED}+"))
+        fit = method.load()
+    if group.partition("+")[0] == RECALIBRATED:
+        return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
+    return method, fit
 
 
 def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:
@@ -110,10 +160,18 @@ def published() -> dict[str, Any]:
 class Bench:
     """What all methods of a comparison have in common: the splits, the budget, Base's setup time."""
 
-    def __init__(self, fitting: Fitting, test: Examples, budget: float | None, checkpoints: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        fitting: Fitting,
+        test: Examples,
+        budget: float | None,
+        checkpoints: Mapping[str, str],
+        objective: Objective = "accuracy",
+    ) -> None:
         self._fitting = fitting
         self._checkpoints = checkpoints
         self._test = test
+        self._objective = objective
         self._correct = test.correct()
         fit_base = METHODS["base"].load()
         # In the best of a few: it is short, and the first of a process also pays for what numpy loads.
@@ -132,12 +190,18 @@ class Bench:
         if method.name == "base":
             fitted, setup_s = self._base, self._base_s
         else:
-            fitted, setup_s = set_up(fit, replace(self._fitting, checkpoint=self._checkpoints.get(method.name)))
+            checkpoint = self._checkpoints.get(method.name.removeprefix(f"{RECALIBRATED}+"))
+            fitted, setup_s = set_up(fit, replace(self._fitting, checkpoint=checkpoint))
+        points = self._points(fitted)
         # Base's own threshold is what gives the budget its size, where nobody gave one.
-        own_budget = method.name == "base" and not self._given
-        setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted)
+        own_budget = method.name in ("base", "rf-shared") and not self._given
+        setting, steered = (fitted.default, True) if own_budget else self._at_budget(method, fitted, points)
         answers = fitted.answers(self._seen(method), setting)
         own = fitted.answers(self._seen(method), fitted.default)
+        nearest = setting
+        if steered and not own_budget:
+            nearest = float(points.settings[np.lexsort((-points.quality, np.abs(points.cost - self.budget)))[0]])
+        matched = answers if nearest == setting else fitted.answers(self._seen(method), nearest)
         row = {
             "method": method.name,
             "paradigm": method.paradigm,
@@ -145,6 +209,7 @@ class Bench:
             "setting": setting,
             "steered": steered,
             **self._against_others(answers),
+            "matched": {"setting": nearest, **self._figures(matched)},
             "default": {"setting": fitted.default, **self._figures(own)},
             "setup_s": setup_s,
             "setup_ratio": setup_s / self._base_s,
@@ -153,12 +218,20 @@ class Bench:
         }
         return row, fitted.curve(self._test, fitted.points.settings), fitted.points
 
-    def _at_budget(self, method: Method, fitted: Fitted) -> tuple[float, bool]:
+    def _points(self, fitted: Fitted) -> OperatingPoints:
+        """Return the points on validation that the budget is spent among, by the objective."""
+        if self._objective == "accuracy":
+            return fitted.points
+        decides = fitted.schedule if isinstance(fitted, Scheduled) and fitted.schedule is not None else fitted
+        curve = decides.curve(self._fitting.validation, fitted.points.settings)
+        return OperatingPoints(curve.settings, curve.cost, curve.macro_f1, fitted.points.unit)
+
+    def _at_budget(self, method: Method, fitted: Fitted, points: OperatingPoints) -> tuple[float, bool]:
         """Return a method's setting for the budget, and whether the budget steers it."""
         try:
-            setting = method.setting(fitted, self.budget)
+            setting = method.setting(fitted, self.budget, points)
         except BudgetError:  # a model that costs more is called for its embedding, whatever follows
-            return float(fitted.points.settings[fitted.points.cost.argmin()]), False
+            return float(points.settings[points.cost.argmin()]), False
         return (fitted.default, False) if setting is None else (setting, True)
 
     def areas(self, curve: Curve, largest_cost: float) -> dict[str, float | None]:
@@ -276,9 +349,13 @@ def paper_name(method: str) -> str:
 
     >>> paper_name("rf"), paper_name("routellm-mf"), paper_name("oracle"), paper_name("single:small")
     ('CAUC-RF', 'RouteLLM (mf)', 'oracle', 'small')
+    >>> paper_name("recalibrated:small"), paper_name("recalibrated+duo")
+    ('small, recalibrated', 'Asymmetric Duo, recalibrated')
     """
-    kind, is_single, model = method.partition(":")
-    if is_single and kind == SINGLE:
+    group, _, model = method.partition(":")
+    if group.partition("+")[0] == RECALIBRATED:
+        return f"{model or paper_name(method.partition('+')[2])}, {RECALIBRATED}"
+    if model:
         return model
     names: Mapping[str, str] = published()["methods"]
     family, _, variant = method.partition("-")

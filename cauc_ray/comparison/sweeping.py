@@ -15,7 +15,7 @@ from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import Grid
 from cauc_ray.comparison import measuring
-from cauc_ray.comparison.measuring import SINGLE, method_of, set_up
+from cauc_ray.comparison.measuring import choose_methods, method_of, set_up
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Costs
@@ -123,7 +123,7 @@ def sweep(
         read = read_examples(source, PURPOSE, embedding)
         for each in options.all_seeds:
             drawn = redraw(dict(zip(options.cuts, read, strict=True)), options.pooled, each)
-            for name in methods_of(options.methods, source.models):
+            for name in choose_methods(options.methods, source.models, embedding=embedding)[0]:
                 keys = {"chain": ",".join(source.models), "method": name, "seed": each}
                 rows += measure(keys, source.models, options, drawn)
     chain_of = [examples.chain for examples in read]
@@ -203,17 +203,9 @@ def _budgets(options: SweepOptions, most_expensive: float, costs: np.ndarray) ->
 def require_methods(names: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not a method, or one that trains on texts."""
     measuring.require_methods(names)
-    for name in names:
+    for name in (name.removeprefix(f"{measuring.RECALIBRATED}+") for name in names):
         if name in METHODS and METHODS[name].needs_texts:
             raise ConfigError(f"method {name!r} trains a model on texts, which only `cauc compare` takes")
-
-
-def methods_of(names: Sequence[str], models: Sequence[str]) -> list[str]:
-    """Return the names of methods on a chain, with "single" for each model and "all" for all that run here."""
-    runnable = [method.name for method in METHODS.values() if not method.absent and not method.needs_texts]
-    singles = [f"{SINGLE}:{model}" for model in models]
-    groups = {SINGLE: singles, "all": [*singles, *runnable]}
-    return list(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
 def of_chain(options: SweepOptions, models: Sequence[str] | None) -> MeasureOptions:

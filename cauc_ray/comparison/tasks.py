@@ -21,13 +21,13 @@ import cauc_ray
 from cauc_ray.api.offline import require_apart
 from cauc_ray.api.options import SweepJobOptions, SweptSet
 from cauc_ray.api.sources import Source, read_examples
+from cauc_ray.comparison.measuring import choose_methods
 from cauc_ray.comparison.sweeping import (
     PURPOSE,
     RESULTS,
     STATUSES,
     SUMMARY,
     measure,
-    methods_of,
     of_chain,
     redraw,
     require_methods,
@@ -280,7 +280,7 @@ def _points(options: SweepJobOptions, swept: SweptSet) -> Iterator[tuple[Task, _
                 raise DataError(f"{table.path}: {unknown_name('model', model, table.models)}")
             for split in set(splits).difference(table.splits(model)):
                 raise DataError(f"{table.path}: model {model!r}: {unknown_name('split', split, table.splits(model))}")
-        for method, seed in product(methods_of(options.methods, models), options.all_seeds):
+        for method, seed in product(choose_methods(options.methods, models, embedding=encoder)[0], options.all_seeds):
             point = _Point(swept, models, method, seed, options)
             depends_on = [digest, point.keys, encoder, options.pooled, whole]
             part = f"{swept.name}, {' → '.join(models)}"

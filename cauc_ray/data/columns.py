@@ -33,12 +33,14 @@ class Published:
     """The layout of a benchmark's published files.
 
     columns: canonical name -> the file's own name (for choices several, joined with "+").   first_label: the label
-    of the first option.   split_choices: splits a text into options; None if it cannot be read.
+    of the first option.   split_choices: splits a text into options; None if it cannot be read.   kept: a column and
+    the value of the rows that count, where the files have that column.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
     first_label: int = 0
     split_choices: Callable[[str], list[str] | None] | None = None
+    kept: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from cauc_ray.data.benchmarks import FoundDataset, find_dataset, typed
 from cauc_ray.data.blocks import InputBlock, ids_digest
-from cauc_ray.data.columns import Reading, find_columns, read_block, read_ids, require_known_labels
+from cauc_ray.data.columns import Published, Reading, find_columns, read_block, read_ids, require_known_labels
 from cauc_ray.data.rows import Rows
 from cauc_ray.data.splits import (
     RULE_PARTITIONS,
@@ -25,6 +25,7 @@ from cauc_ray.data.splits import (
 )
 from cauc_ray.errors import ConfigError, DataError, unknown_name
 from cauc_ray.files.paths import readable
+from cauc_ray.numbers.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +146,18 @@ def _opened(source: DatasetSource, found: FoundDataset) -> Dataset:
     }
     for name, part in parts.items():
         require_known_labels(readings[name], part)
+    kept, of_kept = _kept(parts, benchmark.published)
+    picked = split_by_rule(rule, {name: len(rows) for name, rows in kept.items()}, source.seed, found.name)
     if len({reading.task for reading in readings.values()}) > 1:
         raise DataError(f"{found.name}: the partitions {' and '.join(names)} have different tasks")
     return Dataset(
         replace(source, dataset=found.dataset),
         name=found.name,
-        rule=describe_rule(rule, names, source.seed),
+        rule=describe_rule(rule, names, source.seed) + of_kept,
         ids=ids_digest([_unique_ids(part, readings[name]) for name, part in parts.items()]),
         parts=parts,
         readings=readings,
-        splits=split_by_rule(rule, {name: part.n_rows for name, part in parts.items()}, source.seed, found.name),
+        splits={split: replace(own, rows=kept[own.partition][own.rows]) for split, own in picked.items()},
         only=names[0] if len(found.openers) == 1 else None,
     )
 
@@ -164,6 +167,8 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
     there, benchmark = tuple(found.openers), found.benchmark
     alone = len(there) == 1
     rule = benchmark.rule
+    if benchmark.without_test is not None and "test" not in there and "train" in there:
+        rule = benchmark.without_test
     if rule is None or (benchmark.unsplit and alone):
         rule = choose_rule(there, found.where)
     if rule == "three-way" and alone:
@@ -179,6 +184,19 @@ def _rule(found: FoundDataset) -> tuple[Rule, tuple[str, ...]]:
         f"{found.name} is split from its partitions {' and '.join(needed)}, and {found.where} has no {missing} "
         f"(it has {', '.join(there) or 'none'}); {remedy}"
     )
+
+
+def _kept(parts: Mapping[str, Rows], published: Published) -> tuple[dict[str, Ints], str]:
+    """Return by partition the numbers of the rows that count, ascending, and a phrase on those that do not."""
+    kept: dict[str, Ints] = {name: np.arange(part.n_rows) for name, part in parts.items()}
+    phrase = ""
+    for name, part in parts.items():
+        column, value = published.kept or ("", "")
+        if column in part.columns:
+            (table,) = part.tables([column], kept[name], part.n_rows)
+            kept[name] = np.flatnonzero(pc.equal(table.column(column), value).fill_null(False).to_numpy())
+            phrase = f", of rows whose {column} is {value}"
+    return kept, phrase
 
 
 def _unique_ids(part: Rows, reading: Reading) -> str:

@@ -21,7 +21,7 @@ from cauc_ray.models.answers import Batch, ModelFacts, bucketed
 from cauc_ray.models.passes import Passes
 from cauc_ray.models.prompts import LOGITS_ARE
 from cauc_ray.models.tokens import Tokenizing, Tokens, scored
-from cauc_ray.models.torch_device import TorchModel, dtype_name
+from cauc_ray.models.torch_device import TorchModel, dtype_name, n_parameters
 from cauc_ray.models.transformers import TransformersChoiceSpec, context_length, fetched, load_placed
 from cauc_ray.numbers.types import Floats
 
@@ -98,7 +98,11 @@ class ChoiceModel(TorchModel):
         longest = min(spec.max_tokens or 10**9, context_length(network.config))
         self._tokenizing = Tokenizing(spec, tokenizer, longest)
         file = f" ({spec.gguf_file})" if spec.gguf_file else ""
+        # Of a network that also sees images, what reads texts: towers for images do not run here.
+        sees = network.config.get_text_config() is not network.config
+        parts = [network.get_decoder(), network.get_output_embeddings()] if sees else [network]
         facts = ModelFacts(
+            params_b=n_parameters(*parts) / 1e9,
             source=f"transformers {spec.model}{file}, {dtype_name(network.dtype)}, {self._tokenizing.how}",
             logit_kind=LOGITS_ARE[spec.answers_with],
             labels=spec.label_names,
@@ -109,6 +113,8 @@ class ChoiceModel(TorchModel):
         self._over_gpus = any(weights.device != self._device for weights in network.parameters())
         # transformers 5.24 renamed past_key_values to cache, as it now also calls the state of a network like Mamba.
         attends = "position_ids" in self._accepts or not getattr(network, "_is_stateful", False)
+        # The state of linear attention (Qwen3.5) cannot be given to several options.
+        attends &= "linear_attention" not in (getattr(network.config.get_text_config(), "layer_types", None) or ())
         names = ("cache", "past_key_values") if attends else ()
         self._cache = next((name for name in names if name in self._accepts), "")
         if spec.answers_with != "letter" and not self._cache:

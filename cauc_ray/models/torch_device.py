@@ -33,7 +33,7 @@ class TorchModel(LocalModel):
         dtype: torch.dtype,
         new_event: Callable[[], Any] | None = None,
     ) -> None:
-        params_b = sum(p.numel() for p in network.parameters()) / 1e9
+        params_b = facts.params_b or n_parameters(network) / 1e9
         self.facts = replace(facts, params_b=params_b, dtype=dtype_name(dtype))
         self._network, self._device = network, device
         self._on_gpu = device.type == "cuda"
@@ -114,3 +114,8 @@ def choose_dtype(dtype: Precision, device: torch.device) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a precision's name as pool files have it."""
     return str(dtype).removeprefix("torch.")
+
+
+def n_parameters(*parts: nn.Module) -> int:
+    """Return how many numbers the parts of a network hold; those that parts share count once."""
+    return sum(weights.numel() for weights in {each for part in parts for each in part.parameters()})

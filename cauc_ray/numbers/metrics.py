@@ -69,19 +69,17 @@ def accuracy(predictions: Ints, labels: Ints) -> float:
 
 
 def macro_f1(predictions: Ints, labels: Ints) -> float:
-    """Return the unweighted mean of the classes' F1, equal to scikit-learn's f1_score(average="macro").
+    """Return the unweighted mean of the classes' F1, over the classes that some row has, as WILDS counts them.
 
-    predictions, labels: int (N,), not negative. The classes are those that occur among the predictions or
-    the labels; WILDS counts only those among the labels, which differs if a class is predicted that no row
-    has.
+    predictions, labels: int (N,), not negative. It is scikit-learn's f1_score(average="macro", labels=unique(labels)).
 
-    >>> macro_f1(np.array([0, 0, 1]), np.array([0, 1, 1])) == (2 / 3 + 2 / 3) / 2
+    >>> macro_f1(np.array([0, 0, 1, 2]), np.array([0, 1, 1, 1])) == (2 / 3 + 2 / 4) / 2
     True
     """
     k = int(max(predictions.max(initial=-1), labels.max(initial=-1))) + 1
-    hits = np.bincount(labels[predictions == labels], minlength=k)
-    either = np.bincount(labels, minlength=k) + np.bincount(predictions, minlength=k)
-    return float((2 * hits[either > 0] / either[either > 0]).mean())
+    hits, of_labels = np.bincount(labels[predictions == labels], minlength=k), np.bincount(labels, minlength=k)
+    either, there = of_labels + np.bincount(predictions, minlength=k), of_labels > 0
+    return float((2 * hits[there] / either[there]).mean())
 
 
 def nll(log_probabilities: Floats, labels: Ints) -> float:

@@ -268,12 +268,9 @@ def _macro_f1_path(events: Events, predictions: Ints, labels: Ints) -> Floats:
     starts = np.flatnonzero(order < k)
     either = np.bincount(labels, minlength=k)[classes[order]] + _grouped_cumsum(answers[order], starts)
     f1 = np.divide(2.0 * _grouped_cumsum(hits[order], starts), either, out=np.zeros(len(order)), where=either > 0)
-    f1_sum, n_counted = (
-        np.cumsum(np.bincount(time[order], _changes(of, starts), len(events.values) + 1)) for of in (f1, either > 0)
-    )
-    points = np.append(0, events.ends + 1)
-    # Rounded, so that equal macro-F1 values stay equal after thousands of additions.
-    macro: Floats = np.round(f1_sum[points] / n_counted[points], 12)
+    f1_sum = np.cumsum(np.bincount(time[order], _changes(f1, starts), len(events.values) + 1))
+    # Rounded, so that equal macro-F1 values stay equal after thousands of additions; without rows, a class has F1 0.
+    macro: Floats = np.round(f1_sum[np.append(0, events.ends + 1)] / len(np.unique(labels)), 12)
     return macro
 
 
@@ -284,8 +281,8 @@ def _grouped_cumsum(values: Ints, starts: Ints) -> Ints:
     return total - np.repeat(before, np.diff(np.append(starts, len(values))))
 
 
-def _changes(values: Floats | Bools, starts: Ints) -> Floats:
+def _changes(values: Floats, starts: Ints) -> Floats:
     """Return each value minus the one before it; at starts, minus 0."""
-    changes = np.diff(values.astype(np.float64), prepend=0.0)
+    changes = np.diff(values, prepend=0.0)
     changes[starts] = values[starts]
     return changes

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from cauc_ray.api.options import Location, Seed
 from cauc_ray.comparison.measuring import columns_of
+from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.kind import Section
@@ -21,10 +22,14 @@ COMPARED = ("two-model-language", "two-model-image", "three-model-language")
 
 
 class Entry(Section):
-    """What one task measures.   name: in tables and figures.   set: a logit table, a folder below `logits`."""
+    """What one task measures.
+
+    name: in tables and figures.   set: a logit table, a folder below `logits`.   split: what is measured on.
+    """
 
     name: str = Field(pattern=r"^[^\x00-\x1f]+$")
     set: str = Field(min_length=1)
+    split: str = "test"
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -34,6 +39,11 @@ class Entry(Section):
     def reads(self, root: AnyPath) -> tuple[AnyPath, ...]:
         """Return the files and folders that its figures depend on.   root: of all sets."""
         return (root / self.set,)
+
+    def surrogates(self, root: AnyPath) -> list[str]:
+        """Return its models whose logits are surrogates, whose figures are compared with no published ones."""
+        kinds = LogitTable(root / self.set).kinds
+        return [model for model in self.wanted or kinds if kinds[model] == "surrogate"]
 
 
 class Chain(Entry):
@@ -50,7 +60,7 @@ class Chain(Entry):
     @property
     def keys(self) -> dict[str, Any]:
         """Return the columns of each of its rows that name it."""
-        own = {"set": self.set, "models": list(self.models), "objective": self.objective}
+        own = {"set": self.set, "split": self.split, "models": list(self.models), "objective": self.objective}
         return {"chain": self.name, **own, "published_column": self.published}
 
     @property
@@ -60,12 +70,14 @@ class Chain(Entry):
 
 
 class ComparedChain(Chain):
-    """A chain that all methods are compared on; the last four are as compare() takes them.
+    """A chain that all methods are compared on; embedding, text_column and checkpoints are as compare() takes them.
 
-    texts: a file below `logits`.
+    encoder_rows_per_s: how fast the embedding was collected, as `cauc collect` reports it: setup times are then also
+    given with it.   texts: a file below `logits`.
     """
 
     embedding: str | None = None
+    encoder_rows_per_s: float | None = Field(default=None, gt=0)
     texts: str | None = None
     text_column: str = "question"
     checkpoints: dict[str, str] = Field(default_factory=dict)
@@ -89,7 +101,7 @@ class GrowingChain(Chain):
 
 
 class ReliabilityFigure(Entry):
-    """What a figure of calibration shows, each on the test split.
+    """What a figure of calibration shows.
 
     model: whose confidence is shown before and after.   models: whose accuracy is shown at matched confidence.
     counted: whose high-confidence examples are counted, cheapest first.

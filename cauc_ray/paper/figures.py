@@ -17,9 +17,9 @@ from cauc_ray.comparison.measuring import paper_name
 from cauc_ray.comparison.tasks import Written
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath
-from cauc_ray.paper.config import COMPARED, ComparedChain, ReliabilityFigure
+from cauc_ray.paper.config import COMPARED, ComparedChain, Entry, ReliabilityFigure
 from cauc_ray.paper.measured import GAINS, HIGH, RELIABILITY, comparison_of
-from cauc_ray.paper.tables import CONTENTS, Row
+from cauc_ray.paper.tables import CONTENTS, Row, surrogate_notes
 
 # By the name of a table or figure: its entries that have a value, with that.
 Found: TypeAlias = Mapping[str, Sequence[tuple[Any, Written]]]
@@ -40,16 +40,22 @@ class Drawn:
     caption: str
 
 
-def draw_figures(found: Found, folder: AnyPath) -> Iterator[Drawn]:
-    """Draw what there are values of, and yield each figure."""
+def draw_figures(found: Found, folder: AnyPath, root: AnyPath) -> Iterator[Drawn]:
+    """Draw what there are values of, and yield each figure.   root: of all sets."""
+
+    def with_banner(drawn: Drawn, entries: Sequence[tuple[Entry, Written]]) -> Drawn:
+        banner = surrogate_notes(model for entry, _ in entries for model in entry.surrogates(root))
+        return replace(drawn, caption=" ".join([drawn.caption, *banner]))
+
     for entry, value in found[RELIABILITY]:
-        yield _draw_reliability(entry, value.content, folder)
+        yield with_banner(_draw_reliability(entry, value.content, folder), [(entry, value)])
     for part in COMPARED:
         if found[part]:
-            yield _draw_curves(part, [(chain, comparison_of(value)) for chain, value in found[part]], folder)
+            curves = [(chain, comparison_of(value)) for chain, value in found[part]]
+            yield with_banner(_draw_curves(part, curves, folder), found[part])
     gains = [row for _, value in found[GAINS] for row in value.content]
     if gains:
-        yield _draw_gains(gains, folder)
+        yield with_banner(_draw_gains(gains, folder), found[GAINS])
 
 
 def _drawn(part: str, name: str, table: pa.Table, folder: AnyPath, title: Row, caption: Row) -> Drawn:
@@ -70,7 +76,13 @@ def _draw_reliability(entry: ReliabilityFigure, content: Row, folder: AnyPath) -
         _draw_confidences(upper, entry, found)
         _draw_counts(lower, entry, found, content["cost_unit"])
     of_model = found[entry.model, True]
-    about = {"set": entry.set, "n": sum(row["n"] for row in of_model), "model": entry.model, "high": HIGH}
+    about = {
+        "set": entry.set,
+        "split": entry.split,
+        "n": sum(row["n"] for row in of_model),
+        "model": entry.model,
+        "high": HIGH,
+    }
     about |= {"temperature": of_model[0]["temperature"], "n_models": len(entry.models), "least_rows": LEAST_ROWS}
     return _drawn(RELIABILITY, name, pa.Table.from_pylist(content["rows"]), folder, {"name": entry.name}, about)
 

@@ -17,7 +17,6 @@ from cauc_ray.errors import GuardWarning
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.metrics import reliability_bins
-from cauc_ray.numbers.sweep import Objective
 from cauc_ray.paper.config import Chain, ComparedChain, Entry, GrowingChain, PaperConfig, ReliabilityFigure
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
@@ -44,19 +43,18 @@ def comparison_of(value: Written) -> Comparison:
 
 
 def _compared(config: PaperConfig, chain: ComparedChain) -> Written:
-    given = chain.model_dump(include={"models", "embedding", "text_column", "checkpoints"})
+    given = chain.model_dump(include={"models", "embedding", "text_column", "checkpoints", "split", "objective"})
     texts = None if chain.texts is None else str(config.logits / chain.texts)
     found = compare(str(config.logits / chain.set), methods=config.methods, seed=config.seed, texts=texts, **given)
     return Written({"about": found.about, "rows": found.rows, "not_run": found.not_run}, found.curves)
 
 
 def _pair(config: PaperConfig, pair: Chain) -> Written:
-    """Measure what fusing does for a pair, and RF at the cost that Base has on validation."""
+    """Measure what fusing does for a pair, and RF at Base's threshold and at its best within the cost Base has."""
     table = config.logits / pair.set
     base = _fit_base(table, pair.models)
-    rf = _figures(table, _fit_rf(table, base, pair.objective), pair.objective)
-    figures = {"rf": rf.pop("quality"), **{f"rf_{name}": value for name, value in rf.items() if name != "n"}}
-    return Written([{**pair.keys, **_fused(table, base, pair.objective), **figures, "cost_unit": base.cost_unit}])
+    row = pair.keys | _fused(table, base, pair) | {"cost_unit": base.cost_unit}
+    return Written([row | _rf(table, base, pair)])
 
 
 def _gains(config: PaperConfig, entry: Entry) -> Written:
@@ -73,17 +71,18 @@ def _gains(config: PaperConfig, entry: Entry) -> Written:
     rows = []
     for first, last in combinations(sorted(alone, key=lambda model: alone[model]), 2):
         if alone[first][0] < alone[last][0] and alone[first][1] < alone[last][1]:
-            found = _fused(table.path, _fit_base(table.path, (first, last)), "accuracy")
+            pair = Chain(name=entry.name, set=entry.set, split=entry.split, models=(first, last))
+            found = _fused(table.path, _fit_base(table.path, pair.models), pair)
             row = {"set": entry.name, "first": first, "last": last, "complementarity_rate": found["cr"]}
             rows.append(row | {key: found[key] for key in ("gain_of_fusing", "cr_chose_the_better")})
     return Written(rows)
 
 
-def _fused(table: AnyPath, base: BasePolicy, objective: Objective) -> dict[str, Any]:
+def _fused(table: AnyPath, base: BasePolicy, chain: Chain) -> dict[str, Any]:
     """Measure Base on two models at its own threshold, without and with fusing the first."""
     first, last = base.stages
     stages = [(first.model_copy(update={"fused": fused}), last) for fused in (False, True)]
-    direct, fused = (_figures(table, base.model_copy(update={"stages": both}), objective) for both in stages)
+    direct, fused = (_figures(table, base.model_copy(update={"stages": both}), chain) for both in stages)
     rate, gain = first.complementarity_rate, fused["quality"] - direct["quality"]
     assert rate is not None
     # The sign of the rate chose the better of the two, or as good.
@@ -96,29 +95,25 @@ def _fused(table: AnyPath, base: BasePolicy, objective: Objective) -> dict[str, 
 def _growth(config: PaperConfig, chain: GrowingChain) -> Written:
     """Measure a chain from its last model alone to all of its models: Base, and RF at two thresholds."""
     table = config.logits / chain.set
-    rows = []
+    rows, costs = [], LogitTable(table).declared_costs
     for n in range(len(chain.models) + 1):
-        models = (*chain.models[:n], chain.last)
+        # Added in the order of the config, called in that of costs.
+        models = (*sorted(chain.models[:n], key=lambda model: costs.get(model, 0.0)), chain.last)
         base = _fit_base(table, models)
-        # The paper's two policies share a routing schedule: one threshold for both.
-        shared = fit(str(table), models=models, method="rf", threshold=base.threshold)
-        row = chain.keys | {"models": list(models), "n_models": n + 1, "added": models[-2:][0]}
-        policies = {"base": base, "rf_shared": shared, "rf_best": _fit_rf(table, base, chain.objective)}
-        for name, policy in policies.items():
-            found = _figures(table, policy, chain.objective)
-            row |= {"n": found.pop("n"), "cost_unit": base.cost_unit}
-            row |= {f"{name}_{figure}": value for figure, value in found.items()}
-        rows.append(row)
+        row = chain.keys | {"models": list(models), "n_models": n + 1, "added": (chain.last, *chain.models)[n]}
+        found = _figures(table, base, chain)
+        row |= {"n": found.pop("n"), "cost_unit": base.cost_unit}
+        rows.append(row | {f"base_{figure}": value for figure, value in found.items()} | _rf(table, base, chain))
     return Written(rows)
 
 
 def _reliability(config: PaperConfig, figure: ReliabilityFigure) -> Written:
-    """Measure each model's confidence on the test split, raw and at the temperature fitted on calibration."""
+    """Measure each model's confidence, raw and at the temperature fitted on calibration."""
     table = LogitTable(config.logits / figure.set)
     rows, unit = [], ""
     for model in figure.wanted:
         stage = fit_base(table.read_chain([model], "calibration")).stages[0]
-        test = table.read_chain([model], "test")
+        test = table.read_chain([model], figure.split)
         test.require_labels("a figure of calibration")
         unit, cost = test.costs.unit, float(test.costs.means[0])
         predictions, raw = top_option(test.logits[0].astype(np.float64))
@@ -149,15 +144,23 @@ def _fit_base(table: AnyPath, models: Sequence[str]) -> BasePolicy:
     return policy
 
 
-def _fit_rf(table: AnyPath, base: BasePolicy, objective: Objective) -> Policy:
-    """Fit RF at its best on validation within the cost that Base has there."""
+def _rf(table: AnyPath, base: BasePolicy, chain: Chain) -> dict[str, Any]:
+    """Measure RF at Base's threshold, as the paper's policies share a schedule, and at its best within Base's cost."""
     assert base.expected is not None
-    return fit(str(table), models=base.models, method="rf", budget=base.expected.cost, objective=objective)
+    rules: dict[str, dict[str, Any]] = {
+        "rf_shared": {"threshold": base.threshold},
+        "rf_best": {"budget": base.expected.cost, "objective": chain.objective},
+    }
+    row: dict[str, Any] = {}
+    for name, rule in rules.items():
+        found = _figures(table, fit(str(table), models=base.models, method="rf", **rule), chain)
+        row |= {f"{name}_{figure}": value for figure, value in found.items() if figure != "n"}
+    return row
 
 
-def _figures(table: AnyPath, policy: Policy, objective: Objective) -> dict[str, Any]:
-    """Measure a policy on the test split."""
-    measures = evaluate(str(table), policy, split="test").measures
+def _figures(table: AnyPath, policy: Policy, chain: Chain) -> dict[str, Any]:
+    """Measure a policy on the chain's split."""
+    measures = evaluate(str(table), policy, split=chain.split).measures
     assert measures.accuracy is not None
-    quality = measures.accuracy.value if objective == "accuracy" else measures.macro_f1
+    quality = measures.accuracy.value if chain.objective == "accuracy" else measures.macro_f1
     return {"n": measures.n, "quality": quality, "cost": measures.cost, "relative_cost": measures.relative_cost}

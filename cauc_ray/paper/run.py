@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.api.offline import require_apart
+from cauc_ray.api.tables import Grid
 from cauc_ray.comparison.measuring import SINGLE, columns_of, paper_name, published, require_methods
 from cauc_ray.comparison.tasks import run_kept
-from cauc_ray.data.logits import LogitTable
+from cauc_ray.data.logits import LogitTable, encoders
 from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name
 from cauc_ray.execution.tasks import Outcome, Task
 from cauc_ray.files.documents import make_folder, write_json, write_text
@@ -48,10 +49,32 @@ def plan_of(config: PaperConfig) -> tuple[list[Task], dict[str, str]]:
             if isinstance(entry, ComparedChain):
                 identity += [list(config.methods), config.seed]
             tasks.append(Task(part, entry.name, partial(measure, config, part, entry), json.dumps(identity)))
-        shown = {entry.published for entry in entries if isinstance(entry, Chain)}
-        columns = [f"{part} / {column}" for column in columns_of(part) if column not in shown]
-        not_run |= dict.fromkeys(columns, "no logit table of it is configured")
+        there = [each for each in entries if isinstance(each, Chain) and _missing(config.logits, each) is None]
+        shown = {entry.published for entry in there if not entry.surrogates(config.logits)}
+        for column in columns_of(part):
+            if any(entry.published == column for entry in there) and column not in shown:
+                not_run[f"{part} / {column}"] = "the only logits of it here are surrogates"
+            elif not any(entry.published == column for entry in entries if isinstance(entry, Chain)):
+                not_run[f"{part} / {column}"] = "no logit table of it is configured"
     return tasks, not_run
+
+
+def status_page(config: PaperConfig, not_run: Mapping[str, str]) -> str:
+    """Return a page that lists every table and figure of the paper with its status.   not_run: as plan_of() has it."""
+    lines = []
+    for item in CONTENTS["status"]["items"]:
+        part = item.get("part", "")
+        made = [entry.name for entry in config.parts.get(part, ()) if f"{part} / {entry.name}" not in not_run]
+        missing: dict[str, list[str]] = {}
+        for what, why in not_run.items():
+            if what.startswith(f"{part} / "):
+                missing.setdefault(why, []).append(what.removeprefix(f"{part} / "))
+        notes = [f"{'; '.join(names)}: {why}" for why, names in missing.items()] + [item.get("note", "")]
+        status = "made" if made else "not made" if part else "–"
+        made_from, own = "; ".join(made) or "–", item.get("own", "–")
+        lines.append((item["paper"], item["shows"], status, made_from, own, ". ".join(filter(None, notes)) or "–"))
+    grid = Grid("Status", tuple(CONTENTS["status"]["headings"]), tuple(lines), n_left=6)
+    return f"{CONTENTS['status']['head'].strip()}\n\n{grid.markdown().strip()}\n"
 
 
 def _missing(root: AnyPath, entry: Entry) -> str | None:
@@ -60,8 +83,15 @@ def _missing(root: AnyPath, entry: Entry) -> str | None:
         table = LogitTable(root / entry.set)
     except DataError as error:
         return str(error)
-    absent = next((model for model in entry.wanted if model not in table.models), None)
-    return None if absent is None else f"{table.path}: {unknown_name('model', absent, table.models)}"
+    for model in entry.wanted or table.models:
+        if model not in table.models:
+            return f"{table.path}: {unknown_name('model', model, table.models)}"
+        if entry.split not in table.splits(model):
+            return f"{table.path}: model {model!r}: {unknown_name('split', entry.split, table.splits(model))}"
+    encoder = entry.embedding if isinstance(entry, ComparedChain) else None
+    if encoder is not None and encoder not in encoders(table.path):
+        return f"{table.path}: {unknown_name('encoder', encoder, encoders(table.path))}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +99,8 @@ class Paper:
     """What a run made.
 
     not_run: entries, columns of tables and methods that are not measured, and why.   failed: tasks that have no value,
-    and why, in one line each.   warned: what tasks warned of.   seconds: of it all.
+    and why, in one line each.   warned: what tasks warned of.   status: a page on every table and figure of the paper.
+    seconds: of it all.
     """
 
     config: PaperConfig
@@ -78,6 +109,7 @@ class Paper:
     not_run: dict[str, str]
     failed: tuple[str, ...]
     warned: tuple[str, ...]
+    status: str
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -87,6 +119,7 @@ class Paper:
             "config": self.config.model_dump(mode="json", by_alias=True),
             "seconds": self.seconds,
             "tables": {table.name: list(table.rows) for table in self.tables},
+            "headlines": {table.name: list(table.headlines) for table in self.tables if table.headlines},
             "figures": [{"name": each.name, "caption": each.caption} for each in self.figures],
             "not_run": [{"what": what, "why": why} for what, why in self.not_run.items()],
             "failed": list(self.failed),
@@ -106,12 +139,13 @@ class Paper:
         return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
     def save(self, folder: AnyPath) -> None:
-        """Write the tables as Parquet and Markdown, report.md and paper.json into a folder, local or remote."""
+        """Write the tables as Parquet and Markdown, report.md, status.md and paper.json into a folder."""
         make_folder(folder / "tables")
         for table in self.tables:
             write_parquet(folder / "tables" / f"{table.name}.parquet", pa.Table.from_pylist(list(table.rows)))
             write_text(folder / "tables" / f"{table.name}.md", table.markdown())
         write_text(folder / "report.md", self.markdown())
+        write_text(folder / "status.md", self.status)
         write_json(folder / "paper.json", self.as_json())
 
 
@@ -152,13 +186,17 @@ def run_paper(
         part: [(entry, values[part, entry.name]) for entry in entries if (part, entry.name) in values]
         for part, entries in config.parts.items()
     }
+    lost = {
+        f"{each.task.part} / {each.task.name}": f"failed: {each.error}" for each in in_order if each.error is not None
+    }
     paper = Paper(
         config=config,
-        tables=tuple(table_of(name, found[name]) for name in config.tables.by_name if found[name]),
-        figures=tuple(draw_figures(found, folder / "figures")),
+        tables=tuple(table_of(name, found[name], config.logits) for name in config.tables.by_name if found[name]),
+        figures=tuple(draw_figures(found, folder / "figures", config.logits)),
         not_run=not_run | _methods_not_run(found),
         failed=tuple(f"{each.task}: {each.error}" for each in in_order if each.error is not None),
         warned=tuple(f"{each.task}: {warning}" for each in in_order for warning in each.warnings),
+        status=status_page(config, not_run | lost),
         seconds=time.perf_counter() - started,
     )
     paper.save(folder)

@@ -10,11 +10,23 @@ from itertools import chain as joined
 from itertools import product, zip_longest
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from cauc_ray.api.tables import FORMATS, Grid, Mark, decimals
-from cauc_ray.comparison.measuring import columns_of, paper_name, published, quoted_figures, quoted_table
+from cauc_ray.comparison.measuring import (
+    RECALIBRATED,
+    SINGLE,
+    columns_of,
+    paper_name,
+    published,
+    quoted_figures,
+    quoted_table,
+)
 from cauc_ray.comparison.tasks import Written
+from cauc_ray.files.paths import AnyPath
 from cauc_ray.paper.config import Chain, ComparedChain
 from cauc_ray.paper.measured import comparison_of
+from cauc_ray.policies.methods import METHODS
 
 Row: TypeAlias = Mapping[str, Any]
 Marks: TypeAlias = dict[tuple[int, str], Mark]
@@ -23,7 +35,12 @@ Made: TypeAlias = tuple[list[dict[str, Any]], list[Grid], Grid]
 
 CONTENTS: Mapping[str, Any] = tomllib.loads(files("cauc_ray.paper").joinpath("contents.toml").read_text("utf-8"))
 # From top to bottom; METHODS has ours first.
-_ORDER = ("single-model", "router", "cascade", "ensemble", "ours", "control")
+_ORDER = ("single-model", "router", "cascade", "ensemble", "ours", "recalibrated", "control")
+# What a paradigm's row shows, where not its best within the budget: routers choose by quality first, cascades are at
+# about the cost of Base.
+_SHOWN = {"router": "default", "cascade": "matched"}
+# Columns that a grid has where some of its rows have a value for a key.
+_OPTIONAL = {"published": "published_column", "encoder": "with_encoder_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +48,8 @@ class PaperTable:
     """One of the paper's tables.
 
     name: of its files.   title, about: what it shows, and how its numbers are to be read.   rows: its numbers, flat,
-    for machines.   grids: the same for people.   quoted: the paper's own.
+    for machines.   grids: the same for people.   quoted: the paper's own.   headlines: what our methods come to over
+    all chains of the table.
     """
 
     name: str
@@ -40,6 +58,7 @@ class PaperTable:
     rows: tuple[dict[str, Any], ...]
     grids: tuple[Grid, ...]
     quoted: Grid
+    headlines: tuple[dict[str, Any], ...] = ()
 
     def markdown(self) -> str:
         """Return the table as a section of a report."""
@@ -47,48 +66,93 @@ class PaperTable:
         return "\n\n".join(parts)
 
 
-def table_of(name: str, found: Sequence[tuple[Any, Written]]) -> PaperTable:
-    """Return a table by its name.   found: its entries that have a value, with that."""
+def table_of(name: str, found: Sequence[tuple[Any, Written]], root: AnyPath) -> PaperTable:
+    """Return a table by its name.   found: its entries that have a value, with that.   root: of all sets."""
     makers = {"complementarity": _pairs, "growing-chain": _growth, "setup-time": _setup}
-    rows, grids, quoted = makers.get(name, _compared)(name, found)
+    rows, grids, quoted = makers.get(name, _compared)(name, found, root)
     about = CONTENTS[name if name in makers else "compared"]["about"].strip()
-    return PaperTable(name, CONTENTS["titles"][name], about, tuple(rows), tuple(grids), quoted)
+    headlines = () if name in makers else tuple(headlines_of(rows))
+    if headlines:
+        grids.insert(
+            0, _grid("headlines", "Over all chains", headlines, notes=[quoted_table(name).get("headline", "")])
+        )
+    return PaperTable(name, CONTENTS["titles"][name], about, tuple(rows), tuple(grids), quoted, headlines)
 
 
-def _compared(name: str, found: Sequence[tuple[ComparedChain, Written]]) -> Made:
+def headlines_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return what each of our methods comes to over the chains of a table, next to the last model; none of one chain.
+
+    relative_gain: mean over chains of the quality over that of the last model, less 1.   avoided: mean share of
+    examples that never called it.   largest_saving: of the chains' costs relative to it.
+    """
+    by_chain: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_chain.setdefault(row["chain"], {})[row["method"]] = row
+        if row["method"] == f"{SINGLE}:{row['models'][-1]}":
+            by_chain[row["chain"]]["last"] = row
+    found: list[dict[str, Any]] = []
+    for method in dict.fromkeys(row["method"] for row in rows if row["paradigm"] == "ours"):
+        pairs = [(of[method], of["last"]) for of in by_chain.values() if {method, "last"} <= of.keys()]
+        costs = [row["relative_cost"] for row, _ in pairs if row["relative_cost"] is not None]
+        if len(by_chain) > 1 and len(costs) == len(by_chain):
+            means = {
+                "quality": [row["quality"] for row, _ in pairs],
+                "last_quality": [last["quality"] for _, last in pairs],
+                "relative_gain": [row["quality"] / last["quality"] - 1 for row, last in pairs],
+                "avoided": [row["avoided"] for row, _ in pairs],
+                "relative_cost": costs,
+            }
+            line = {key: float(np.mean(values)) for key, values in means.items()}
+            found.append({"method": method, "n_chains": len(pairs), **line, "largest_saving": 1 - min(costs)})
+    return found
+
+
+def _comparable(chain: Chain, root: AnyPath) -> dict[str, Any]:
+    """Return which models' logits are surrogates, and the column of the paper to compare with, None with any."""
+    surrogates = chain.surrogates(root)
+    return {"surrogates": surrogates, "published_column": None if surrogates else chain.published}
+
+
+def _compared(name: str, found: Sequence[tuple[ComparedChain, Written]], root: AnyPath) -> Made:
     """Make a table of comparisons, one after the other, with an overview of all of them first."""
-    by_chain = [(chain, _compared_rows(name, chain, value)) for chain, value in found]
+    by_chain = [(chain, _compared_rows(name, chain, value, root)) for chain, value in found]
     grids = [_overview(by_chain)] if len(by_chain) > 1 else []
     table, columns = quoted_table(name), columns_of(name)
     for index, (chain, rows) in enumerate(by_chain, start=1):
         notes = []
-        if chain.published:
+        if rows[0]["published_column"]:
             about = {"models": " → ".join(table["models"]), "cost": table["figures"][1]}
             notes.append(CONTENTS["compared"]["published_note"].format(**chain.keys | about))
         differing = [f"{paper_name(row['method'])}: {row['note']}" for row in rows if row["note"]]
         notes += [f"As run here: {'; '.join(differing)}."] if differing else []
         quality = "accuracy" if chain.objective == "accuracy" else "macro-F1"
         grids.append(_grid("compared", f"[{index}] {chain.name}", rows, _marks(rows), notes, quality_name=quality))
-    lines = []
+    # Accuracies have a mean over data sets, in the paper's text; next to macro-F1 they do not.
+    averaged = table["figures"][0] == "accuracy (%)"
+    lines, headings = [], [*columns, *(["mean"] if averaged else [])]
     for method in dict.fromkeys(joined(*columns.values())):
-        figures = joined(*(of_set.get(method, (None, None)) for of_set in columns.values()))
-        lines.append((paper_name(method), *map(decimals, figures)))
+        figures = [of_set.get(method, (None, None)) for of_set in columns.values()]
+        if averaged:
+            figures.append((None, None) if (None, None) in figures else tuple(np.mean(figures, axis=0)))
+        lines.append((paper_name(method), *map(decimals, joined(*figures))))
     note = f"{', '.join(table['figures'])}. {table['caption']} {table.get('remark', '')}".strip()
-    quoted = _quoted(table, ("method", *joined(*((column, "cost") for column in columns))), lines, note)
+    quoted = _quoted(table, ("method", *joined(*((column, "cost") for column in headings))), lines, note)
     return [row for _, rows in by_chain for row in rows], grids, quoted
 
 
-def _compared_rows(table: str, chain: ComparedChain, value: Written) -> list[dict[str, Any]]:
+def _compared_rows(table: str, chain: ComparedChain, value: Written, root: AnyPath) -> list[dict[str, Any]]:
     """Return the rows of one comparison, flat, in the order of the paper's tables."""
     comparison = comparison_of(value)
     quality = "accuracy" if chain.objective == "accuracy" else "macro_f1"
-    rows = []
+    comparable, rows = _comparable(chain, root), []
     for row in _in_order(comparison.rows):
-        # As the paper does: cost-matched, but routers at quality first and Base as it is.
-        shown = row["default"] if row["paradigm"] == "router" or row["method"] == "base" else row
-        quoted = quoted_figures(table, chain.published, row["method"], chain.models)
+        plain = row["method"].removeprefix(f"{RECALIBRATED}+")
+        paradigm = METHODS[plain].paradigm if plain in METHODS else row["paradigm"]
+        shown = row.get("default" if plain == "base" else _SHOWN.get(paradigm, ""), row)
+        quoted = quoted_figures(table, comparable["published_column"], row["method"], chain.models)
         rows.append(
             chain.keys
+            | comparable
             | {key: comparison.about[key] for key in ("n", "cost_unit", "budget")}
             | {key: row[key] for key in ("method", "paradigm", "note")}
             | {key: shown[key] for key in ("accuracy", "macro_f1", "cost", "relative_cost", "avoided")}
@@ -110,10 +174,18 @@ def _overview(by_chain: Sequence[tuple[ComparedChain, Sequence[Row]]]) -> Grid:
         columns += [(quality, "points", quality), ("rel. cost", "ratio", cost)]
         legend.append(f"[{index}] {chain.name}")
         for row in rows:
-            is_single, model = row["paradigm"] == "single-model", paper_name(row["method"])
-            name = f"model {chain.models.index(model) + 1} alone" if is_single else row["method"]
+            group, _, model = row["method"].partition(":")
+            alone = f"model {chain.models.index(model) + 1} alone" if model else ""
+            name = (alone if group == SINGLE else f"{alone}, {group}") if alone else row["method"]
             line = found.setdefault(name, {"shown": paper_name(name), "paradigm": row["paradigm"]})
             line |= {quality: row["quality"], cost: row["relative_cost"]}
+    if len({chain.objective for chain, _ in by_chain}) == 1:
+        for heading, form, name in (("mean", "points", 1), ("rel. cost", "ratio", 2)):
+            keys = [key for _, _, key in columns[name::2]]
+            for line in found.values():
+                values = [line[key] for key in keys if line.get(key) is not None]
+                line[f"mean {name}"] = float(np.mean(values)) if len(values) == len(keys) else None
+            columns.append((heading, form, f"mean {name}"))
     lines = [dict.fromkeys(key for _, _, key in columns) | line for line in _in_order(found.values())]
     marks = {
         cell: mark for quality, form, _ in columns if form == "points" for cell, mark in _marks(lines, quality).items()
@@ -122,31 +194,34 @@ def _overview(by_chain: Sequence[tuple[ComparedChain, Sequence[Row]]]) -> Grid:
     return Grid.of("All chains", lines, columns, marks, [note])
 
 
-def _setup(name: str, found: Sequence[tuple[ComparedChain, Written]]) -> Made:
+def _setup(name: str, found: Sequence[tuple[ComparedChain, Written]], root: AnyPath) -> Made:
     """Make the table of setup times, with the paper's ratios next to them."""
     ((chain, value),) = found
     seconds = dict(published()["setup_s"])
     title = {"table": seconds.pop("table")}
-    rows = []
-    for row in _in_order(comparison_of(value).rows):
-        if row["paradigm"] != "single-model":
+    comparison, rows = comparison_of(value), []
+    encoder_s = comparison.about["n_fitted"] / chain.encoder_rows_per_s if chain.encoder_rows_per_s else None
+    for row in _in_order(comparison.rows):
+        if row["paradigm"] not in ("single-model", "recalibrated"):
             ratio = row["paper_setup_ratio"]
             quoted = None if ratio is None else (ratio * seconds["base"], ratio)
             own = {key: row[key] for key in ("method", "paradigm", "setup_s", "setup_ratio", "note")}
-            rows.append({"chain": chain.name, **own, **_named(("published_setup_s", "published_setup_ratio"), quoted)})
+            reads = encoder_s is not None and row["method"] in CONTENTS[name]["reads_embeddings"]
+            own |= {"chain": chain.name, "with_encoder_s": row["setup_s"] + encoder_s if reads else None}
+            rows.append(own | _named(("published_setup_s", "published_setup_ratio"), quoted))
     lines = [(paper_name(method), f"{s:,}", FORMATS["times"](s / seconds["base"])) for method, s in seconds.items()]
     grid = _grid(name, f"{chain.name}: {' → '.join(chain.models)}", rows)
     return rows, [grid], _quoted(title, ("method", "seconds", "over Base's"), lines)
 
 
-def _pairs(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
+def _pairs(name: str, found: Sequence[tuple[Chain, Written]], root: AnyPath) -> Made:
     """Make the table of complementarity and fusion."""
     table, columns = quoted_table(name), columns_of(name)
     keys = ("published_direct", "published_fuse", "published_rf", "published_cr")
     rows, marks = [], Marks()
     for index, (chain, value) in enumerate(found):
-        (row,) = value.content
-        rows.append(row | _named(keys, columns.get(chain.published or "")))
+        row = value.content[0] | _comparable(chain, root)
+        rows.append(row | _named(keys, columns.get(row["published_column"] or "")))
         best = max(row["direct"], row["fuse"])
         marks |= {(index, key): "bold" for key in ("direct", "fuse") if row[key] == best}
     n_right = sum(row["cr_chose_the_better"] for row in rows)
@@ -155,14 +230,15 @@ def _pairs(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
     return rows, [grid], _quoted(table, ("pair", *table["figures"]), lines)
 
 
-def _growth(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
+def _growth(name: str, found: Sequence[tuple[Chain, Written]], root: AnyPath) -> Made:
     """Make the table of growing chains."""
     table, columns = quoted_table(name), columns_of(name)
     keys = ("published_base_quality", "published_base_cost", "published_rf_quality", "published_rf_cost")
     every, grids = [], []
     for chain, value in found:
-        of_paper = list(columns.get(chain.published or "", {}).values())[: len(value.content)]
-        rows = [row | _named(keys, each) for row, each in zip_longest(value.content, of_paper)]
+        comparable = _comparable(chain, root)
+        of_paper = list(columns.get(comparable["published_column"] or "", {}).values())[: len(value.content)]
+        rows = [row | comparable | _named(keys, each) for row, each in zip_longest(value.content, of_paper)]
         marks = Marks()
         for key, best in product(("base", "rf_shared", "rf_best"), (("quality", max), ("cost", min))):
             marks |= _best(rows, f"{key}_{best[0]}", range(1, len(rows)), best[1])  # one model is not a cascade
@@ -178,7 +254,8 @@ def _growth(name: str, found: Sequence[tuple[Chain, Written]]) -> Made:
 
 def _marks(rows: Sequence[Row], key: str = "quality") -> Marks:
     """Return how qualities stand out: the best of what need not call every model, over it the best of all."""
-    ranked = [index for index, row in enumerate(rows) if row["paradigm"] != "control" and row[key] is not None]
+    others = ("recalibrated", "control")
+    ranked = [index for index, row in enumerate(rows) if row["paradigm"] not in others and row[key] is not None]
     early = [index for index in ranked if rows[index]["paradigm"] != "ensemble"]
     return _best(rows, key, early, mark="underline") | _best(rows, key, ranked)
 
@@ -195,11 +272,19 @@ def _grid(
 ) -> Grid:
     """Return rows as people read them, with columns and notes of a kind: their texts name values of the first row."""
     spec, named = CONTENTS[kind], {**rows[0], **more}
-    columns = spec["columns"] + (spec.get("published", []) if any(row.get("published_column") for row in rows) else [])
+    optional = [group for group, key in _OPTIONAL.items() if any(row.get(key) for row in rows)]
+    columns = list(joined(spec["columns"], *(spec.get(group, []) for group in optional)))
     columns = [(heading.format(**named), *rest) for heading, *rest in columns]
     shown = [{**row, "shown": paper_name(row.get("method", ""))} for row in rows]
-    notes = [*(note.format(**named) for note in spec.get("notes", ())), *notes]
+    notes = [*(note.format(**named) for note in spec.get("notes", ())), *filter(None, notes)]
+    notes += surrogate_notes(joined(*(row.get("surrogates", ()) for row in rows)))
     return Grid.of(title, shown, columns, marks or {}, notes, spec.get("n_left", 1))
+
+
+def surrogate_notes(models: Iterable[str]) -> list[str]:
+    """Return the banner of figures of surrogate logits.   models: whose logits are such."""
+    names = ", ".join(dict.fromkeys(models))
+    return [CONTENTS["surrogates"].format(models=names)] if names else []
 
 
 def _quoted(

@@ -52,6 +52,8 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
     rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
     if choice.rule == "given":
         rule = ThresholdRule(threshold=policy.threshold)
+    elif choice.price is not None:
+        rule = ThresholdRule(price=choice.price)
     elif choice.certificate is not None:
         rule = ThresholdRule(certify=RiskLimit(choice.certificate.risk, choice.certificate.confidence))
     names = (policy.calibration.split, policy.validation.split if policy.validation else "validation")

@@ -76,13 +76,14 @@ class ThresholdChoice(FrozenModel):
     """How the threshold was chosen, and on which split (null if it was given).
 
     objective: what it maximises; with a given threshold, the quality of the curve, null for accuracy.
-    certificate: of a certified threshold.
+    certificate: of a certified threshold.   price: of a unit of cost, in errors, where that decided.
     """
 
-    rule: Literal["reference-accuracy", "best", "budget", "given", "certified"]
+    rule: Literal["reference-accuracy", "best", "budget", "given", "certified", "price"]
     objective: Literal["accuracy", "macro-f1"] | None
     split: str | None
     certificate: RiskCertificate | None = None
+    price: float | None = None
 
     @model_validator(mode="after")
     def _certified_by_a_certificate(self) -> Self:

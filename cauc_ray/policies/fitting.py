@@ -265,6 +265,8 @@ def fit_safe(fit: Fit, calibration: Chain, validation: Chain | None, rule: Thres
 
 def require_safe_rule(rule: ThresholdRule) -> None:
     """Raise ConfigError unless a safe policy can choose its threshold by the rule."""
+    if rule.price is not None:
+        raise ConfigError("a price decides a threshold that a safe policy may have to move; leave safe or price out")
     if rule.certify is not None:
         raise ConfigError("--safe and --certify cannot be combined: both need validation; leave one of them out")
 

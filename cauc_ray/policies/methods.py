@@ -6,7 +6,7 @@ A method is fitted on two splits, chooses a setting for a budget, and answers on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Answers, Examples, Trace, trace_policy
 
-Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "control"]
+Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "recalibrated", "control"]
 
 # A method's answers and confidences after each step, without a threshold.
 Cascade: TypeAlias = Callable[[Examples], Trace]
@@ -76,12 +76,14 @@ class Fitting:
 
     calibration: to fit its numbers.   validation: to choose thresholds, epochs and sizes.
     seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
+    shared: what fits on the same splits need and only the first makes, by name.
     """
 
     calibration: Examples
     validation: Examples
     seed: int = 0
     checkpoint: str | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ class Method:
 
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
     packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
-    needs_texts: it trains on the queries' texts, from a checkpoint.   spends_budget: at a budget it chooses the most
-    expensive point within it, not the best.   sees_labels: it uses the labels, as an upper bound for all methods.
+    needs_texts: it trains on the queries' texts, from a checkpoint.   needs_embedding: it reads the queries' embeddings
+    and nothing else.   spends_budget: at a budget it chooses the most expensive point within it, not the best.
+    sees_labels: it uses the labels, as an upper bound for all methods.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Method:
     packages: tuple[str, ...] = ()
     extra: str = ""
     needs_texts: bool = False
+    needs_embedding: bool = False
     spends_budget: bool = False
     sees_labels: bool = False
 
@@ -114,12 +118,13 @@ class Method:
         fit: Callable[[Fitting], Fitted] = getattr(import_module(module), function)
         return fit
 
-    def setting(self, fitted: Fitted, budget: float) -> float | None:
+    def setting(self, fitted: Fitted, budget: float, points: OperatingPoints | None = None) -> float | None:
         """Return its setting for a budget, a mean cost per example on validation; None if it has only one.
 
+        points: to choose among, in place of its own.
         Raises BudgetError if no point is within the budget.
         """
-        points = fitted.points
+        points = points or fitted.points
         if self.sees_labels or len(points.settings) == 1:
             return None
         point = points.index_of_most_expensive(budget) if self.spends_budget else points.index_of_best(budget)
@@ -190,6 +195,7 @@ METHODS: Mapping[str, Method] = {
     for method in (
         Method("base", "ours", f"{_OURS}:fit_cauc_base"),
         Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
+        Method("rf-shared", "ours", f"{_OURS}:fit_cauc_rf_shared"),
         Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
@@ -203,6 +209,7 @@ METHODS: Mapping[str, Method] = {
         Method("routellm-causal", "router", "cauc_ray.text_routers:fit_routellm_causal", **_TEXTS),
         Method("graphrouter", "router", f"{_OTHERS}.graphrouter:fit_graphrouter", **_TORCH),
         Method("embedllm", "router", f"{_OTHERS}.model_vectors:fit_embedllm", **_TORCH),
+        Method("embedding", "control", f"{_OTHERS}.label_expert:fit_embedding", needs_embedding=True),
         Method("random", "control", f"{_OTHERS}.simple:fit_random", spends_budget=True),
         Method("shuffled", "control", f"{_OTHERS}.simple:fit_shuffled", spends_budget=True),
         Method("max-probability", "control", f"{_OTHERS}.simple:fit_max_probability"),
@@ -226,6 +233,25 @@ def fit_cauc_rf(fitting: Fitting) -> Fitted:
     """Fit RF, whose threshold is the best on validation, within the budget if there is one (paper, eq. 11)."""
     policy = fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=1.0))
     return Thresholded(cascade_of(policy), fitting.validation)
+
+
+@dataclass(frozen=True)
+class Scheduled(Thresholded):
+    """A fitted method whose threshold is always the one that another method of the same chain chooses."""
+
+    schedule: Fitted | None = None
+
+    @cached_property
+    def points(self) -> OperatingPoints:
+        """Return the other method's results on validation."""
+        assert self.schedule is not None
+        return self.schedule.points
+
+
+def fit_cauc_rf_shared(fitting: Fitting) -> Fitted:
+    """Fit RF at Base's thresholds: the paper's two policies share a routing schedule."""
+    base, policy = fit_cauc_base(fitting), fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=1.0))
+    return Scheduled(cascade_of(policy), fitting.validation, given=base.default, schedule=base)
 
 
 def method_named(name: str) -> Method:

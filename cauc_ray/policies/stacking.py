@@ -20,7 +20,7 @@ from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.cauc import RFStage
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.methods import Curve, Fitted, Fitting, Thresholded, curve_of
+from cauc_ray.policies.methods import Curve, Fitting, curve_of
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.stacked import (
     Gain,
@@ -32,7 +32,7 @@ from cauc_ray.policies.stacked import (
     log_probabilities,
 )
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import Answers, Examples, Trace, trace_policy
+from cauc_ray.policies.trace import Answers, Examples, trace_policy
 
 SPLITS = ("calibration", "validation")
 # What a policy of another method says of its splits and models, too.
@@ -391,17 +391,6 @@ def fit_method(fitting: Fitting) -> Variants:
     return Variants(variants_of(fitting.calibration.chain, None), fitting.validation.chain)
 
 
-def fit_recalibrated(fitting: Fitting, model: int) -> Fitted:
-    """Fit a model alone with the terms that a stacked cascade gives it: what recalibration gains by itself."""
-    own = variants_of(fitting.calibration.chain.of_models([model]), None)[-1]
-
-    def alone(examples: Examples) -> Trace:
-        trace = trace_policy(own, examples.chain.of_models([model]))
-        return replace(trace, calls=np.arange(len(examples.chain.models))[None] == model)
-
-    return Thresholded(alone, fitting.validation)
-
-
 def fit_stacked(
     calibration: Chain,
     validation: Chain | None = None,
@@ -420,7 +409,7 @@ def fit_stacked(
     if safe:
         raise ConfigError("method stacked chooses its own terms by cross-validation: leave safe out")
     policies = variants_of(calibration, validation, names)
-    if rule.threshold is None and rule.certify is None and validation is not None:
+    if (rule.threshold, rule.certify, rule.price) == (None, None, None) and validation is not None:
         validation.require_labels("choosing a threshold")
         policy: StackedPolicy = Variants(policies, validation, rule.objective).chosen(rule.budget)
     else:

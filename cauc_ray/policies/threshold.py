@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import EarlyAnswers, RiskLimit, certify, early_answers
@@ -13,37 +15,41 @@ from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
 from cauc_ray.policies.policy import Policy, check_budget, check_threshold
-from cauc_ray.policies.trace import Trace, measure, measure_offline, trace_policy
+from cauc_ray.policies.trace import Trace, answers_alone, measure, measure_offline, trace_policy
 
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule:
-    """How to choose the threshold: a given one, a budget (mean cost per example), a risk limit, or none of these.
+    """How to choose the threshold: a given one, a budget (mean cost per example), a price, a risk limit, or none.
 
-    With none, Base stops at the last model's calibration accuracy and RF at its best on validation.
+    price: of a unit of cost, in errors: the threshold is 1 less the last model's error and the price of its call
+    (paper, tau* = 1 - r - lambda c).   With none, Base stops at the last model's calibration accuracy and RF at its
+    best on validation.
     """
 
     threshold: float | None = None
     budget: float | None = None
     objective: Objective = "accuracy"
     certify: RiskLimit | None = None
+    price: float | None = None
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.budget is not None:
             raise ConfigError("give a budget or a threshold, not both: a budget chooses the threshold")
-        if self.certify is not None and not self.threshold is self.budget is None:
-            raise ConfigError("give one of a risk to certify, a budget and a threshold: each decides it alone")
+        if sum(rule is not None for rule in (self.certify, self.budget, self.threshold, self.price)) > 1:
+            raise ConfigError("give one of a risk to certify, a budget, a threshold and a price: each decides it alone")
         if self.threshold is not None:
             check_threshold(self.threshold)
         if self.budget is not None:
             check_budget(self.budget)
         if self.objective not in ("accuracy", "macro-f1"):
             raise ConfigError(f"unknown objective {self.objective!r}; expected accuracy or macro-f1")
-        if self.objective != "accuracy" and (self.threshold is not None or self.certify is not None):
+        if self.objective != "accuracy" and (self.threshold, self.certify, self.price) != (None, None, None):
             raise ConfigError(
-                "an objective chooses a threshold: give it with a budget, not with a threshold or a risk to certify"
+                "an objective chooses a threshold: give it with a budget, not with a threshold, a price or a risk to "
+                "certify"
             )
 
 
@@ -66,6 +72,9 @@ def choose_threshold(
     operating point is within the budget, RiskError if no threshold is certified.
     """
     given = reference if rule == BY_DEFAULT else rule.threshold
+    if rule.price is not None:
+        right = answers_alone(policy, calibration)[:, -1] == calibration.labels
+        given = max(0.0, float(np.mean(right)) - rule.price * policy.stages[-1].cost)
     if given is None:
         if validation is None:
             raise ConfigError(
@@ -86,7 +95,9 @@ def choose_threshold(
     if given is not None:
         threshold = given
         choice = ThresholdChoice(rule="given", objective=None, split=None)
-        if rule.threshold is None:
+        if rule.price is not None:
+            choice = ThresholdChoice(rule="price", objective=None, split=policy.calibration.split, price=rule.price)
+        elif rule.threshold is None:
             choice = ThresholdChoice(rule="reference-accuracy", objective=None, split=policy.calibration.split)
     elif rule.certify is not None:
         threshold, certificate = _certify(policy, calibration, trace, measured_on, rule.certify)

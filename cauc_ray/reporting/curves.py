@@ -240,7 +240,8 @@ def read_curves(path: AnyPath, measured: Measured) -> tuple[MethodCurve, ...]:
         raise DataError(f"{path / 'curves.parquet'} lacks one of the columns {', '.join(_COLUMNS)}")
     curves = []
     for name in table.column("method").unique().to_pylist():
-        if name in METHODS and name not in (*FITTED_HERE, measured.policy.method) and not METHODS[name].sees_labels:
+        drawn = (*FITTED_HERE, "rf-shared", measured.policy.method)
+        if name in METHODS and name not in drawn and not METHODS[name].sees_labels:
             rows = table.filter(pc.equal(table.column("method"), name))
             of = {key: rows.column(key).to_numpy() for key in _COLUMNS[1:]}
             points = OperatingPoints(of["cost"], of["validation_cost"], of["validation_accuracy"], "")

@@ -241,6 +241,8 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
             given |= {"models": policy.safe.models, "safe": True, "costs": None}
         if (at := choice.certificate) is not None:
             given["certify"] = f"risk<={at.risk:g}@{at.confidence:g}"
+        elif choice.price is not None:
+            given["price"] = choice.price
         else:
             given |= {"threshold": policy.threshold} if choice.rule == "given" else {"budget": policy.budget}
     words = ["cauc", "fit", str(found.logits), "-o", "policy.json" if for_budget else found.policy_name]

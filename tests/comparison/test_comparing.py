@@ -14,9 +14,11 @@ import cauc_ray
 from cauc_ray.api import tables
 from cauc_ray.cli import show
 from cauc_ray.comparison.comparing import compare
+from cauc_ray.data.logits import LogitTable
 from cauc_ray.data.writing import write_logits
 from cauc_ray.errors import BudgetError, ConfigError, DataError
 from cauc_ray.policies.methods import METHODS
+from cauc_ray.policies.stacking import variants_of
 
 MODELS = ["m0", "m1", "m2"]
 QUICK = ["single", "base", "rf", "duo", "margin", "random", "shuffled", "max-probability", "oracle"]
@@ -131,12 +133,91 @@ def test_shuffled_test_labels_change_no_fitted_number(table, tmp_path):
         ({"methods": ["rf"], "texts": "nowhere.parquet"}, DataError, "no file nowhere.parquet"),
         ({"methods": ["routellm-bert"]}, ConfigError, "trains a model on the queries' texts"),
         ({"methods": ["rf"], "checkpoints": {"rf": "bert"}}, ConfigError, "'rf' takes no checkpoint"),
+        ({"methods": ["embedding"]}, ConfigError, "'embedding' reads the queries' embeddings .*: give their encoder"),
+        ({"methods": ["recalibrated+stacked"]}, ConfigError, "unknown method"),
+        ({"methods": ["rf"], "objective": "f1"}, ConfigError, "objective: "),
     ],
 )
 def test_what_cannot_be_compared_is_said_in_one_line(table, how, error, says):
     with pytest.raises(error, match=f"(?i){says}") as told:
         compare(table, models=MODELS, **how)
     assert "\n" not in str(told.value)
+
+
+def skewed(folder, n=600):
+    """Write a table whose first model likes one option too much and takes two for each other."""
+    for place, split in enumerate(SPLITS):
+        rng = np.random.default_rng([3, place])
+        labels = rng.integers(0, 4, n)
+        seen = np.where(rng.random(n) < 0.8, np.array([0, 2, 1, 3])[labels], labels)
+        for model, (target, bias) in {"m0": (seen, 1.5), "m1": (labels, 0.0)}.items():
+            z = rng.standard_normal((n, 4)) + 2.0 * (target[:, None] == np.arange(4))
+            z[:, 0] += bias
+            ids = [f"{split}-{row}" for row in range(n)]
+            write_logits(folder, model, split, example_ids=ids, labels=labels, logits=z.astype(np.float32))
+
+
+def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
+    skewed(tmp_path / "L")
+    asked = {"models": ["m0", "m1"], "costs": [1.0, 3.0]}
+    found = compare(tmp_path / "L", methods=["single", "base", "rf", "margin", "stacked", "recalibrated"], **asked)
+    assert [row["method"] for row in found.rows] == [
+        *("single:m0", "recalibrated:m0", "single:m1", "recalibrated:m1", "base", "recalibrated+base"),
+        *("rf", "recalibrated+rf", "stacked", "margin", "recalibrated+margin"),
+    ]
+    assert found.row("recalibrated:m0")["accuracy"] > found.row("single:m0")["accuracy"] + 0.2
+    assert found.row("recalibrated+rf")["accuracy"] > found.row("rf")["accuracy"]
+    source = LogitTable(tmp_path / "L")
+    chains = {split: source.read_chain(["m0", "m1"], split, costs=[1.0, 3.0]) for split in SPLITS}
+    for index, model in enumerate(("m0", "m1")):
+        stage = variants_of(chains["calibration"].of_models([index]), None)[-1].stages[0]
+        for split, chain in chains.items():
+            logits = stage.scores_after(chain.logits[index], None).astype(np.float32)
+            own = {"example_ids": chain.example_ids, "labels": chain.labels, "logits": logits}
+            write_logits(tmp_path / "R", model, split, **own)
+    budget = found.about["budget"]
+    by_hand = compare(tmp_path / "R", methods=["single", "base", "rf", "margin"], budget=budget, **asked)
+    for method, same in (("single:m0", "recalibrated:m0"), *((m, f"recalibrated+{m}") for m in ("base", "rf"))):
+        for figure in ("accuracy", "cost"):
+            assert found.row(same)[figure] == pytest.approx(by_hand.row(method)[figure], abs=0.01)
+    (alone,) = compare(tmp_path / "L", methods=["recalibrated+rf"], **asked).rows
+    assert alone["accuracy"] == found.row("recalibrated+rf")["accuracy"]
+    swept = cauc_ray.sweep(tmp_path / "L", methods=["rf", "recalibrated"], budgets=[budget], **asked).to_pylist()
+    assert [row["method"] for row in swept] == ["recalibrated:m0", "recalibrated:m1", "rf", "recalibrated+rf"]
+    assert swept[-1]["accuracy"] == found.row("recalibrated+rf")["accuracy"]
+
+
+@pytest.mark.parametrize("models", [["m0", "m2"], MODELS])
+@pytest.mark.parametrize("budget", [None, 6.0])
+def test_shared_rf_stops_where_base_does(table, models, budget):
+    found = compare(table, models=models, methods=["base", "rf", "rf-shared"], budget=budget)
+    shared, base = found.row("rf-shared"), found.row("base")
+    assert shared["setting"] == base["setting"]
+    policy = cauc_ray.fit(table, models=models, method="rf", threshold=base["setting"])
+    alone = cauc_ray.evaluate(table, policy).measures
+    assert (shared["accuracy"], shared["cost"]) == (alone.accuracy.value, pytest.approx(alone.cost))
+    if len(models) == 2:
+        assert shared["cost"] == base["cost"]
+
+
+def test_the_objective_decides_what_is_chosen_within_the_budget(table):
+    found = compare(table, models=MODELS, methods=QUICK, objective="macro-f1", budget=6.0)
+    for method in ("base", "rf"):
+        policy = cauc_ray.fit(table, models=MODELS, method=method, budget=6.0, objective="macro-f1")
+        alone = cauc_ray.evaluate(table, policy).measures
+        assert found.row(method)["macro_f1"] == pytest.approx(alone.macro_f1)
+        assert found.row(method)["cost"] == pytest.approx(alone.cost)
+    assert found.about["objective"] == "macro-f1"
+
+
+def test_matched_points_cost_what_is_nearest_to_the_budget(table):
+    found = compare(table, models=MODELS, methods=["base", "rf", "margin"], budget=6.0)
+    for method in ("rf", "margin"):
+        curve = found.curves.filter(pa.compute.equal(found.curves["method"], method)).to_pydict()
+        off = np.abs(np.array(curve["validation_cost"]) - 6.0)
+        at = curve["setting"].index(found.row(method)["matched"]["setting"])
+        assert off[at] == off.min()
+        assert found.row(method)["matched"]["cost"] == pytest.approx(curve["cost"][at])
 
 
 def test_the_command_prints_tables_for_people_and_writes_files_for_machines(table, tmp_path, command):
@@ -237,6 +318,17 @@ def test_who_looks_at_a_models_embedding_pays_its_call_on_every_input(embedded, 
         assert at <= (paid.about["budget"] if within else min(points["validation_cost"])) * (1 + 1e-6)
 
 
+def test_the_label_expert_reads_embeddings_and_calls_no_model(embedded):
+    table, chains = embedded
+    free, paid = (compare(table, models=MODELS, methods=["embedding"], embedding=each) for each in ("enc", "m1"))
+    (row,), (same) = free.rows, paid.row("embedding")
+    assert row["cost"] == 0
+    assert not any(row["calls"].values())
+    assert same["accuracy"] == row["accuracy"] > 0.3  # the planted embeddings tell the label's number
+    assert same["cost"] == pytest.approx(chains["test"].costs.of_models([1]).means[0], rel=1e-5)
+    assert "embedding" in {each["method"] for each in compare(table, models=MODELS, methods=["all"]).not_run}
+
+
 def test_sweeps_and_redrawn_splits_count_the_call_of_an_embedding_too(embedded):
     table, chains = embedded
     swept = cauc_ray.sweep(table, models=["m0", "m2"], methods=["base", "benchmark-routing"], embedding="m1")
@@ -264,7 +356,7 @@ def test_methods_whose_packages_are_missing_are_told_and_not_replaced(table, mon
     whole = compare(table, models=MODELS)
     missing = {each["method"]: each["why"] for each in whole.not_run}
     of_torch = {name for name, method in METHODS.items() if "torch" in method.packages}
-    assert set(missing) == of_torch
+    assert set(missing) == of_torch | {"embedding"}
     assert {row["method"] for row in whole.rows}.isdisjoint(of_torch)
     assert missing["embedllm"] == "needs torch: pip install 'cauc-ray[baselines]'"
     with pytest.raises(ConfigError, match=r"method 'embedllm' needs torch: pip install 'cauc-ray\[baselines\]'"):

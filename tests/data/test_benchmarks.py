@@ -106,18 +106,41 @@ def test_labels_that_a_benchmark_counts_otherwise_are_refused_and_unknown_ones_s
 
 
 def test_a_missing_partition_is_named(tmp_path, on_hub):
-    folder = write_partitions(tmp_path / "data", PUBLISHED["socialiqa"][0], {"train": 9, "validation": 9})
-    alone = write_partitions(tmp_path / "alone", PUBLISHED["socialiqa"][0], {"validation": 9})
+    folder = write_partitions(tmp_path / "data", PUBLISHED["logiqa"][0], {"train": 9, "validation": 9})
+    alone = write_partitions(tmp_path / "alone", PUBLISHED["logiqa"][0], {"validation": 9})
     for name, says in (
-        (on_hub("socialiqa", folder), r"\(it has train, validation\).*give socialiqa=PATH"),
+        (on_hub("logiqa", folder), r"\(it has train, validation\).*give logiqa=PATH"),
         (
-            f"socialiqa={folder}",
+            f"logiqa={folder}",
             r"\(it has train, validation\); add it, or give only the path for the partitions that exist",
         ),
-        (f"socialiqa={alone}", r"\(it has validation\); add it, or give only the path for a 25/25/50 cut"),
+        (f"logiqa={alone}", r"\(it has validation\); add it, or give only the path for a 25/25/50 cut"),
     ):
         with pytest.raises(DataError, match=f"^.* has no test {says}.*$"):
             dataset(name)
+
+
+def test_socialiqa_without_its_test_set_is_split_as_those_without_test_labels(tmp_path, on_hub):
+    folder = write_partitions(tmp_path / "data", PUBLISHED["socialiqa"][0], {"train": 50, "validation": 21})
+    opened = dataset(on_hub("socialiqa", folder), seed=5)
+    expected = split_by_rule("sample-train", {"train": 50, "validation": 21}, 5)
+    assert opened.split_sizes == {split: len(own.rows) for split, own in expected.items()}
+    assert (
+        opened.rule == "train, at most as many rows as validation has, halved into calibration and validation (seed 5)"
+    )
+
+
+def test_of_medmcqa_questions_with_one_right_option_count(tmp_path):
+    for partition, n in (("train", 60), ("validation", 20)):
+        kinds = ["multi" if row % 4 == 0 else "single" for row in range(n)]
+        rows = [{**PUBLISHED["medmcqa"][0], "id": f"{partition}-{row}", "choice_type": kinds[row]} for row in range(n)]
+        write(tmp_path / f"{partition}.parquet", rows)
+    opened = dataset(f"medmcqa={tmp_path}")
+    assert opened.split_sizes == {"calibration": 8, "validation": 7, "test": 15}
+    assert opened.rule.endswith(", of rows whose choice_type is single")
+    found = [row["id"] for split in opened.splits for row in rows_of(opened, split)]
+    assert len(set(found)) == 30
+    assert all(int(each.partition("-")[2]) % 4 for each in found)
 
 
 def test_caltech256_as_published_is_cut_and_with_partitions_is_halved(tmp_path):

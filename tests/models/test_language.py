@@ -8,7 +8,7 @@ import pytest
 from batches import column, question_batch
 from conftest import SHARED_DATA
 from fake_gpu import Gpu
-from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2
+from language_models import LETTERS, SMOLLM2_FILE, question_prompt, smollm2, tiny_network
 
 from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.models.costs import measured
@@ -247,40 +247,17 @@ def test_a_model_that_is_spread_over_what_devices_there_are_answers_alike(loaded
         own.load_over_gpus()
 
 
-def vision_language_model(family, vocabulary):
-    """Return a network of a real architecture that also sees images, with random weights."""
-    import transformers as t
-
-    text = {"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    text |= {"initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    sees = {"hidden_size": 16, "intermediate_size": 32, "patch_size": 8}
-    tower = {**sees, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
-    if family == "mistral3":
-        vision = {**tower, "model_type": "pixtral", "head_dim": 8}
-        config = t.Mistral3Config(text_config=t.Ministral3Config(**text), vision_config=vision, image_token_index=3)
-        return t.Mistral3ForConditionalGeneration(config)
-    if family == "qwen3_vl":
-        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-        vision = {**sees, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
-        tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        numbers = {name: 3 + n for n, name in enumerate(tokens)}
-        config = t.Qwen3VLConfig(text_config={**text, "rope_scaling": rope}, vision_config=vision, **numbers)
-        return t.Qwen3VLForConditionalGeneration(config)
-    window = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-    config = t.Gemma3Config(
-        text_config={**text, **window}, vision_config=tower, mm_tokens_per_image=4, image_token_index=3
-    )
-    return t.Gemma3ForConditionalGeneration(config)
-
-
-@pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "gemma3", "gemma4", "gemma4-experts", "qwen3_5"])
 @pytest.mark.parametrize("options", ["letter", "text"])
 def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, family, options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        network = vision_language_model(family, len(language_model.tokenizer)).eval()
+        network = tiny_network(family, len(language_model.tokenizer)).eval()
     oracle = replace(language_model, network=network).save(tmp_path)
+    if (family, options) == ("qwen3_5", "text"):
+        with pytest.raises(ConfigError, match="has no cache for options to share; use options: letter"):
+            spec(tmp_path, options=options, chat_template=False).load()
+        return
     model = spec(tmp_path, options=options, chat_template=False).load()
     questions = [("Why?", ["yes", "no"]), ("Why, of all things that there are?", ["so", "it depends", "x"])]
     answers = model(question_batch(*questions))
@@ -289,6 +266,9 @@ def test_a_model_that_also_sees_images_answers_texts(language_model, tmp_path, f
         prompt = language_model.tokenizer.encode(question_prompt(*questions[0]))
         letters = [language_model.tokenizer.encode(f" {letter}")[-1] for letter in "AB"]
         assert answers.logits[0, :2] == pytest.approx(oracle.logits(prompt)[-1][letters], abs=TOLERANCE)
+    unused = ("vision", "visual", "projector")  # in the names of what reads images
+    of_text = [own.numel() for name, own in network.named_parameters() if not any(part in name for part in unused)]
+    assert model.facts.params_b == sum(of_text) / 1e9 < sum(own.numel() for own in network.parameters()) / 1e9
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from cauc_ray.comparison.measuring import quoted_figures
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import path_of
 from cauc_ray.paper.config import PaperConfig
-from cauc_ray.paper.run import plan_of, run_paper
+from cauc_ray.paper.run import plan_of, run_paper, status_page
+from cauc_ray.paper.tables import CONTENTS
 
 ROOT = Path(__file__).parents[2]
 # A second model that fuses well with the first, and one that is far better than it.
@@ -30,7 +31,7 @@ def content(root):
     """Return a config that fills every table and figure, from sets of which one is not there."""
     return {
         "logits": str(root),
-        "methods": ["single", "base", "rf", "duo", "margin", "random", "oracle"],
+        "methods": ["single", "base", "rf", "rf-shared", "duo", "margin", "random", "oracle"],
         "tables": {
             "two-model-language": [
                 {"name": "near", **TWO, "published": "MMLU"},
@@ -97,6 +98,7 @@ def test_everything_is_written_once_and_says_the_same(made, root):
     for table in paper.tables:
         assert pq.read_table(out / "tables" / f"{table.name}.parquet").num_rows == len(table.rows)
         assert (out / "tables" / f"{table.name}.md").read_text().strip() in report
+    assert (out / "status.md").read_text() == status_page(paper.config, plan_of(paper.config)[1])
     assert len(paper.figures) == 4
     for figure in paper.figures:
         assert f"](figures/{figure.name}.png)" in report
@@ -139,13 +141,75 @@ def test_comparisons_are_those_of_the_library(made, root):
     assert {row["method"] for row in rows} == {row["method"] for row in alone.rows}
     for row in rows:
         same = alone.row(row["method"])
-        at_own_setting = row["method"] == "base"
-        shown = same["default"] if at_own_setting else same
+        shown = same.get({"base": "default", "margin": "matched"}.get(row["method"]), same)
         assert (row["quality"], row["cost"]) == (shown["accuracy"], shown["cost"])
         assert (row["quality_at_budget"], row["cost_at_budget"]) == (same["accuracy"], same["cost"])
     far = [row for row in rows_of(made, "two-model-language") if row["chain"] == "far"]
     assert all(row["quality"] == row["macro_f1"] for row in far)
     assert {row["chain"] for row in rows_of(made, "two-model-language")} == {"near", "far"}
+
+
+def test_headlines_are_means_over_chains(made):
+    rows = rows_of(made, "two-model-language")
+    table = next(table for table in made[0].tables if table.name == "two-model-language")
+    by_method = {line["method"]: line for line in table.headlines}
+    assert set(by_method) == {"base", "rf", "rf-shared"}
+    own = {row["chain"]: row for row in rows if row["method"] == "base"}
+    last = {row["chain"]: row for row in rows if row["method"] == f"single:{row['models'][-1]}"}
+    gains = [own[chain]["quality"] / last[chain]["quality"] - 1 for chain in ("near", "far")]
+    assert by_method["base"]["relative_gain"] == pytest.approx(np.mean(gains))
+    assert by_method["base"]["avoided"] == pytest.approx(np.mean([row["avoided"] for row in own.values()]))
+    assert by_method["base"]["largest_saving"] == max(1 - row["relative_cost"] for row in own.values())
+    assert by_method["base"]["quality"] == pytest.approx(np.mean([row["quality"] for row in own.values()]))
+    assert json.loads((made[1] / "paper.json").read_text())["headlines"]["two-model-language"] == list(table.headlines)
+    assert "Over all chains" in (made[1] / "tables" / "two-model-language.md").read_text()
+    averaged = (made[1] / "tables" / "two-model-language.md").read_text().split("In the paper: ")[-1]
+    assert "70.44" in averaged  # the mean of CAUC-RF over the paper's six data sets
+    assert "21.7" in averaged
+
+
+def test_surrogate_logits_are_named_and_no_published_figure_is_next_to_them(root, ray_session, tmp_path):
+    shutil.copytree(root / "near", tmp_path / "sets" / "near")
+    info = json.loads((tmp_path / "sets" / "near" / "pool.json").read_text())
+    (tmp_path / "sets" / "near" / "pool.json").write_text(json.dumps(info | {"logit_kind": "surrogate: of answers"}))
+    tables = {
+        "two-model-language": [{"name": "near", **TWO, "published": "MMLU"}],
+        "complementarity": [{"name": "near", **TWO}],
+    }
+    content = {"logits": str(tmp_path / "sets"), "methods": ["single", "rf"], "tables": tables}
+    content["figures"] = {"complementarity-gain": ["near"]}
+    paper = run_paper(load_config(written(tmp_path / "c.yaml", content)), tmp_path / "out")
+    banner = "The logits of m0, m1 are surrogates"
+    for table in paper.tables:
+        assert banner in table.markdown()
+        assert all(row["surrogates"] == ["m0", "m1"] for row in table.rows)
+    assert all(row["published_quality"] is None for row in paper.tables[0].rows)
+    assert all("are surrogates" in figure.caption for figure in paper.figures)
+    assert paper.not_run["two-model-language / MMLU"] == "the only logits of it here are surrogates"
+
+
+def test_chains_are_measured_on_the_split_that_they_name(root, ray_session, tmp_path):
+    shutil.copytree(root, tmp_path / "sets")
+    for folder in (tmp_path / "sets" / "near").glob("model=*"):
+        (folder / "split=test").rename(folder / "split=test-ood")
+    there = {"name": "ood", **TWO, "split": "test-ood", "objective": "macro-f1"}
+    growing = {"name": "ood", "set": "near", "models": ["m0"], "last": "m1", "split": "test-ood"}
+    tables = {
+        "two-model-image": [there, {"name": "gone", **TWO}],
+        "complementarity": [there],
+        "growing-chain": [growing],
+    }
+    content = {"logits": str(tmp_path / "sets"), "methods": ["base", "rf"], "tables": tables}
+    paper = run_paper(load_config(written(tmp_path / "c.yaml", content)), tmp_path / "out")
+    assert paper.failed == ()
+    assert "unknown split 'test'" in paper.not_run["two-model-image / gone"]
+    assert all(row["split"] == "test-ood" for table in paper.tables for row in table.rows)
+    policy = cauc_ray.fit(
+        root / "near", models=TWO["models"], method="rf", objective="macro-f1", budget=paper.tables[0].rows[0]["budget"]
+    )
+    measures = cauc_ray.evaluate(root / "near", policy).measures  # the same examples, there named test
+    row = next(row for row in paper.tables[0].rows if row["method"] == "rf")
+    assert (row["quality"], row["cost"]) == (pytest.approx(measures.macro_f1), pytest.approx(measures.cost))
 
 
 def test_the_papers_numbers_are_shown_where_a_column_is_named(made):
@@ -176,8 +240,9 @@ def test_pairs_are_base_with_and_without_fusion(made, root, name):
     objective = "macro-f1" if name == "far" else "accuracy"
     rf = cauc_ray.fit(root / name, models=row["models"], method="rf", budget=policy.expected.cost, objective=objective)
     of_rf = cauc_ray.evaluate(root / name, rf).measures
-    assert row["rf"] == (of_rf.macro_f1 if measured == "macro_f1" else of_rf.accuracy.value)
-    assert row["rf_cost"] == of_rf.cost
+    assert row["rf_best_quality"] == (of_rf.macro_f1 if measured == "macro_f1" else of_rf.accuracy.value)
+    assert row["rf_best_cost"] == of_rf.cost
+    assert row["rf_shared_cost"] == own.cost  # one threshold for both
 
 
 def test_direct_deferral_by_a_slow_loop(made, root):
@@ -214,6 +279,7 @@ def test_the_setup_table_has_ratios_and_those_of_the_paper(made):
     assert rows["rf"]["published_setup_ratio"] == pytest.approx(20 / 12)
     assert rows["margin"]["published_setup_s"] == pytest.approx(16)
     assert rows["rf"]["setup_ratio"] == rows["rf"]["setup_s"] / rows["base"]["setup_s"]
+    assert {row["with_encoder_s"] for row in rows.values()} == {None}
     assert not any(name.startswith("single") for name in rows)
 
 
@@ -287,8 +353,29 @@ def test_a_task_that_fails_is_told_and_the_rest_is_made(root, ray_session, tmp_p
     assert [figure["name"] for figure in result["figures"]] == ["accuracy-cost-two-model-image"]
 
 
+def test_the_status_page_lists_every_table_and_figure(root, tmp_path):
+    config = load_config(written(tmp_path / "paper.yaml", content(root)))
+    status, items = status_page(config, plan_of(config)[1]), CONTENTS["status"]["items"]
+    assert {item.get("part") for item in items} - {None} == set(config.parts)
+    rows = [line for line in status.splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in rows] == [item["paper"] for item in items]
+    by_item = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in rows}
+    assert by_item["Table 1"][2:4] == ["made", "near; far"]
+    assert "absent: there is no logit table at" in by_item["Table 1"][-1]
+    assert by_item["Table 2"][2:4] == ["not made", "–"]
+    assert by_item["Figure 1"][2] == "–"
+    page = (ROOT / "docs" / "reference" / "paper.md").read_text()
+    assert all(f"| {item['paper']} | {item['shows']} |" in page for item in items)
+
+
+def test_the_page_in_the_docs_is_that_of_the_shipped_config(shared_logits):
+    config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml").model_copy(update={"logits": shared_logits})
+    assert (ROOT / "docs" / "reference" / "paper.md").read_text() == status_page(config, plan_of(config)[1])
+
+
 def test_the_shipped_config_finds_all_that_it_names(shared_logits):
     config = VERBS["paper"].options.read(ROOT / "jobs" / "paper.yaml")
     tasks, not_run = plan_of(config.model_copy(update={"logits": shared_logits}))
-    assert set(not_run.values()) == {"no logit table of it is configured"}
+    reasons = {"no logit table of it is configured", "the only logits of it here are surrogates"}
+    assert set(not_run.values()) == reasons
     assert {task.part for task in tasks} == {part for part, entries in config.parts.items() if entries}

@@ -72,6 +72,21 @@ def test_another_budget_later_is_as_if_it_had_been_given_at_once(seed, fit, obje
         assert moved.reference == (policy.reference if moved.threshold == policy.threshold else None)
 
 
+@given(seeds, fits, st.floats(0, 0.1), st.booleans())
+@settings(max_examples=30)
+def test_a_price_accepts_what_is_worth_more_than_the_last_models_call(seed, fit, price, per_call):
+    calibration, validation = two_splits(seed, per_call=per_call)
+    policy = fit(calibration, validation, ThresholdRule(price=price))
+    accuracy = np.mean(calibration.logits[-1].argmax(axis=1) == calibration.labels)
+    assert policy.threshold == pytest.approx(max(0.0, accuracy - price * calibration.costs.means[-1]))
+    assert (policy.threshold_choice.rule, policy.threshold_choice.price) == ("price", price)
+    assert type(policy).model_validate_json(policy.model_dump_json()) == policy
+    assert refit(policy, calibration, validation) == policy
+    free = fit(calibration, validation, ThresholdRule(price=0.0))
+    assert free.threshold == fit_base(calibration, validation).threshold  # the paper's lambda of 0
+    assert policy.threshold <= free.threshold
+
+
 @given(seeds, fits, objectives, st.floats(0, 2))
 @settings(max_examples=30)
 def test_another_threshold_later_is_as_if_it_had_been_given_at_once(seed, fit, objective, threshold):
