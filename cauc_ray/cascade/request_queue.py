@@ -186,7 +186,6 @@ class RequestQueue(StageQueue):
     health: StageHealth = field(init=False)
     suspects: Suspects = field(default_factory=Suspects)
     service_time: ServiceTime = field(default_factory=ServiceTime)
-    _hung: set[int] = field(default_factory=set)
     _refused: Rows | None = None
     _replaced_at: float = -inf
 
@@ -277,7 +276,7 @@ class RequestQueue(StageQueue):
         """
         if not self.service_time.long_call_s:
             return 0.0
-        n_replicas, n_calls = max(1, self.n_replicas), self.n_calls
+        n_replicas, n_calls = max(1, self.n_working), self.n_calls
         n_free = max(0, n_replicas - n_calls)
         # Of a longer request only so much goes before these.
         n_before = min(n_ahead, n_owners * max(n, self.limits.batch_size))
@@ -305,8 +304,8 @@ class RequestQueue(StageQueue):
         return [] if any(call.probe for call in self.calls()) else list(self._replicas)
 
     def is_late_probe(self, call: Call, now: float) -> bool:
-        """Return whether a call is a probe that a paused stage has not answered in time."""
-        return call.probe and self.health.paused and now - call.sent_at >= self._probe_s
+        """Return whether a call is a probe that has not been answered in time."""
+        return call.probe and now - call.sent_at >= self._probe_s
 
     @property
     def _probe_s(self) -> float:
@@ -316,9 +315,13 @@ class RequestQueue(StageQueue):
 
     @property
     def n_calls(self) -> int:
-        """Return how many calls are at replicas that do not hang."""
-        hung = sum(len(self._replicas[number].calls) for number in self._hung)
-        return sum(n * len(replicas) for n, replicas in self._by_calls.items()) - hung
+        """Return how many calls are under way."""
+        return sum(n * len(replicas) for n, replicas in self._by_calls.items())
+
+    @property
+    def n_working(self) -> int:
+        """Return how many replicas take rows: those that neither hang nor have failed on a row known to be good."""
+        return self.n_replicas - len(self._failing)
 
     def calls(self) -> list[Call]:
         """Return the calls that are under way."""
@@ -384,8 +387,7 @@ class RequestQueue(StageQueue):
     def wait_s(self, now: float) -> float | None:
         """Return the seconds until something can go or a call may hang, None if nothing waits for time."""
         due = [self._replicas[number].probe_due for number in self._in_doubt()]
-        if self.health.paused:
-            due += [call.sent_at + self._probe_s for call in self.calls() if call.probe]
+        due += [call.sent_at + self._probe_s for call in self.calls() if call.probe]
         for number in self._busy:
             overdue_at = self._overdue_at(number)
             if overdue_at is not None and overdue_at > now:
@@ -403,20 +405,17 @@ class RequestQueue(StageQueue):
         # Where other routers' calls wait there too, rows are better kept here, where more can join them.
         return 1 if self.service_time.call_s > CROWDED * self.service_time.compute_s > 0 else CALLS_PER_REPLICA
 
-    def _free_replica(self, avoided: Set[int] = frozenset()) -> int | None:
-        return StageQueue._free_replica(self, avoided | self._hung if self._hung else avoided)
-
     def _replica_apart(self, call: Call, avoided: Set[int], now: float) -> int | None:
         if any(own.isolated for own in self.calls()):  # one is risked at a time
             return None
         others_wait = self.health.most_replicas < 2 and (self._queue or self.in_flight)
         if now < self._risked_at(call) and (others_wait or self.health.most_replicas > 1):
             return None
-        return StageQueue._replica_apart(self, call, avoided | self._hung, now)
+        return StageQueue._replica_apart(self, call, avoided, now)
 
     def _risked_at(self, call: Call) -> float:
         """Return when suspected rows may be sent, as far as is known."""
-        if self.n_replicas - len(self._hung) >= 2 or call.suspected_at is None:
+        if self.n_working >= 2 or call.suspected_at is None:
             return -inf
         left_s = min(rows.owner.deadline for rows in call.rows) - call.suspected_at
         hold = HOLD_FOR_OTHERS if self.health.most_replicas > 1 else HOLD
@@ -430,19 +429,6 @@ class RequestQueue(StageQueue):
         if not (call.isolated or call.probe):
             self.service_time.note(now - call.sent_at, result.compute_s or 0.0, len(call))
 
-    def take_back(self, call: Call, now: float) -> None:
-        """Note that a call is at its replica no more."""
-        if call.given_up:
-            self.in_flight += len(call)
-        StageQueue.take_back(self, call, now)
-        if not any(own.given_up for own in self._replicas[call.replica].calls):
-            self._hung.discard(call.replica)
-
-    def give_up(self, call: Call) -> None:
-        """Wait for no answer to a call any more, only for its end."""
-        call.given_up = True
-        self.in_flight -= len(call)
-
     def doubt(self, call: Call) -> None:
         """Have the next call of a replica bring a good row along."""
         self._replicas[call.replica].proven = False
@@ -454,11 +440,6 @@ class RequestQueue(StageQueue):
         StageQueue.add_replica(self, replica)
         self.health.replicas(self.n_replicas, now)
 
-    def drop_replica(self, replica: int) -> None:
-        """Forget a replica."""
-        StageQueue.drop_replica(self, replica)
-        self._hung.discard(replica)
-
     def broken(self, call: Call, reason: str, now: float) -> None:
         """Note that a replica failed on a row that the stage has answered before."""
         StageQueue.broken(self, call, reason, now)
@@ -466,25 +447,25 @@ class RequestQueue(StageQueue):
         if replica.open and replica.failures >= FAILURES_TO_REPLACE:  # kept for now, but it need not be asked at once
             replica.probe_due = now + PAUSE_S
 
-    @property
-    def all_broken(self) -> bool:
-        """Return whether all replicas fail on a row that the stage has answered before."""
-        return all(replica.failures for replica in self._replicas.values() if replica.open)
+    def take_hanging(self, now: float) -> list[tuple[Call, ...]]:
+        """Take the calls of each replica that has begun to hang, where others work.
 
-    def hanging(self, now: float) -> list[int]:
-        """Return the replicas that have begun to hang, where others are left; they take nothing while they do."""
-        found = []
-        for number in self._busy:
+        It gets probes until it answers one, which is also when the call that hangs has ended.
+        """
+        taken = []
+        for number in list(self._busy):
             at = self._overdue_at(number)
-            if at is not None and now >= at and self.n_replicas - len(self._hung) > 1:
-                self._hung.add(number)
-                found.append(number)
-        return found
+            if at is not None and now >= at and self.n_working > 1:
+                taken.append(self.calls_at(number))
+                for call in taken[-1]:
+                    self.take_back(call, now)
+                self.leave_alone(number)
+        return taken
 
     def _overdue_at(self, replica: int) -> float | None:
-        """Return when the call that a replica computes may be taken to hang, None if it has none or is known to."""
+        """Return when the call that a replica computes may be taken to hang, None where that is not known."""
         at = self._replicas[replica]
-        if not at.calls or at.calls[0].isolated or replica in self._hung or not self.service_time.call_s:
+        if at.calls[0].isolated or at.calls[0].probe or not self.service_time.call_s:
             return None
         return at.busy_since + self._longest_s
 

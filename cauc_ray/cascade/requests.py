@@ -126,11 +126,15 @@ class RequestScheduler(Scheduler):
         return rows
 
     def unwanted(self, now: float) -> Iterator[Call]:
-        """Return the calls whose answers are no longer wanted, for the shell to cancel."""
+        """Take back the calls whose answers are no longer waited for, for the shell to cancel."""
         for at in self.stages:
+            for computed, *behind in at.take_hanging(now):
+                self._suspect(computed, now)
+                at.try_again(*(call.again(now) for call in behind))
+                yield from (computed, *behind)
             for call in at.calls():
                 late = at.is_late_probe(call, now)
-                if late or not (call.wanted or call.probe or call.given_up):
+                if late or not (call.wanted or call.probe):
                     at.take_back(call, now)
                     if late:
                         at.postpone_probe(call.replica, now + PAUSE_S)
@@ -168,13 +172,7 @@ class RequestScheduler(Scheduler):
     # What takes too long
 
     def expire(self, now: float) -> None:
-        """Give up what has taken too long: calls that may hang, and rows whose time is over."""
-        for at in self.stages:
-            for replica in at.hanging(now):
-                for position, call in enumerate(at.calls_at(replica)):
-                    at.give_up(call)
-                    if not call.probe:
-                        self._suspect(call, now) if position == 0 else at.try_again(call.again(now))
+        """Give up the rows whose time is over."""
         late: list[tuple[Owner, int]] = []
         while self._expiries and self._expiries[0][0] <= now:
             _, _, owner, stage = heapq.heappop(self._expiries)
@@ -188,9 +186,10 @@ class RequestScheduler(Scheduler):
             idle = [call for call in at.calls() if not (call.wanted or call.probe)]
             # While others are answered, a replica hangs or the stage is busy: no reason to pause its calls.
             silent = now - at.health.succeeded_at > at.limits.timeout_s
-            if idle and silent and any(stage == at.stage and not owner.hurries for owner, stage in late):
+            hangs = idle or (at.n_replicas and not at.n_working)
+            if hangs and silent and any(stage == at.stage and not owner.hurries for owner, stage in late):
                 why = f"it has not answered within {at.limits.timeout_s:g} s"
-                self._failed_call(at, why, now, idle[0].rows, for_good=True)
+                self._failed_call(at, why, now, idle[0].rows if idle else (), for_good=True)
 
     def _close_stage(self, owner: Owner, stage: int, trouble: Trouble, reason: str) -> None:
         """Give up all rows of an owner that wait for a stage or are at it."""
@@ -221,11 +220,8 @@ class RequestScheduler(Scheduler):
     # What fails
 
     def ended(self, call: Call, result: CallResult, goes_on: Any, now: float) -> None:
-        """Take a call's result; where its rows were asked of another replica, only that it has ended."""
+        """Take a call's result."""
         at = self.stages[call.stage]
-        if call.given_up:
-            at.take_back(call, now)
-            return
         if result.error is None:
             at.answered(call, result, now)
             if call.isolated:
@@ -237,8 +233,6 @@ class RequestScheduler(Scheduler):
         """Take the end of a call of which nothing came, for no fault of a replica."""
         at = self.stages[call.stage]
         at.take_back(call, now)
-        if call.given_up:
-            return
         if call.probe:
             at.postpone_probe(call.replica, now + PAUSE_S)
             return
@@ -256,7 +250,8 @@ class RequestScheduler(Scheduler):
         known, tried = at.known_good is not None, {*call.failed_on, call.replica}
         if result.fault == "replica" or (call.probe and known):
             at.broken(call, reason, now)
-            if at.limits.degrades and at.all_broken:  # it may be the stage, and no row need wait for another replica
+            # It may be the stage, and no row need wait for another replica.
+            if at.limits.degrades and not at.n_working:
                 self._failed_call(at, reason, now, call.rows, for_good=True)
         if call.probe:
             if at.health.paused:
@@ -296,11 +291,8 @@ class RequestScheduler(Scheduler):
     def replica_lost(self, stage: int, replica: int, reason: str, now: float, *, own_fault: bool = True) -> None:
         """Forget a replica that died or was given up, for a reason, and send its calls elsewhere."""
         at = self.stages[stage]
-        calls = [call for call in at.calls_at(replica) if not call.given_up]
-        for call in at.calls_at(replica):
-            if call.given_up:
-                at.take_back(call, now)
-        if own_fault and calls and not calls[0].isolated:
+        calls = at.calls_at(replica)
+        if own_fault and calls and not (calls[0].isolated or calls[0].probe):
             self._failed_call(at, "replicas end", now, ())
         super().replica_lost(stage, replica, reason, now, own_fault=own_fault)
         self.note_replicas(stage, now)

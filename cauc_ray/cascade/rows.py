@@ -246,7 +246,7 @@ class Call:
     doubt for a row that the stage has answered before; its answer is not needed.   good_row: one that the stage has
     answered, for a replica that may have none.   handle: the shell's.
     sent_at, began_at: when it was sent, and when its model is known to have begun.   suspected_at: when a replica ended
-    or hung while it had these rows.   given_up: its rows are asked of another replica; only its end is waited for.
+    or hung while it had these rows.
     """
 
     stage: int
@@ -263,7 +263,6 @@ class Call:
     sent_at: float = 0.0
     began_at: float | None = None
     suspected_at: float | None = None
-    given_up: bool = False
     _n: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -279,8 +278,7 @@ class Call:
 
     def again(self, due: float, **changes: Any) -> Call:
         """Return the call as it is to be tried again."""
-        fresh: dict[str, Any] = {"attempt": self.attempt + 1, "replica": -1, "good_row": None, "handle": None}
-        fresh |= {"began_at": None, "given_up": False}
+        fresh = {"attempt": self.attempt + 1, "replica": -1, "good_row": None, "handle": None, "began_at": None}
         return replace(self, due=due, **(fresh | changes))
 
     @property

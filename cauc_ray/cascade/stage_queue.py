@@ -339,6 +339,7 @@ class StageQueue:
         """Send a replica no further calls."""
         self.n_replicas -= self._replicas[replica].open
         self._replicas[replica].open = False
+        self._failing.pop(replica, None)
         if self._reserved == replica:
             self._reserved = None
 
@@ -347,7 +348,6 @@ class StageQueue:
         self.close_replica(replica)
         self._change_calls(replica, len(self._replicas.pop(replica).calls), None)
         self._busy.pop(replica, None)
-        self._failing.pop(replica, None)
         self._bad.pop(replica, None)
 
     def calls_at(self, replica: int) -> tuple[Call, ...]:
@@ -411,11 +411,16 @@ class StageQueue:
     def broken(self, call: Call, reason: str, now: float) -> None:
         """Note that a replica failed on a row that the stage has answered before."""
         replica = self._replicas[call.replica]
-        replica.proven = False
-        replica.failures += 1
-        self._failing[call.replica] = None
+        self.leave_alone(call.replica)
         if replica.failures >= FAILURES_TO_REPLACE and replica.open:
             self._find_bad(call.replica, f"it failed a row that others answered: {reason}", now)
+
+    def leave_alone(self, replica: int) -> None:
+        """Send a replica nothing but probes until it has answered one."""
+        at = self._replicas[replica]
+        at.proven = False
+        at.failures += 1
+        self._failing[replica] = None
 
     def postpone_probe(self, replica: int, due: float) -> None:
         """Have a replica's next probe wait until a time."""

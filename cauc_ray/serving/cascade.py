@@ -295,7 +295,7 @@ class Cascade:
     def _ended(self, call: Call, result: CallResult, states: Floats | None) -> None:
         """Hand a call's result on; replace the replicas that it shows to be bad."""
         now, at = self._loop.time(), self.scheduler.stages[call.stage]
-        if result.error is None and not call.given_up:
+        if result.error is None:
             self._metrics.called(call.stage, len(call), now - call.sent_at, result.wire)
         self.scheduler.ended(call, result, states, now)
         for number, why in at.take_bad().items():

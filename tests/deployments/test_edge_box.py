@@ -16,14 +16,15 @@ from cauc_ray.cli.command import parse
 
 ROOT = Path(__file__).parents[2]
 EDGE = ROOT / "deployments" / "edge"
-DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEPENDENCIES, OPTIONAL = PROJECT["dependencies"], PROJECT["optional-dependencies"]
 # Of the package's dependencies: what `cauc serve --local` does without.
 NOT_NEEDED = {"ray", "pyarrow", "scipy", "shtab"}
 
 
 def required(name):
     """Return the requirements of a file that locks are made from."""
-    lines = [line.split("#")[0].strip() for line in (EDGE / name).read_text().splitlines()]
+    lines = [line.split("#")[0].strip() for line in (EDGE / name).read_text().splitlines() if line[:1] != "-"]
     return {one.name: one for one in map(Requirement, filter(None, lines))}
 
 
@@ -55,7 +56,7 @@ def test_what_is_copied_is_there_and_no_more_is_sent():
     assert all((ROOT / path).exists() for path in copied)
 
 
-@pytest.mark.parametrize("name", ["requirements", "build"])
+@pytest.mark.parametrize("name", ["requirements", "fleet", "build"])
 def test_the_lists_are_locked_by_version_and_hash(name):
     pins, lines = pinned(f"{name}.txt"), (EDGE / f"{name}.txt").read_text().splitlines()[2:]
     for each in required(f"{name}.in").values():
@@ -66,6 +67,9 @@ def test_the_lists_are_locked_by_version_and_hash(name):
 def test_the_list_has_what_the_package_needs_but_for_what_an_edge_box_does_without():
     needed = {one.name: one for one in map(Requirement, DEPENDENCIES)}
     own = required("requirements.in")
+    elsewhere = {one.name: one for extra in ("remote", "fleet") for one in map(Requirement, OPTIONAL[extra])}
+    assert own["httpcore2"].specifier == elsewhere["httpcore2"].specifier
+    assert required("fleet.in")["cryptography"].specifier == elsewhere["cryptography"].specifier
     assert {name: own[name].specifier for name in needed.keys() - NOT_NEEDED} == {
         name: needed[name].specifier for name in needed.keys() - NOT_NEEDED
     }

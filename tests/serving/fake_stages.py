@@ -39,21 +39,30 @@ class Stage:
     batches: list[list[int]] = field(default_factory=list)
     cascade: Any = None
     n_replicas: int = 1
-    n_ended: int = 0
+    replicas: list[str] = field(default_factory=list)
+    n_started: int = 0
 
     def tell(self, n: int | None = None) -> None:
-        """Tell the cascade how many replicas there are."""
+        """Tell the cascade which replicas there are, once there are so many."""
         self.n_replicas = self.n_replicas if n is None else n
-        names = [f"{self.column}-{number}" for number in range(self.n_ended, self.n_ended + self.n_replicas)]
-        self.cascade.replicas(stage_of(self.column), names)
+        del self.replicas[self.n_replicas :]
+        while len(self.replicas) < self.n_replicas:
+            self.replicas.append(f"{self.column}-{self.n_started}")
+            self.n_started += 1
+        self.cascade.replicas(stage_of(self.column), self.replicas)
+
+    def replace(self, name: str) -> None:
+        """End a replica, and start another."""
+        if name in self.replicas:
+            self.replicas.remove(name)
+            asyncio.get_running_loop().call_soon(self.tell)
 
     async def answer(self, call, on_begin=None):
         try:
             return await self.answered(call, on_begin)
         except StageError as error:
             if error.kind == "died":
-                self.n_ended += 1
-                asyncio.get_running_loop().call_soon(self.tell)
+                self.replace(call.replica)
             raise
 
     async def answered(self, call, on_begin):
@@ -65,7 +74,9 @@ class Stage:
             on_begin()
         compute_s = None if self.before is None else await self.before(len(self.batches), batch)
         worker = worker_of(self.answers, stage_of(self.column))
-        result, goes_on = worker.decide(call.parts, bundles, policies=call.policies, carries_columns=False)
+        result, goes_on = worker.decide(
+            call.parts, bundles, policies=call.policies, carries_columns=False, good_row=call.good_row
+        )
         compute_s = asyncio.get_running_loop().time() - started if compute_s is None else compute_s
         return replace(result, compute_s=compute_s), goes_on.state
 

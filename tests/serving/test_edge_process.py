@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from asking import DEADLINE_S, Command, http, infer, until
-from runs import python_model, write_pool
+from asking import DEADLINE_S, Command, http, infer, outputs_of, until
+from fleet_source import Key, Source, with_fleet
+from runs import python_model, python_pool, write_pool
 from synthetic import splits
 
+import cauc_ray
 from cauc_ray.policies.fitting import fit_base, fit_rf
 from cauc_ray.policies.threshold import ThresholdRule
 
@@ -41,9 +43,12 @@ def linear(path):
     return {"kind": "onnx", "model": path.name}
 
 
-def write_home(folder, method, first):
-    """Write a pool of a first stage and one that tells what is imported, and a policy with all that can be watched."""
-    models = {"small": first, "large": python_model("tells_modules", path=str(folder / "modules"))}
+def write_home(folder, method, first, later=None):
+    """Write a pool of a first stage and one that tells what is imported, and a policy with all that can be watched.
+
+    later: another second stage.
+    """
+    models = {"small": first, "large": later or python_model("tells_modules", path=str(folder / "modules"))}
     stages = [{"name": name, "model": model} for name, model in models.items()]
     path = write_pool(folder, stages, task="classification")
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"on_failure": "degrade"}))
@@ -83,15 +88,13 @@ def test_a_served_process_has_imported_neither_ray_nor_arrow_nor_scipy(tmp_path,
         service.kill()
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Return a virtual environment of the edge's locked list and the package, nothing else."""
-    folder, uv = tmp_path_factory.mktemp("edge") / "venv", Path(sys.executable).with_name("uv")
-    python, lock = folder / "bin" / "python", ROOT / "deployments" / "edge" / "requirements.txt"
+def environment_of(folder, *lists):
+    """Make a virtual environment of an edge's locked lists and the package, nothing else."""
+    uv, python = Path(sys.executable).with_name("uv"), folder / "bin" / "python"
     pip = [uv, "pip", "install", "-q", "--python", python, "--compile-bytecode"]
     for command in (
         [uv, "venv", "-q", "--python", f"{sys.version_info.major}.{sys.version_info.minor}", folder],
-        [*pip, "--require-hashes", "-r", lock],
+        *([*pip, "--require-hashes", "-r", ROOT / "deployments" / "edge" / name] for name in lists),
         [*pip, "--no-deps", ROOT],
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -99,13 +102,27 @@ def installed(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return environment_of(tmp_path_factory.mktemp("edge") / "venv", "requirements.txt")
+
+
+@pytest.fixture
+def with_fleets(tmp_path):
+    return environment_of(tmp_path / "venv", "requirements.txt", "fleet.txt")
+
+
+def started(folder, environment):
+    own = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return Command(folder, "--port", "0", "--local", cauc=environment / "bin" / "cauc", **own)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", FITS)
 def test_it_runs_where_only_the_locked_list_is_installed(tmp_path, installed, method):
     policy = write_home(tmp_path, method, linear(tmp_path / "small.onnx"))
-    environment = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONDONTWRITEBYTECODE": "1"}
-    service = Command(tmp_path, "--port", "0", "--local", cauc=installed / "bin" / "cauc", **environment)
+    service = started(tmp_path, installed)
     try:
         assert used(service, policy) == [0, 1]
         assert service.ended(signal.SIGTERM)[0] == 0
@@ -116,6 +133,43 @@ def test_it_runs_where_only_the_locked_list_is_installed(tmp_path, installed, me
     assert not ELSEWHERE & names
     sizes = [path.lstat().st_blocks * 512 for path in installed.rglob("*") if not path.is_symlink()]
     assert sum(sizes) / 2**20 <= MOST_MB
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_list_is_enough_for_stages_elsewhere(tmp_path, installed):
+    labels = np.array([0, 1, 1, 1] * 10)
+    alone = cauc_ray.fit({"small": 3 * np.eye(2)[[0, 1] * 20]}, labels, costs={"small": 1}, threshold=0.5)
+    (cloud_folder := tmp_path / "cloud").mkdir()
+    path = python_pool(cloud_folder)
+    path.write_text(f"{path.read_text()}inputs: {{x: {{datatype: FP64}}}}\n")
+    with cauc_ray.serve(path, alone, port=0, name="large", local=True) as cloud:
+        write_home(tmp_path, "rf", python_model("by_x"), {"kind": "remote", "url": cloud.url, "model": "large"})
+        service = started(tmp_path, installed)
+        try:
+            status, content = infer(service.url, "test", {"x": [9.0, 0.1]}, ("stage",))
+            assert (status, content["parameters"]["degraded"]) == (200, False), content
+            assert outputs_of(content)["stage"].tolist() == [0, 1]
+        finally:
+            service.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_two_lists_are_enough_for_a_fleet(tmp_path, with_fleets):
+    policy, source, key = write_home(tmp_path, "rf", python_model("by_x")), Source(), Key(tmp_path)
+    newer = policy.with_threshold(0.6)
+    source.files = key.signed(newer)
+    urls = {"policy": f"{source.url}/policy.json", "report": f"{source.url}/fleet"}
+    with_fleet(tmp_path / "pool.yaml", public_key=key.public_file, **urls)
+    service = started(tmp_path, with_fleets)
+    try:
+        policy_url = f"{service.url}/v2/models/test/policy"
+        until(lambda: json.loads(http("GET", policy_url)[1])["policy_id"] == newer.id)
+        until(lambda: source.posted)
+    finally:
+        service.kill()
+        source.close()
 
 
 @pytest.mark.slow

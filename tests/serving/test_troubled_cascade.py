@@ -22,7 +22,9 @@ POLICY = fit_rf(DATA, DATA, ThresholdRule(threshold=0.8))
 TIMEOUT_S = 2.0
 # Asked for when all is over; no model refuses them.
 WELL = np.arange(236, 240)
-TROUBLES = ("hangs", "slow", "died", "down", "overloaded", "failed")
+# A stage is whole again so long after its trouble is over: after a probe that hangs, a pause, and the next probe.
+WHOLE_AFTER_S = TIMEOUT_S + request_queue.PAUSE_S + 0.1
+TROUBLES = ("hangs", "slow", "broken", "died", "down", "overloaded", "failed")
 
 
 def answers_by_stage():
@@ -87,20 +89,24 @@ class Troubled:
         self.stages = [self.stage(number) for number in range(3)]
 
     def stage(self, number):
-        troubles = self.story.troubles[number]
+        troubles, is_broken = self.story.troubles[number], False
 
         async def before(call, batch):
+            nonlocal is_broken
             trouble = troubles[call - 1] if call <= len(troubles) and not self.over else None
             if trouble == "hangs":
                 await asyncio.sleep(1e6)
             elif trouble == "slow":
                 await asyncio.sleep(0.75 * TIMEOUT_S)
-            elif trouble is not None:
+            elif trouble not in (None, "broken"):
                 await asyncio.sleep(0.05)
                 raise StageError(trouble, "it is in trouble")
             await asyncio.sleep(0.03)
+            is_broken = trouble == "broken"
 
         def alter(answers, batch):
+            if is_broken:
+                raise ValueError("it is broken")
             places = [place for place, row in enumerate(batch["row"]) if number == 1 and row in self.story.refused]
             return Answers(answers.logits, failures=dict.fromkeys(places, "it is no image"))
 
@@ -137,7 +143,7 @@ async def told(story):
     troubled.over = True
     for stage in troubled.stages:
         stage.tell(1)
-    await asyncio.sleep(TIMEOUT_S + request_queue.PAUSE_S + 0.1)  # for a probe that hangs, and the next one
+    await asyncio.sleep(WHOLE_AFTER_S)
     afterwards = await cascade.answer(POLICY, columns_of(DATA.logits, WELL), len(WELL))
     return results, left, afterwards, counts
 
@@ -161,8 +167,37 @@ def test_every_request_ends_in_time_right_or_marked_and_leaves_nothing_behind(st
             assert (result.stages[~whole] < EXPECTED_STAGES[rows][~whole]).all()
             assert (result.predictions == PREDICTIONS[result.stages, rows]).all()
             assert (story.on_failure == "degrade") or whole.all()
-    assert not afterwards.degraded.any()
-    assert (afterwards.stages == EXPECTED_STAGES[WELL]).all()
+    require_whole(afterwards)
+
+
+def require_whole(answer):
+    assert not answer.degraded.any()
+    assert (answer.stages == EXPECTED_STAGES[WELL]).all()
+
+
+def story_of(troubles, n_replicas=1, on_failure="fail"):
+    """Return a story of one request after the other, of which some are in trouble at the first stage."""
+    asks = [Ask(0.2 * row, (row,), None) for row in range(8)]
+    return Story(asks, [[None] * 6 + troubles, [], []], [(0.0, 0, n_replicas)], on_failure, 8192)
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "degrade"])
+@pytest.mark.parametrize(
+    "story",
+    [
+        {"troubles": ["hangs"]},
+        {"troubles": ["hangs"], "n_replicas": 2},  # of which only the one that hangs is left
+        {"troubles": ["hangs"] * 9, "n_replicas": 3},
+        {"troubles": ["broken", "broken", "hangs"]},  # a probe hangs before the stage is paused
+        {"troubles": ["failed"] * 8 + ["hangs"]},
+        {"troubles": ["down", "hangs"]},
+    ],
+    ids=str,
+)
+def test_a_stage_is_whole_again_soon_after_its_trouble(story, on_failure):
+    _, left, afterwards, _ = run_virtually(told(story_of(**story, on_failure=on_failure)))
+    assert left == [(0, [])] * 3
+    require_whole(afterwards)
 
 
 def stages_at(replicas, takes_s, hangs=()):
