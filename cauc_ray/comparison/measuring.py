@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.resources import files
 from json import loads
 from typing import Any
@@ -33,14 +32,12 @@ from cauc_ray.numbers.metrics import (
 )
 from cauc_ray.numbers.sweep import OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.routing import fit_single
+from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, method_named
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
-# Every model of a chain by itself: methods that are named single:<model>.
-SINGLE = "single"
 # CPT is given for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
 # Base is fitted so often; the best counts.
@@ -82,15 +79,6 @@ def require_methods(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(unknown_name("method", name, known))
-
-
-def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
-    """Return a method by its name, single:<model> among them, and the function that fits it."""
-    kind, is_single, model = name.partition(":")
-    if is_single and kind == SINGLE:
-        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
-    method = method_named(name)
-    return method, method.load()
 
 
 def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:

@@ -15,12 +15,13 @@ from cauc_ray.api.options import Cut, MeasureOptions, SweepOptions
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import Grid
 from cauc_ray.comparison import measuring
-from cauc_ray.comparison.measuring import SINGLE, method_of, set_up
+from cauc_ray.comparison.measuring import set_up
 from cauc_ray.data.logits import LogitKinds
 from cauc_ray.errors import BudgetError, ConfigError
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.numbers.logits import stacked
 from cauc_ray.numbers.types import Ints
+from cauc_ray.policies.by_method import SINGLE, method_of
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
