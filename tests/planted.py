@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from synthetic import chain_of, rows_of
 
+from cauc_ray.data.writing import write_logits
+from cauc_ray.files.documents import write_json
 from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -78,3 +82,21 @@ def gain_over_mixture(fitted, test):
     curve = fitted.curve(test, settings)
     share = (curve.cost - costs[0]) / (costs[-1] - costs[0])
     return float(np.mean(curve.accuracy - (1 - share) * accuracies[0] - share * accuracies[-1]))
+
+
+def write_table(folder, splits):
+    """Write examples by split as a logit table, with their embeddings by an encoder `enc`."""
+    for split, own in splits.items():
+        ids = [f"{split}-{example}" for example in own.chain.example_ids]
+        for model, (name, logits) in enumerate(zip(own.chain.models, own.chain.logits, strict=True)):
+            costs = own.chain.costs.per_call[:, model] if own.chain.per_call_costs else None
+            kept = [row[np.isfinite(row)] for row in logits]
+            write_logits(folder, name, split, example_ids=ids, labels=own.chain.labels, logits=kept, costs=costs)
+        into = folder / "embedding=enc" / f"split={split}"
+        into.mkdir(parents=True)
+        vectors = pa.array(own.embeddings.tolist(), pa.list_(pa.float32()))
+        pq.write_table(pa.table({"example_id": ids, "embedding": vectors}), into / "part-0.parquet")
+    pairs = zip(own.chain.models, own.chain.costs.means.tolist(), strict=True)
+    models = [{"name": name, "cost": cost} for name, cost in pairs]
+    write_json(folder / "pool.json", {"cost_unit": "GFLOPs", "logit_kind": "raw", "note": "planted", "models": models})
+    return folder

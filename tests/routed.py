@@ -21,7 +21,7 @@ class Routed(Policy):
     method: Literal["routed"] = "routed"
     begins: int = 0
 
-    def first(self, n):
+    def first(self, n, ids):
         return np.full(n, self.begins, dtype=np.int8) if self.begins else None
 
     def step(self, stage, logits, state):

@@ -30,6 +30,7 @@ from cauc_ray.execution.progress import RunProgress
 from cauc_ray.execution.session import ray_session, runs_here
 from cauc_ray.files.documents import require_folder
 from cauc_ray.files.paths import AnyPath, absolute, hive_values
+from cauc_ray.models.answers import EMBEDDING
 from cauc_ray.models.costs import MEASURED_UNIT, cost_far_off, cost_unit
 from cauc_ray.models.encoders import FeaturesSpec, ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.pool import Pool, StageSpec, load_pool
@@ -127,7 +128,11 @@ def _works(
 ) -> dict[str, Collection]:
     kind: Literal["model", "embedding"] = "model" if options.embedding is None else "embedding"
     if options.embedding is None:
-        stages = pool.chain(options.models or tuple(stage.name for stage in pool.stages))
+        logits = tuple(stage.name for stage in pool.stages if stage.model.answers_kind != EMBEDDING)
+        stages = pool.chain(options.models or logits)
+        encoder = next((stage.name for stage in stages if stage.name not in logits), None)
+        if encoder is not None:
+            raise ConfigError(f"stage {encoder!r} is an encoder: collect its embeddings with embedding={encoder}")
     elif options.models is None:
         stages = (_encoder(pool, options.embedding),)
     else:
@@ -146,6 +151,8 @@ def _encoder(pool: Pool, embedding: str) -> StageSpec:
     names = [stage.name for stage in pool.stages]
     if embedding in names:
         stage = pool.stage(embedding)
+        if stage.model.answers_kind == EMBEDDING:
+            return stage
         return stage.model_copy(update={"model": FeaturesSpec(of=stage.model), "cost": None})
     here = Path.cwd()
     # os.path.exists, unlike Path's, is False where a name is too long.

@@ -13,7 +13,15 @@ import numpy as np
 
 from cauc_ray.api.evaluated import Evaluation
 from cauc_ray.api.options import ChainOptions, CheckOptions, Cut, EvaluateOptions, FitOptions, ShardOptions
-from cauc_ray.api.sources import Logits, Source, option_names, positions_of_rows, read_policy_chain, read_policy_heads
+from cauc_ray.api.sources import (
+    Logits,
+    Source,
+    examples_of,
+    option_names,
+    positions_of_rows,
+    read_policy_chain,
+    read_policy_heads,
+)
 from cauc_ray.data.logits import ChainHeads, LogitKinds
 from cauc_ray.data.writing import read_info
 from cauc_ray.errors import ConfigError, unknown_name
@@ -23,11 +31,12 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.by_method import fit_policy, refit
+from cauc_ray.policies.by_method import fit_method, fit_policy, refit
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.checks import require_quiet, warn_of
 from cauc_ray.policies.evidence import Noise
 from cauc_ray.policies.fitting import require_safe_rule
+from cauc_ray.policies.methods import Fitting
 from cauc_ray.policies.monitor import Watch, Watched, verdict, watch_report
 from cauc_ray.policies.notebook import Shown, SmallTable
 from cauc_ray.policies.policy import Policy, policy_of
@@ -45,6 +54,7 @@ def fit(
     example_ids: Any = None,
     models: Sequence[str] | None = None,
     method: str = "base",
+    embedding: str | None = None,
     costs: Mapping[str, float] | Sequence[float] | None = None,
     cost_unit: str | None = None,
     calibration_split: str = "calibration",
@@ -79,7 +89,10 @@ def fit(
             the order of rows, but of shares that are cut off where ids are positions.
         models: the chain, cheapest first; without them all models by rising cost.
         method: "base", "rf", "stacked", which adds to RF what recalibrates each model, or "auto" for the best of the
-            three and of all sub-chains of the models, on validation at a budget.
+            three and of all sub-chains of the models, on validation at a budget. Else "single:MODEL", or a method that
+            compare() runs, for a policy that does the same.
+        embedding: an encoder of the table, which such a method reads if it looks at one: the policy's first stage. Its
+            calls cost nothing unless costs has them by its name.
         costs: of a call of each model, by name or in the order of models; without them the table's.
         cost_unit: of costs; without it the table's, else "cost units".
         calibration_split: what the policy is fitted on.
@@ -132,6 +145,10 @@ def fit(
         warn_of(policy.guards)
         return policy
     source = Source(logits, options, labels, example_ids)
+    if not options.is_ours:
+        policy = _fit_method(options, source, logits)
+        warn_of(policy.guards)
+        return policy
     require_fit(options, len(source.models))
     if options.searches:
         check_pool(source.models)
@@ -144,6 +161,25 @@ def fit(
     policy = _with_prompts(fit_chains(options, *splits).model_copy(update={"search": found}), logits)
     policy = _with_noise(policy, logits, splits[-1] or splits[0])
     warn_of(policy.guards)
+    return policy
+
+
+def _fit_method(options: FitOptions, source: Source, logits: Logits) -> Policy:
+    """Fit a policy by a method of the comparison."""
+    if options.embedding is not None and source.table is not None and options.embedding in source.table.models:
+        raise ConfigError(
+            f"embedding: {options.embedding!r} is a layer of a model, which no stage of a pool gives by itself; a "
+            "policy needs a sentence or vision encoder (`cauc compare` takes both)"
+        )
+    calibration, validation = examples_of(source, ("calibration", "choosing a threshold"), options.embedding)
+    fitting = Fitting(calibration, validation, options.seed, names=options.splits)
+    policy = _with_prompts(fit_method(options.method, fitting, options.rule), logits)
+    if options.embedding is not None and policy.encoder is None:
+        raise ConfigError(f"method {options.method} looks at no embedding; leave embedding out")
+    names = [stage.name for stage in policy.answering]
+    policy = _with_noise(policy, logits, validation.own_chain(names, encoded=policy.encoder is not None))
+    if options.strict:
+        require_quiet(policy.guards)
     return policy
 
 

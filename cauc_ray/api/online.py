@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -177,10 +178,13 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
     rows = totals.get("rows", Counter())
     n_answered, n_failed = answered_by.total(), failed_at.total()
     n = n_answered + n_failed
-    reached = n - failed_at[""]
     total, of_last = sum(stage["cost"] for stage in called.values()), policy.stages[-1].cost
     stages: list[dict[str, Any]] = []
-    for name in policy.models:
+    # Of rows that end at each stage, the stages that they have been at.
+    calls = np.eye(len(policy.stages), dtype=np.int64)
+    calls[policy.ends] = policy.calls
+    reached_by = np.array([answered_by[name] + failed_at[name] for name in policy.models]) @ calls
+    for name, reached in zip(policy.models, reached_by.tolist(), strict=True):
         of = called.get(name, Counter[str]())
         at_work_s = max(
             of["replica_s"], of["compute_s"]
@@ -204,7 +208,6 @@ def summarise(out: AnyPath, policy: Policy, batch_sizes: Mapping[str, int]) -> d
                 "queue_s": of["row_queue_s"] / of["rows_waited"] if of["rows_waited"] else None,
             }
         )
-        reached -= answered_by[name] + failed_at[name]
     # For each answer: rows that failed saved nothing.
     cost = total / n_answered if n_answered else None
     relative = cost / of_last if cost is not None and of_last > 0 else None

@@ -33,6 +33,8 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
+from cauc_ray.policies.by_method import SINGLE, is_ours
+from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 
 # The folder into which Ray unpacks the working directory of a job, and which it removes afterwards.
@@ -261,11 +263,12 @@ class FitOptions(ChainOptions, ShardOptions):
     """What a policy is fitted by."""
 
     GROUP = "fitting"
-    method: Literal["base", "rf", "stacked", "auto"] = option(
-        "CAUC Base; CAUC-RF; RF with terms that recalibrate each model; or the best of these and of all sub-chains at "
-        "a budget",
+    method: str = option(
+        "base, rf, stacked (RF with terms that recalibrate each model), auto (the best of these and of all sub-chains "
+        "at a budget), single:MODEL, or a method of `cauc compare`",
         "base",
     )
+    embedding: str | None = option("an encoder of the table, which methods of `cauc compare` that look at one read")
     budget: float | None = option("mean cost per example to choose the threshold for")
     threshold: float | None = option("a threshold to use as it is")
     price: float | None = option(
@@ -286,6 +289,10 @@ class FitOptions(ChainOptions, ShardOptions):
     @model_validator(mode="after")
     def _agree(self) -> Self:
         _ = self.rule
+        if not self.is_ours:
+            self._require_plain()
+        elif self.embedding is not None:
+            raise ConfigError(f"method {self.method} looks at no embedding; leave embedding out")
         if self.searches and self.safe:
             raise ConfigError("a search measures chains without the checks of a safe policy; leave one of the two out")
         if self.searches and self.price is not None:
@@ -299,6 +306,22 @@ class FitOptions(ChainOptions, ShardOptions):
                 "search, stacked, and validation as a share, need all logits in one process; leave shards out"
             )
         return self
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether the method is one of CAUC's own."""
+        return self.method == "auto" or is_ours(self.method)
+
+    def _require_plain(self) -> None:
+        """Raise ConfigError unless a method of the comparison can be fitted by the options."""
+        if not self.method.startswith(f"{SINGLE}:") and self.method not in METHODS:
+            raise ConfigError(unknown_name("method", self.method, ("auto", *METHODS)))
+        if self.method in METHODS and METHODS[self.method].why_unpublished is not None:
+            raise ConfigError(f"method {self.method} {METHODS[self.method].why_unpublished}; `cauc compare` runs it")
+        plain = {"search": False, "safe": False, "calibrator": "temperature", "shards": None}
+        given = next((name for name, default in plain.items() if getattr(self, name) != default), None)
+        if given is not None:
+            raise ConfigError(f"{given} is for methods base, rf and stacked, not for {self.method}; leave it out")
 
     @property
     def searches(self) -> bool:

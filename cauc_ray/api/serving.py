@@ -175,7 +175,7 @@ def set_policy(
             ExecutionError where it cannot be reached.
     """
     SetPolicyOptions.of({**locals(), "policy": None})
-    content = None if policy is None else policy_of(policy).model_dump(mode="json")
+    content = None if policy is None else policy_of(policy).packed()
     own = {"threshold": threshold, "budget": budget, "share": share, "candidate": candidate}
     given = {"policy": content, **own, "promote": promote, "rollback": rollback}
     change = PolicyChange.of({key: value for key, value in given.items() if value is not None and value is not False})

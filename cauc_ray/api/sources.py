@@ -24,6 +24,7 @@ from cauc_ray.numbers.chain import UNNAMED_UNIT, Chain, ChainLogits, Costs
 from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Ints
 from cauc_ray.policies.policy import Policy
+from cauc_ray.policies.predictions import vectors_of
 from cauc_ray.policies.trace import EmbeddingCall, Examples
 
 # A table by its path or URI, or arrays by model.
@@ -243,17 +244,28 @@ def read_policy_chain(
     """Read a policy's models on a split of a table, or from arrays, with costs counted as the policy counts them.
 
     labels, example_ids: of arrays, None where there are none.   logit_kind: as for evaluate. Calls cost the policy's
-    means there. Examples are in the order of their ids.
+    means there. Examples are in the order of their ids. Arrays have an encoder's embeddings by its name.
     """
     source = _opened(logits, {split: (logits, labels, example_ids)}, logit_kind, policy.kinds_by_model)
+    models, encoder, paid = [stage.name for stage in policy.answering], policy.encoder, policy.stages[0].cost
     if isinstance(source, LogitTable):
-        return source.read_chain(policy.models, split, costs=_costs_of(policy))
-    chain = source.read_chain(policy.models, split, costs=[stage.cost for stage in policy.stages])
+        chain = source.read_chain(models, split, costs=_costs_of(policy))
+        if encoder is not None:
+            vectors = read_embeddings(source.path, encoder, split, chain.example_ids)
+            chain = chain.after_encoder(encoder, vectors, paid)
+        return chain
+    chain = source.read_chain(models, split, costs=[stage.cost for stage in policy.answering])
+    if encoder is not None:
+        assert isinstance(logits, Mapping)
+        order = positions_of_rows(chain, example_ids)
+        chain = chain.after_encoder(encoder, vectors_of(logits, encoder, len(chain))[np.argsort(order)], paid)
     return replace(chain, costs=Costs(policy.cost_unit, chain.costs.per_call))
 
 
 def read_policy_heads(logits: str | AnyPath, policy: Policy, options: EvaluateOptions) -> ChainHeads:
     """Read a policy's models on a split of a table as read_policy_chain does, but the logits."""
+    if policy.encoder is not None:
+        raise ConfigError(f"shards hold no embeddings, which policy {policy.id} reads: leave shards out")
     table = LogitTable(logits, options.logit_kind, undeclared=policy.kinds_by_model)
     return table.read_chain_heads(policy.models, options.split, costs=_costs_of(policy))
 
@@ -266,7 +278,7 @@ def option_names(logits: Logits) -> tuple[str, ...] | None:
 
 def _costs_of(policy: Policy) -> CallCosts:
     """Return what calls cost as the policy counts them."""
-    return "per-call" if policy.costs == "per-call" else [stage.cost for stage in policy.stages]
+    return "per-call" if policy.costs == "per-call" else [stage.cost for stage in policy.answering]
 
 
 def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
@@ -285,9 +297,20 @@ def read_examples(
     Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do, and where splits are missing or
     differ.
     """
+    first, second, last = examples_of(source, ("calibration", "choosing thresholds", purpose), embedding, texts)
+    return first, second, last
+
+
+def examples_of(
+    source: Source, purposes: Sequence[str], embedding: str | None = None, texts: Texts | None = None
+) -> list[Examples]:
+    """Read a source's splits, whose examples all need a label; arguments and errors are those of read_examples.
+
+    purposes: of each split, for messages.
+    """
     chains, table = source.read_all(source.models, source.costs), source.table
     found: list[Examples] = []
-    for split, why in zip(source.splits, ("calibration", "choosing thresholds", purpose), strict=True):
+    for split, why in zip(source.splits, purposes, strict=True):
         if split not in chains:
             raise DataError(f"{source.path} has no split {split!r}, which thresholds are chosen on")
         chains[split].require_labels(why)
@@ -297,8 +320,10 @@ def read_examples(
             if table is None:
                 raise ConfigError(f"embedding: {embedding!r} is looked up in a logit table; arrays have no embeddings")
             vectors = read_embeddings(table.path, embedding, source.origin(split), chain.example_ids)
-            call = _embedding_call(table, embedding, chain, source.origin(split))
-        found.append(Examples(chain, vectors, None if texts is None else texts.of(chain.example_ids), call))
+            given = (source.costs or {}).get(embedding)
+            call = _embedding_call(table, embedding, chain, source.origin(split), given)
+        read = None if texts is None else texts.of(chain.example_ids)
+        found.append(Examples(chain, vectors, read, call, embedding or "encoder"))
     first = found[0]
     for other in found[1:]:
         lengths = [of.embeddings.shape[1] for of in (other, first) if of.embeddings is not None]
@@ -307,13 +332,18 @@ def read_examples(
                 f"{other.chain.source}: its embeddings have {lengths[0]} numbers, those of {first.chain.source} have "
                 f"{lengths[1]}"
             )
-    return first, found[1], found[2]
+    return found
 
 
-def _embedding_call(table: LogitTable, name: str, chain: ChainLogits, split: str) -> EmbeddingCall | None:
-    """Return the call that the embeddings take. Raises DataError where what it costs is not known."""
+def _embedding_call(
+    table: LogitTable, name: str, chain: ChainLogits, split: str, given: float | None
+) -> EmbeddingCall | None:
+    """Return the call that the embeddings take.   given: what it costs by options, None where they do not give it.
+
+    Raises DataError where what it costs is not known.
+    """
     if name not in table.models:
-        return None
+        return None if given is None else EmbeddingCall(name, None, given)
     if name in chain.models:
         return EmbeddingCall(name, chain.models.index(name))
     counted: CallCosts = "per-call" if chain.per_call_costs else "per-model"

@@ -27,7 +27,7 @@ from cauc_ray.files.parquet import count_rows, open_parquet, parquet_files
 from cauc_ray.files.paths import hive_values
 from cauc_ray.models.pool import load_pool
 from cauc_ray.numbers.intervals import Share
-from cauc_ray.policies.cauc import BaseStage
+from cauc_ray.policies.cauc import BaseStage, RFStage
 from cauc_ray.policies.evidence import ChainSearch, RiskCertificate
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.stacked import StackedStage
@@ -192,10 +192,13 @@ def show_contents(found: Mapping[str, Any]) -> None:
     print_table(table)
 
 
+_TITLES = {"base": "CAUC Base", "rf": "CAUC RF", "stacked": "stacked cascade"}
+
+
 def show_policy(policy: Policy) -> None:
     """Show a policy: its numbers by stage, how its threshold came about, what to expect."""
     choice, whole, unit = policy.threshold_choice, policy.expected, policy.cost_unit
-    title = f"CAUC {'Base' if policy.method == 'base' else 'RF'}, policy {policy.id}, costs in {unit}"
+    title = f"{_TITLES.get(policy.method, policy.method)}, policy {policy.id}, costs in {unit}"
     rows = [
         {
             "stage": stage.name,
@@ -258,6 +261,8 @@ def show_policy(policy: Policy) -> None:
 def _fitted(stage: Any) -> dict[str, str]:
     """Return what a stage's fit found, by headings: its calibration, and the method's own numbers."""
     at = stage.diagnostics
+    if at is None:
+        return {"T": "–", "ECE": "encoder"}
     error = "" if at.standard_error is None else f" ± {at.standard_error:.2g}"
     clamped = "" if at.status == "converged" else f" ({at.status})"
     fitted = {
@@ -273,10 +278,12 @@ def _fitted(stage: Any) -> dict[str, str]:
             "c": number(stage.logit_weight),
             "also": ", ".join(name for name, there in terms.items() if there) or "–",
         }
-    elif stage.fused:
+    elif isinstance(stage, RFStage):
         own = {"alpha": number(stage.alpha), "beta": number(stage.beta)}
+        if not stage.fused:
+            own = {"alpha": "–", "beta": "not fused"}
     else:
-        own = {"alpha": "–", "beta": "not fused"}
+        own = {}
     return fitted | own
 
 

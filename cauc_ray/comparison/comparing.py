@@ -28,13 +28,14 @@ from cauc_ray.api.plots import (
 )
 from cauc_ray.api.sources import Logits, Source, fingerprints_of, read_examples
 from cauc_ray.api.tables import number
-from cauc_ray.comparison.measuring import CONVENTIONS, SINGLE, Bench, calibration_of, choose_methods, method_of
+from cauc_ray.comparison.measuring import CONVENTIONS, Bench, calibration_of, choose_methods, method_of
 from cauc_ray.data.logits import LogitKinds, Texts
 from cauc_ray.errors import ConfigError
 from cauc_ray.files.documents import new_folder, write_json
 from cauc_ray.files.parquet import write_parquet
 from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.sweep import Objective, OperatingPoints
+from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.methods import METHODS, Curve, Fitting
 from cauc_ray.policies.notebook import Shown, SmallTable, share_text
 from cauc_ray.policies.predictions import pandas_frame

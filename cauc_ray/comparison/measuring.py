@@ -33,16 +33,15 @@ from cauc_ray.numbers.metrics import (
 )
 from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.routing import fit_single
+from cauc_ray.policies import by_method
+from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
-from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled, method_named
+from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
 from cauc_ray.policies.recalibrated import fit_recalibrated
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
-# Every model of a chain by itself: methods that are named single:<model>.
-SINGLE = "single"
-# The same on recalibrated logits, recalibrated:<model>, and other methods on them, recalibrated+<method>.
+# Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
 RECALIBRATED = "recalibrated"
 # CPT is given for these shares of the gap between the two models.
 GAP_SHARES = (0.5, 0.8)
@@ -130,17 +129,12 @@ def choose_methods(
 
 
 def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
-    """Return a method by its name, those of single models and on recalibrated logits among them, and what fits it."""
-    group, _, model = name.partition(":")
-    if model:
-        method = Method(name, "single-model", "")
-        fit: Callable[[Fitting], Fitted] = partial(fit_single, model=models.index(model))
-    else:
-        method = method_named(name.removeprefix(f"{RECALIBRATED}+"))
-        fit = method.load()
-    if group.partition("+")[0] == RECALIBRATED:
-        return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
-    return method, fit
+    """Return a method by its name, those on recalibrated logits among them, and what fits it."""
+    plain = name.replace(f"{RECALIBRATED}:", f"{SINGLE}:").removeprefix(f"{RECALIBRATED}+")
+    method, fit = by_method.method_of(plain, models)
+    if plain == name:
+        return method, fit
+    return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)
 
 
 def set_up(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> tuple[Fitted, float]:

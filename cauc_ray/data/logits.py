@@ -328,15 +328,8 @@ def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequ
     Raises ConfigError for an encoder that the table does not have; DataError, naming the encoder and the example,
     if one is missing, duplicate, of another length than the others, or not finite.
     """
-    known = encoders(logits)
-    if encoder not in known:
-        remedy = "compute embeddings with cauc collect --embedding"
-        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; {remedy}")
-    folder = logits / f"embedding={encoder}" / f"split={split}"
+    ids, lists = _embeddings(logits, encoder, split)
     where = f"{logits}: encoder {encoder!r}, split {split!r}"
-    if not folder.is_dir():
-        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it")
-    ids, lists = _read_column(parquet_files(folder), "embedding", pa.large_list(pa.float32()))
     vectors = lists.take(_positions(ids, example_ids, where)).combine_chunks()
     lengths = pc.list_value_length(vectors).fill_null(0).to_numpy(zero_copy_only=False)
     other = np.flatnonzero((lengths != lengths[0]) | (lengths == 0))
@@ -350,6 +343,24 @@ def read_embeddings(logits: AnyPath, encoder: str, split: str, example_ids: Sequ
     if len(bad):
         raise DataError(f"{where}: the embedding of example {example_ids[bad[0]]!r} is not finite")
     return values
+
+
+def embedding_ids(logits: AnyPath, encoder: str, split: str) -> list[str]:
+    """Return the ids of all examples of a split that have an embedding. Raises as read_embeddings does."""
+    ids: list[str] = _embeddings(logits, encoder, split)[0].to_pylist()
+    return ids
+
+
+def _embeddings(logits: AnyPath, encoder: str, split: str) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    known = encoders(logits)
+    if encoder not in known:
+        remedy = "compute embeddings with cauc collect --embedding"
+        raise ConfigError(f"{logits}: {unknown_name('encoder', encoder, known)}; {remedy}")
+    folder = logits / f"embedding={encoder}" / f"split={split}"
+    if not folder.is_dir():
+        where = f"{logits}: encoder {encoder!r}, split {split!r}"
+        raise DataError(f"{where}: there is no such split; collect the encoder's embeddings of it")
+    return _read_column(parquet_files(folder), "embedding", pa.large_list(pa.float32()))
 
 
 class Texts:

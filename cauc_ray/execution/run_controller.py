@@ -149,7 +149,8 @@ class RunController:
         if header.unreadable is None:
             chunks = [Chunk(ref, *size) for ref, size in zip(read.chunks, header.chunks, strict=True)]
             policy = self._plan.policy
-            self._scheduler.submit(owner, chunks, now, None if policy is None else policy.first(owner.n))
+            first = None if policy is None else policy.first(n_rows, header.example_ids if policy.by_id else None)
+            self._scheduler.submit(owner, chunks, now, first)
         else:
             lost = "it was lost and cannot be read again: " if read.again else ""
             self._scheduler.give_up(owner, lost + header.unreadable)

@@ -152,8 +152,13 @@ def make_folder(path: AnyPath) -> None:
 
 def write_text(path: AnyPath, text: str) -> None:
     """Write a text file atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: AnyPath, content: bytes) -> None:
+    """Write a file atomically."""
     with atomic_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
 
 def write_json(path: AnyPath, value: Any) -> None:

@@ -6,7 +6,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ LITTLE_MASS = "rows where the options have less than half of the probability"
 BELOW = "options below the returned log-probabilities"
 
 # The logit kind of a model that returns embeddings instead of logits, as input for policies.
-EMBEDDING = "embedding"
+EMBEDDING: Literal["embedding"] = "embedding"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import SerializeAsAny
 
 from cauc_ray.errors import ConfigError
 from cauc_ray.models.answers import EMBEDDING, Batch, Model, ModelFacts, Unusable, batch_size, parted, require_columns
 from cauc_ray.models.kind import Device, HubModel, ImageSpec, KindSpec
-from cauc_ray.models.kinds import ModelSpec
 from cauc_ray.models.passes import LocalModel, Passes
 from cauc_ray.models.transformers import HubSpec, image_model, load_network, loading
+from cauc_ray.numbers.logits import LogitKind
 from cauc_ray.numbers.types import Floats
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class FeaturesSpec(KindSpec):
     """A stage's network up to its last linear layer."""
 
     kind: Literal["features"] = "features"
-    of: ModelSpec
+    of: SerializeAsAny[KindSpec]
 
     def load(self) -> Model:
         """Load the network. Raises ConfigError if it has no such layer."""
@@ -38,7 +39,12 @@ class ImageEncoderSpec(HubSpec, ImageSpec):
     """Any image model of transformers, by hub id or local folder; its pooled output is the embedding."""
 
     COMPLETE: ClassVar[tuple[str, str]] = ("image encoder", "")
-    kind: Literal["image-encoder"] = "image-encoder"
+    kind: Literal["vision-encoder"] = "vision-encoder"
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return that it gives embeddings."""
+        return EMBEDDING
 
     def load(self) -> ImageModel:
         """Load the encoder. Raises ConfigError if it cannot be loaded."""
@@ -74,11 +80,26 @@ class TextEncoderSpec(KindSpec):
     columns: what it reads, line by line; those of a question by default.   required: those that each row must have.
     """
 
-    kind: Literal["text-encoder"] = "text-encoder"
+    kind: Literal["sentence-encoder"] = "sentence-encoder"
     model: HubModel
     device: Device = "auto"
     columns: tuple[str, ...] = ("context", "question", "choices")
     required: tuple[str, ...] = ("question", "choices")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the columns that each row must have."""
+        return frozenset(self.required)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Return all columns that it reads."""
+        return frozenset((*self.columns, *self.required))
+
+    @property
+    def answers_kind(self) -> LogitKind:
+        """Return that it gives embeddings."""
+        return EMBEDDING
 
     def load(self) -> Model:
         """Load the encoder. Raises ConfigError if it cannot be loaded."""

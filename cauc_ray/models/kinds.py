@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.models.answers import Model
+from cauc_ray.models.encoders import ImageEncoderSpec, TextEncoderSpec
 from cauc_ray.models.kind import DeclaringSpec, KindSpec
 from cauc_ray.models.onnx import OnnxSpec
 from cauc_ray.models.openai import DecisionsSpec, OpenAISpec
@@ -29,11 +30,13 @@ from cauc_ray.models.zero_shot import TransformersZeroShotSpec
 ENTRY_POINTS = "cauc_ray.model_kinds"
 _SPECS: tuple[type[KindSpec], ...] = (
     DecisionsSpec,
+    ImageEncoderSpec,
     OnnxSpec,
     OpenAISpec,
     PythonSpec,
     RemoteSpec,
     SavedSpec,
+    TextEncoderSpec,
     TorchvisionSpec,
     TransformersChoiceSpec,
     TransformersClassifierSpec,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from cauc_ray.models.answers import Answers, Batch, Model, ModelFacts, require_columns
+from cauc_ray.files.paths import path_of
+from cauc_ray.models.answers import EMBEDDING, Answers, Batch, Model, ModelFacts, require_columns
 from cauc_ray.models.kind import DeclaringSpec, Location
 from cauc_ray.numbers.logits import LogitKind
 
@@ -20,7 +22,7 @@ class SavedSpec(DeclaringSpec):
     """`{kind: saved, logits: LOGITS, model: NAME, split: SPLIT, seconds_per_call: 0, seconds_per_row: 0}`.
 
     Answers from a logit table, a path or a URI, by example_id, with the given delays.   logit_kind: of the table's
-    logits, if its pool.json does not declare it.
+    logits, if its pool.json does not declare it; embedding for an encoder's embeddings.
     """
 
     HOW: ClassVar[frozenset[str]] = frozenset({"logit_kind", "seconds_per_call", "seconds_per_row"})
@@ -65,9 +67,23 @@ class SavedModel:
 
     def __init__(self, spec: SavedSpec) -> None:
         self._spec = spec
-        self._table = spec.table().read_model(spec.model, spec.split, as_stored=True)
         self.facts = ModelFacts(f"{spec.logits}, model {spec.model}", spec.answers_kind)
-        self._rows = {example: row for row, example in enumerate(self._table.example_ids.to_pylist())}
+        ids: Sequence[str]
+        if spec.answers_kind == EMBEDDING:
+            from cauc_ray.data.logits import embedding_ids, read_embeddings
+
+            asked = path_of(spec.logits), spec.model, spec.split
+            ids, self._n_options, self._costs = embedding_ids(*asked), None, None
+            self._logits = read_embeddings(*asked, ids)
+        else:
+            table = spec.table().read_model(spec.model, spec.split, as_stored=True)
+            ids, self._logits, self._n_options, self._costs = (
+                table.example_ids.to_pylist(),
+                table.logits,
+                table.n_options,
+                table.costs,
+            )
+        self._rows = {example: row for row, example in enumerate(ids)}
 
     def __call__(self, batch: Batch) -> Answers:
         """Answer a batch that has a column example_id; unknown examples are failures."""
@@ -81,9 +97,8 @@ class SavedModel:
             if example not in self._rows
         }
         rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)
-        costs = self._table.costs
-        own = None if costs is None else costs[rows]
-        answers = Answers(self._table.logits[rows], self._table.n_options[rows], own, failures)
+        n_options, costs = (None if of is None else of[rows] for of in (self._n_options, self._costs))
+        answers = Answers(self._logits[rows], n_options, costs, failures)
         takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
         remaining = takes - (time.perf_counter() - started)
         if remaining > 0:

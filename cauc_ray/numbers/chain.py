@@ -222,7 +222,9 @@ class ChainLogits(Chain):
     logits: tuple[Floats, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logits", tuple(real_options(logits) for logits in self.logits))
+        pairs = zip(self.logits, self.logit_kinds, strict=True)
+        real = (own if kind == "embedding" else real_options(own) for own, kind in pairs)
+        object.__setattr__(self, "logits", tuple(real))
 
     def each(self, ask: Callable[[ChainPart], T]) -> list[T]:
         """Ask the only part."""
@@ -240,6 +242,26 @@ class ChainLogits(Chain):
             example_ids=tuple(self.example_ids[row] for row in rows),
             labels=self.labels[rows],
             costs=self.costs.of_rows(rows),
+        )
+
+    def after_encoder(self, name: str, embeddings: Floats, costs: Floats | float) -> Self:
+        """Return the chain with an encoder as its first model.
+
+        embeddings: float (N, d), in place of its logits.   costs: of its calls, float64 (N,), or one for all.
+        """
+        own = np.asarray(costs, dtype=np.float64)
+        per_call = self.costs.per_call
+        if own.ndim == per_call.ndim - 1:
+            per_call = np.concatenate([own[..., None], per_call], axis=-1)
+        else:
+            of_rows = np.broadcast_to(per_call, (len(self), per_call.shape[-1]))
+            per_call = np.column_stack([np.broadcast_to(own, len(self)), of_rows])
+        return replace(
+            self,
+            models=(name, *self.models),
+            logits=(embeddings, *self.logits),
+            logit_kind=("embedding", *self.logit_kinds),
+            costs=Costs(self.costs.unit, per_call),
         )
 
     @cached_property

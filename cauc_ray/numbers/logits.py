@@ -14,8 +14,9 @@ import numpy as np
 from cauc_ray.errors import DataError
 from cauc_ray.numbers.types import Bools, Floats, Ints, Summed
 
-LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate"]
-LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)
+# An embedding is not logits, but what an encoder gives in their place.
+LogitKind: TypeAlias = Literal["raw", "log-probabilities", "probabilities", "surrogate", "embedding"]
+LOGIT_KINDS: tuple[LogitKind, ...] = get_args(LogitKind)[:-1]
 # Kinds whose rows must not be probabilities. Declared surrogates are not checked.
 MUST_BE_DECLARED: tuple[LogitKind, ...] = ("raw", "log-probabilities")
 # The kind of a chain whose models differ.

@@ -104,6 +104,11 @@ def plan(
 
 def expected_deferral(policy: Policy) -> list[float]:
     """Return the share of its rows that each stage defers, 0 for the last. Raises ConfigError where nobody knows."""
+    if not policy.in_turn:
+        raise ConfigError(
+            f"policy {policy.id} is of method {policy.method}, which does not call its models in turn; plans are for "
+            "policies that do"
+        )
     if policy.expected is None:
         raise ConfigError(
             f"policy {policy.id} does not say how often its stages defer: its threshold was changed, or it was fitted "

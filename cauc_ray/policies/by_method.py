@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from cauc_ray.errors import ConfigError, PolicyError, unknown_name
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import RiskLimit
+from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.fitting import Fit, fit_base, fit_rf, fit_safe
+from cauc_ray.policies.methods import Fitted, Fitting, Method, Publishable, method_named
 from cauc_ray.policies.policy import Policy
 from cauc_ray.policies.stacking import fit_stacked
 from cauc_ray.policies.threshold import ThresholdRule
 
+# Every model of a chain by itself: methods that are named single:<model>.
+SINGLE = "single"
 _FITS: Mapping[str, Fit] = {"base": fit_base, "rf": fit_rf, "stacked": fit_stacked}
 
 
@@ -31,10 +35,35 @@ def fit_policy(
 
     safe: fit as fit_safe does, compared with single models. The other arguments are those of fit_base.
     """
-    if method not in _FITS:
-        raise ConfigError(unknown_name("method", method, _FITS))
     fit: Fit = partial(_FITS[method], names=names, calibrator=calibrator)
     return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
+
+
+def is_ours(method: str) -> bool:
+    """Return whether fit_policy() fits a method; fit_method() fits the others."""
+    return method in _FITS
+
+
+def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
+    """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none."""
+    _, fit = method_of(name, fitting.calibration.chain.models)
+    fitted = fit(fitting)
+    assert isinstance(fitted, Publishable)
+    return fitted.published(fitting, rule)
+
+
+def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
+    """Return a method by its name, single:<model> among them, and the function that fits it.
+
+    Raises ConfigError for an unknown name, or if the method's packages are not installed.
+    """
+    kind, is_single, model = name.partition(":")
+    if is_single and kind == SINGLE:
+        if model not in models:
+            raise ConfigError(unknown_name("model", model, models))
+        return Method(name, "single-model", ""), partial(fit_single, model=models.index(model))
+    method = method_named(name)
+    return method, method.load()
 
 
 def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Policy:
@@ -48,6 +77,8 @@ def refit(policy: Policy, calibration: Chain, validation: Chain | None) -> Polic
         raise PolicyError(
             f"{calibration.source} has other calibration examples than the policy was fitted on; fit a new policy"
         )
+    if policy.scored:
+        raise PolicyError(f"a policy of method {policy.method} is fitted anew, not refitted: use cauc_ray.fit")
     choice = policy.threshold_choice
     rule = ThresholdRule(budget=policy.budget, objective=choice.objective or "accuracy")
     if choice.rule == "given":

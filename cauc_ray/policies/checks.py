@@ -17,6 +17,7 @@ from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.cauc import BasePolicy, RFStage
 from cauc_ray.policies.evidence import FittedOn, Guard, GuardName, Measures
 from cauc_ray.policies.policy import Policy, Stage
+from cauc_ray.policies.scored import DuoPolicy
 from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.policies.trace import Trace, answers_alone, replay
 
@@ -42,7 +43,7 @@ def look(policy: Policy, expected: Measures, trace: Trace, chain: Chain, calibra
 def _guards(
     policy: Policy, expected: Measures, trace: Trace, chain: Chain, calibration: Chain
 ) -> Iterator[Guard | None]:
-    split, n_models, rows = expected.split, len(policy.stages), np.flatnonzero(chain.labelled)
+    split, n_models, rows = expected.split, len(policy.answering), np.flatnonzero(chain.labelled)
     labels, stops = chain.labels[rows, None], trace.stops(policy.threshold)[rows]
     stepwise: Bools = trace.predictions[rows] == labels
     if n_models > 1:
@@ -56,10 +57,11 @@ def _guards(
             reached = stops >= index
             yield _fusion_hurts(policy.models[index], stepwise[reached, index], alone[reached, index], split)
     yield _few_examples(policy.calibration)
-    for stage in policy.stages:
+    for stage in policy.answering:
         yield from _temperature(stage)
-    for index, stage in enumerate(policy.stages[:-1]):
-        yield _informative(stage.name, trace.confidences[rows, index], stepwise[:, index], split)
+    scores = trace.compared if policy.scored else trace.confidences
+    for step, end in enumerate(policy.ends[:-1].tolist() if policy.one_threshold else ()):
+        yield _informative(policy.models[end], scores[rows, step], stepwise[:, step], split)
     if calibration is not chain and n_models > 1:
         costs = replay(policy, calibration).costs
         yield as_expected(expected, Mean.of(costs), policy.calibration.split, policy.budget, policy.cost_unit)
@@ -88,11 +90,12 @@ def _below_single(policy: Policy, expected: Measures, chain: Chain, correct: Boo
 
     correct: bool (n,), of the policy's answers.   alone: bool (n, M), of the models' own.
     """
-    cheap = [index for index, cost in enumerate(chain.costs.means) if cost <= most_within(expected.cost)]
+    costs = chain.costs.means[-len(policy.answering) :]
+    cheap = [index for index, cost in enumerate(costs) if cost <= most_within(expected.cost)]
     if not cheap:
         return None
     best = max(cheap, key=lambda index: (alone[:, index].sum(), -index))
-    found, name = signs_of(correct, alone[:, best]), policy.models[best]
+    found, name = signs_of(correct, alone[:, best]), policy.answering[best].name
     own, single = float(correct.mean()), float(alone[:, best].mean())
     says = (
         f"on {expected.split} the policy has {100 * own:.1f} % accuracy; {name} alone, which costs no more, "
@@ -106,10 +109,11 @@ def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: 
 
     The threshold and all numbers of the other stages stay; a new fit of fewer models, or `--search`, may be better
     still. None for chains of one or two models, which below-single-model covers, and where what decides at a stage is
-    what later ones gain.
+    what later ones gain, or another score.
     """
     indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
-    if len(indices) < 3 or (isinstance(policy, StackedPolicy) and policy.variant == "stacked-gain"):
+    gains = isinstance(policy, StackedPolicy) and policy.variant == "stacked-gain"
+    if len(indices) < 3 or gains or policy.scored:
         return None
     parts = [
         replay(_without(policy, index), chain.of_models([other for other in indices if other != index]))
@@ -141,9 +145,11 @@ def _without(policy: Policy, index: int) -> Policy:
 
 
 def _fusing(policy: Policy) -> list[int]:
-    """Return the stages with fused answers: Base's last stage, RF's later stages except those not fused."""
+    """Return the stages with fused answers: Base's and Duo's last stage, RF's later stages except those not fused."""
     if isinstance(policy, BasePolicy):
         return [len(policy.stages) - 1] if any(stage.fused for stage in policy.stages[:-1]) else []
+    if policy.scored:
+        return [len(policy.stages) - 1] if isinstance(policy, DuoPolicy) else []
     return [
         index
         for index, stage in enumerate(policy.stages)
@@ -200,6 +206,7 @@ def _few_examples(calibration: FittedOn) -> Guard:
 def _temperature(stage: Stage) -> Iterator[Guard]:
     """Check whether the fit of a stage's temperature converged, and whether the temperature is precise enough."""
     name, fit = stage.name, stage.diagnostics
+    assert fit is not None
     statuses = [("temperature", fit.status)]
     if isinstance(stage, RFStage) and stage.fused and stage.pair_diagnostics is not None:
         pair = stage.pair_diagnostics

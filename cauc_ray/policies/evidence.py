@@ -240,7 +240,7 @@ class Reference(FrozenModel):
 class CurvePoint(FrozenModel):
     """A threshold with the mean cost per example and the quality that it had on the validation split."""
 
-    threshold: float = Field(ge=0)
+    threshold: float
     cost: float = Field(ge=0)
     quality: float = Field(ge=0, le=1)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from cauc_ray.errors import BudgetError, CaucWarning, ConfigError
 from cauc_ray.numbers.calibration import FitStatus, TemperatureFit
 from cauc_ray.numbers.calibrators import Calibrator, CalibratorKind
-from cauc_ray.numbers.chain import Chain
+from cauc_ray.numbers.chain import Chain, ChainLogits
 from cauc_ray.numbers.intervals import signs, signs_of
 from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import accuracy, macro_f1
@@ -59,7 +59,7 @@ def fit_base(
         rate = None if last else own.complementarity_rate
         stages.append(
             BaseStage(
-                **_of_model(calibration, index, calibrated, fit, own),
+                **model_entries(calibration, index, calibrated, fit, own),
                 mean=own.logits.mean,
                 std=own.logits.std,
                 complementarity_rate=rate,
@@ -68,7 +68,7 @@ def fit_base(
                 n_loss=None if last else own.n_loss,
             )
         )
-    policy = BasePolicy(**_of_splits(calibration, validation, names, rule), stages=tuple(stages))
+    policy = BasePolicy(**split_entries(calibration, validation, names, rule), stages=tuple(stages))
     if safe:
         policy = _admitted(policy, validation)
     return choose_threshold(policy, calibration, validation, rule, reference=sums[len(fits) - 1].accuracy)
@@ -127,7 +127,7 @@ def fit_rf(
     """
     require_calibrator(calibrator, "rf", len(calibration.models))
     _require_labels(calibration)
-    of_splits = _of_splits(calibration, validation, names, rule)
+    of_splits = split_entries(calibration, validation, names, rule)
     stages: list[RFStage] = []
     for index in range(len(calibration.models)):
         own, fit = _calibrate(calibration, index, calibrator)
@@ -135,7 +135,7 @@ def fit_rf(
         pair = pair_of(calibration, tuple(stages), own) if stages else None
         alpha, beta = pair.temperatures if pair else (None, None)
         stage = RFStage(
-            **_of_model(calibration, index, own, fit, sums),
+            **model_entries(calibration, index, own, fit, sums),
             alpha=alpha,
             beta=beta,
             pair_diagnostics=PairDiagnostics(**pair.diagnostics("alpha_", "beta_")) if pair else None,
@@ -165,7 +165,7 @@ def _calibrate(calibration: Chain, index: int, kind: CalibratorKind) -> tuple[Ca
     return calibrator, fit
 
 
-def _of_model(
+def model_entries(
     calibration: Chain, index: int, calibrator: Calibrator, fit: TemperatureFit, sums: AnswerSums
 ) -> dict[str, Any]:
     """Return the entries of a model that all policies have."""
@@ -186,7 +186,7 @@ def _of_model(
     }
 
 
-def _of_splits(
+def split_entries(
     calibration: Chain, validation: Chain | None, names: tuple[str, str], rule: ThresholdRule
 ) -> dict[str, Any]:
     """Return a policy's entries on its splits, with a threshold that no example reaches and no measurements yet."""
@@ -196,11 +196,29 @@ def _of_splits(
         "threshold": STOP_NONE,
         "threshold_choice": ThresholdChoice(rule="given", objective=None, split=None),
         "budget": rule.budget,
-        "logit_kind": joint_kind(calibration.logit_kinds),
+        "logit_kind": joint_kind([kind for kind in calibration.logit_kinds if kind != "embedding"]),
         "calibration": _fitted_on(calibration, names[0]),
         "validation": _fitted_on(validation, names[1]) if validation is not None else None,
         "expected": None,
     }
+
+
+def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
+    """Return the entries of all models of a chain; an encoder has nothing to calibrate.
+
+    Nothing is warned of: a guard does.
+    """
+    found: list[dict[str, Any]] = []
+    for index, kind in enumerate(calibration.logit_kinds):
+        if kind == "embedding":
+            cost = float(calibration.costs.means[index])
+            own = {"name": calibration.models[index], "cost": cost, "logit_kind": kind}
+            found.append({**own, "temperature": 1.0, "diagnostics": None})
+            continue
+        calibrator, fit = calibrator_of(calibration, index, "temperature")
+        sums = sum_answers(calibration, {index: calibrator})[index]
+        found.append(model_entries(calibration, index, calibrator, fit, sums))
+    return found
 
 
 def _fitted_on(chain: Chain, split: str) -> FittedOn:

@@ -5,12 +5,12 @@ A method is fitted on two splits, chooses a setting for a budget, and answers on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -18,12 +18,15 @@ from cauc_ray.errors import ConfigError, unknown_name
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.sweep import OperatingPoints, reached_shares
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.fitting import fit_base, fit_rf
+from cauc_ray.policies.fitting import entries_of_models, fit_base, fit_rf, split_entries
 from cauc_ray.policies.policy import Policy
-from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Answers, Examples, Trace, trace_policy
+from cauc_ray.policies.scored import MethodPolicy
+from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
+from cauc_ray.policies.trace import Answers, Examples, Trace, trace_policy, with_embedding_paid
 
 Paradigm: TypeAlias = Literal["single-model", "ours", "ensemble", "cascade", "router", "recalibrated", "control"]
+
+AnyMethodPolicy = TypeVar("AnyMethodPolicy", bound=MethodPolicy)
 
 # A method's answers and confidences after each step, without a threshold.
 Cascade: TypeAlias = Callable[[Examples], Trace]
@@ -70,13 +73,26 @@ class Fitted(Protocol):
         ...
 
 
+@runtime_checkable
+class Publishable(Protocol):
+    """A fitted method that may also be a policy."""
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
+        """Return it as a policy, at the setting that a rule chooses.
+
+        fitting: what it was fitted from. Raises ConfigError where the method does not support the rule, and
+        BudgetError.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Fitting:
     """The input of a method's fit.
 
     calibration: to fit its numbers.   validation: to choose thresholds, epochs and sizes.
     seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
-    shared: what fits on the same splits need and only the first makes, by name.
+    shared: what fits on the same splits need and only the first makes, by name.   names: of the two splits.
     """
 
     calibration: Examples
@@ -84,6 +100,30 @@ class Fitting:
     seed: int = 0
     checkpoint: str | None = None
     shared: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, str] = ("calibration", "validation")
+
+    def policy(
+        self,
+        kind: type[AnyMethodPolicy],
+        models: Sequence[int] | None = None,
+        *,
+        encoded: bool = False,
+        of_stages: Sequence[Mapping[str, Any]] | None = None,
+        **fields: Any,
+    ) -> AnyMethodPolicy:
+        """Return a policy of some of the models, at a threshold that no row reaches.
+
+        models: by index; all without it.   encoded: whether the encoder is its first stage.   of_stages: what each
+        model's stage has of its own.   fields: what the policy has.
+        """
+        every = self.calibration.chain.models
+        names = every if models is None else [every[model] for model in models]
+        calibration, validation = (
+            split.own_chain(names, encoded=encoded) for split in (self.calibration, self.validation)
+        )
+        own = ({},) * encoded + tuple(of_stages or ({},) * len(names))
+        stages = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
+        return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), stages=stages, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +152,15 @@ class Method:
         """Return its packages that are not installed."""
         return [package for package in self.packages if find_spec(package) is None]
 
+    @property
+    def why_unpublished(self) -> str | None:
+        """Return why no policy can do the same, None if one can."""
+        if self.needs_texts:
+            return "reads the queries' texts, which no policy does"
+        if self.sees_labels:
+            return "needs the labels"
+        return "gives a row another row's confidence" if self.name == "shuffled" else None
+
     def load(self) -> Callable[[Fitting], Fitted]:
         """Return the function that fits it, importing its packages, such as torch."""
         module, _, function = self.where.partition(":")
@@ -135,7 +184,8 @@ class Method:
 class Thresholded:
     """A fitted method with one threshold that is not chosen yet.
 
-    given: the threshold without a budget; None for the best on validation.
+    given: the threshold without a budget; None for the best on validation.   policy: whose steps the cascade's are, at
+    any threshold; None where no policy can do the same.
     """
 
     cascade: Cascade
@@ -143,6 +193,22 @@ class Thresholded:
     given: float | None = None
     note: str = ""
     sees_labels: bool = False
+    policy: Policy | None = None
+
+    @classmethod
+    def of(cls, policy: Policy, fitting: Fitting, given: float | None = None, note: str = "") -> Thresholded:
+        """Return a fitted policy without a chosen threshold."""
+        return cls(cascade_of(policy), fitting.validation, given, note, policy=policy)
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
+        """Return the policy at the threshold that a rule chooses. Raises ConfigError and BudgetError."""
+        assert self.policy is not None
+        if rule == BY_DEFAULT and self.given is not None:
+            rule = ThresholdRule(threshold=self.given)
+        encoded = self.policy.encoder is not None
+        names = [stage.name for stage in self.policy.answering]
+        splits = (each.own_chain(names, encoded=encoded) for each in (fitting.calibration, fitting.validation))
+        return choose_threshold(self.policy.model_copy(update={"budget": rule.budget}), *splits, rule)
 
     @cached_property
     def points(self) -> OperatingPoints:
@@ -219,20 +285,29 @@ METHODS: Mapping[str, Method] = {
 
 
 def cascade_of(policy: Policy) -> Cascade:
-    """Return a fitted policy as a cascade without a chosen threshold."""
-    return lambda examples: trace_policy(policy, examples.chain)
+    """Return a fitted policy as a cascade without a chosen threshold, among all models of the examples."""
+    names, encoded = [stage.name for stage in policy.answering], policy.encoder is not None
+
+    def cascade(examples: Examples) -> Trace:
+        trace = trace_policy(policy, examples.own_chain(names, encoded=encoded))
+        calls = np.zeros((len(trace.calls), len(examples.chain.models)), dtype=bool)
+        calls[:, [examples.chain.models.index(name) for name in names]] = trace.calls[:, encoded:]
+        whole = replace(trace, calls=calls)
+        return with_embedding_paid(whole, examples) if encoded else whole
+
+    return cascade
 
 
 def fit_cauc_base(fitting: Fitting) -> Fitted:
     """Fit Base, whose threshold without a budget is the last model's calibration accuracy (paper, eq. 5)."""
     policy = fit_base(fitting.calibration.chain)
-    return Thresholded(cascade_of(policy), fitting.validation, given=policy.threshold)
+    return Thresholded.of(policy, fitting, given=policy.threshold)
 
 
 def fit_cauc_rf(fitting: Fitting) -> Fitted:
     """Fit RF, whose threshold is the best on validation, within the budget if there is one (paper, eq. 11)."""
     policy = fit_rf(fitting.calibration.chain, rule=ThresholdRule(threshold=1.0))
-    return Thresholded(cascade_of(policy), fitting.validation)
+    return Thresholded.of(policy, fitting)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
@@ -54,9 +54,10 @@ class Stage(FrozenModel):
     """A policy's entry for one model: its name, the mean cost of a call, its kind of logits, its calibration.
 
     name: of the model.   cost: mean of a call.   temperature: what logits are divided by.   diagnostics: of the
-    calibration.   logit_kind: what the model gives; null in files of earlier versions.   offsets: added to the scaled
-    logits, one for each option; null for none.   isotonic: a map of confidences; null for none.   prompt: of a language
-    model, as it was asked; null for other models.
+    calibration; null for an encoder, which has none.   logit_kind: what the model gives, an embedding if it is an
+    encoder; null in files of earlier versions.   offsets: added to the scaled logits, one for each option; null for
+    none.   isotonic: a map of confidences; null for none.   prompt: of a language model, as it was asked; null for
+    other models.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Stage(FrozenModel):
     offsets: tuple[Annotated[float, Field(ge=-LARGEST, le=LARGEST)], ...] | None = None
     isotonic: Isotonic | None = None
     prompt: str | None = None
-    diagnostics: TemperatureDiagnostics
+    diagnostics: TemperatureDiagnostics | None
 
     # The fields that enter a policy's id: what step() reads, and the model's name.
     DECIDES: ClassVar[frozenset[str]] = frozenset({"name", "temperature", "offsets", "isotonic"})
@@ -95,6 +96,7 @@ class Step:
     the same array as the state. In both, -inf pads rows with fewer options.
     next: int8 (n,), the stage that each row goes to if it does not stop, any that it has not visited; None for the
     next one. After a stage without answers, such as an encoder, a row that goes on has the prediction -1.
+    worth: float64 (n,), what was compared with the threshold; None for the confidences.
     """
 
     predictions: Ints
@@ -103,12 +105,15 @@ class Step:
     state: Floats
     scores: Floats
     next: Ints | None = None
+    worth: Floats | None = None
 
     def likeliest(self) -> Ints:
         """Return each answer's likeliest options in order, encoded as one number: int16 (n,).
 
         The N_LIKELIEST options, modulo N_GROUPS, are the number's digits to that base; see softmax.likeliest.
         """
+        if not self.scores.shape[1]:  # no answer
+            return np.full(len(self.scores), -1, dtype=np.int16)
         digits = likeliest(self.scores, N_LIKELIEST) % N_GROUPS
         codes: Ints = (digits @ (N_GROUPS ** np.arange(N_LIKELIEST)[::-1])).astype(np.int16)
         return codes
@@ -121,12 +126,14 @@ POLICY_CLASSES: dict[str, type[Policy]] = {}
 class Policy(Shown, FrozenModel):
     """A decision rule for a chain of models: the plain numbers of its file, and the step that uses them.
 
-    in_turn: whether every row starts at the first stage and goes from each stage to the next until it stops.
-    format: name, version.   method: base or rf.   cost_unit: of all costs.   costs: whether calls of a model cost the
-    same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what the threshold
-    was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what the models
-    give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.   stages: the
-    chain.
+    scored: whether something other than confidences is compared with the threshold, which its steps give.
+    by_id: whether a row's first stage depends on its id.   one_threshold: whether its one threshold decides at every
+    stage who goes on.   spends_budget: whether a budget is for the most expensive point within it, not the best.
+    format: name, version.   method: by which it was fitted.   cost_unit: of all costs.   costs: whether calls of a
+    model cost the same or each has its own.   threshold: the confidence at which an answer is accepted.   budget: what
+    the threshold was chosen for, null where there was none.   threshold_choice: how it was chosen.   logit_kind: what
+    the models give.   calibration: what numbers were fitted on.   validation: what the threshold was chosen on.
+    stages: the chain.
     expected: results on validation; null if they were not measured at this threshold.   curve: operating points on
     validation, the best within every budget by rising cost, thinned as OperatingPoints.pareto does; quality is that of
     the objective, else accuracy; empty if validation had no labels.   search: how the chain was found, null if it was
@@ -139,7 +146,10 @@ class Policy(Shown, FrozenModel):
     without an end.
     """
 
-    in_turn: ClassVar[bool] = True
+    scored: ClassVar[bool] = False
+    by_id: ClassVar[bool] = False
+    one_threshold: ClassVar[bool] = True
+    spends_budget: ClassVar[bool] = False
 
     format: Literal["cauc-policy/1"] = FORMAT
     method: str
@@ -189,8 +199,8 @@ class Policy(Shown, FrozenModel):
         n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
         if len(n_offsets) > 1:
             yield f"stages have different numbers of offsets, {', '.join(map(str, sorted(n_offsets)))}"
-        kinds = [stage.logit_kind for stage in self.stages if stage.logit_kind is not None]
-        if kinds and (len(kinds) < len(self.stages) or joint_kind(kinds) != self.logit_kind):
+        kinds = [stage.logit_kind for stage in self.answering if stage.logit_kind is not None]
+        if kinds and (len(kinds) < len(self.answering) or joint_kind(kinds) != self.logit_kind):
             yield f"the policy's logit_kind {self.logit_kind!r} contradicts its stages', {', '.join(kinds)}"
         if self.expected is not None:
             if self.expected.accuracy is None:
@@ -209,6 +219,21 @@ class Policy(Shown, FrozenModel):
         return tuple(stage.name for stage in self.stages)
 
     @property
+    def encoder(self) -> str | None:
+        """Return the name of the first stage if that is an encoder, whose embedding the others read."""
+        return self.stages[0].name if self.stages[0].logit_kind == "embedding" else None
+
+    @property
+    def answering(self) -> tuple[Stage, ...]:
+        """Return the stages that give answers."""
+        return self.stages if self.encoder is None else self.stages[1:]
+
+    @property
+    def in_turn(self) -> bool:
+        """Return whether rows start at the first model and go from each stage to the next until they stop."""
+        return self.encoder is None
+
+    @property
     def logit_kinds(self) -> tuple[LogitKind | None, ...]:
         """Return each model's kind of logits on calibration, None if the file does not record them by model."""
         return tuple(stage.logit_kind or kind_of(self.logit_kind) for stage in self.stages)
@@ -221,8 +246,7 @@ class Policy(Shown, FrozenModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         """Register the class for its method's files."""
-        method = cls.model_fields["method"].default
-        if isinstance(method, str):
+        for method in get_args(cls.model_fields["method"].annotation):
             POLICY_CLASSES[method] = cls
 
     @classmethod
@@ -239,11 +263,14 @@ class Policy(Shown, FrozenModel):
             content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise PolicyError(f"{file} is not a readable policy file: {error}") from error
-        return cls.of(content, str(path))
+        return cls.of(content, str(path), file)
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], source: str = "the policy") -> Self:
-        """Return the policy of a file's content; source names it in messages. Raises PolicyError as load does."""
+    def of(cls, content: Mapping[str, Any], source: str = "the policy", file: AnyPath | None = None) -> Self:
+        """Return the policy of a file's content, or of what packed() has returned. Raises PolicyError as load does.
+
+        source: names it in messages.   file: next to which its arrays are, if it has any.
+        """
         if not isinstance(content, Mapping):
             raise PolicyError(f"{source}: a policy is a JSON object, got {type(content).__name__}")
         if content.get("format") != FORMAT:
@@ -254,17 +281,26 @@ class Policy(Shown, FrozenModel):
         if not isinstance(method, str) or method not in POLICY_CLASSES:
             raise PolicyError(f"{source}: unknown method {method!r}; expected one of {', '.join(POLICY_CLASSES)}")
         try:
-            # As JSON text, for strict validation: a number in quotes is an error, yet a list is accepted for a tuple.
-            policy = POLICY_CLASSES[method].model_validate_json(json.dumps(content), strict=True)
+            policy = POLICY_CLASSES[method].parsed(content, source, file)
         except ValidationError as error:
             raise PolicyError(f"{source}: {explain(error)}") from error
         if not isinstance(policy, cls):
             raise PolicyError(f"{source} is a policy of method {method!r}, which {cls.__name__} cannot load")
         return policy
 
+    @classmethod
+    def parsed(cls, content: Mapping[str, Any], source: str, file: AnyPath | None) -> Self:
+        """Return a policy of the class; arguments are those of of(). Raises ValidationError and PolicyError."""
+        # As JSON text, for strict validation: a number in quotes is an error, yet a list is accepted for a tuple.
+        return cls.model_validate_json(json.dumps(content), strict=True)
+
     def save(self, path: str | AnyPath) -> None:
         """Write the policy's file atomically, to a local path or a URI. Raises ConfigError if that fails."""
         write_text(path_of(path), self.to_json())
+
+    def packed(self) -> dict[str, Any]:
+        """Return the whole policy as JSON has it, for where no file is next to another."""
+        return self.model_dump(mode="json")
 
     def to_json(self) -> str:
         """Return the policy as the text of its file."""
@@ -282,15 +318,21 @@ class Policy(Shown, FrozenModel):
         That is the method, the threshold, and for each stage in order its model and the numbers that a step uses. Two
         policies with one id give every input the same answer, regardless of costs, budgets, fits and measurements.
         """
-        decides = {
+        return hashlib.sha256(json.dumps(self.decides(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def decides(self) -> dict[str, Any]:
+        """Return what affects answers."""
+        return {
             "method": self.method,
             "threshold": self.threshold,
             "stages": [stage.model_dump(mode="json", include=set(stage.DECIDES)) for stage in self.stages],
         }
-        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
-    def first(self, n: int) -> Ints | None:
-        """Decide before any call: return the first stage of each of n rows, int8 (n,); None for stage 0."""
+    def first(self, n: int, ids: Sequence[str] | None) -> Ints | None:
+        """Decide before any call: return the first stage of each of n rows, int8 (n,); None for stage 0.
+
+        ids: of the rows, if the policy is by_id.
+        """
         return None
 
     def start(self, logits: Floats) -> Step:
@@ -311,6 +353,31 @@ class Policy(Shown, FrozenModel):
         """Return what a stage compares with the threshold: the confidences, or what a method makes of them, (n,)."""
         return confidences
 
+    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
+        """Return all S steps at which rows may stop, each as if it were the last; a threshold chooses among them.
+
+        logits: of every stage, (n, K) each.   ids: as for first().
+        """
+        steps: list[Step] = []
+        for stage, own in enumerate(logits):
+            steps.append(self.step(stage, own, steps[-1].state if steps else None))
+        return steps
+
+    @property
+    def ends(self) -> Ints:
+        """Return the stage that answers at each step of every_step(), int (S,)."""
+        return np.arange(len(self.stages))
+
+    @property
+    def calls(self) -> Bools:
+        """Return the stages that are called for a row that stops at each step of every_step(), bool (S, M)."""
+        return np.tri(len(self.stages), dtype=bool)
+
+    def require_threshold(self, threshold: float) -> None:
+        """Raise ConfigError unless the method can take a threshold, a finite number."""
+        if not threshold >= 0:
+            raise ConfigError(f"a threshold must be a number of at least 0, got {threshold}")
+
     def check_chain(self, chain: Chain) -> None:
         """Raise PolicyError unless the chain is this policy's; warn if its logits are of another kind."""
         if chain.models != self.models:
@@ -325,8 +392,9 @@ class Policy(Shown, FrozenModel):
                 )
 
     def with_threshold(self, threshold: float) -> Self:
-        """Return the policy at the given threshold. Raises ConfigError unless it is at least 0."""
+        """Return the policy at the given threshold. Raises ConfigError unless the method takes it."""
         check_threshold(threshold)
+        self.require_threshold(threshold)
         objective = self.threshold_choice.objective
         still_said = None if objective == "accuracy" else objective
         choice = ThresholdChoice(rule="given", objective=still_said, split=None)
@@ -394,9 +462,9 @@ def policy_of(policy: str | AnyPath | Policy) -> Policy:
 
 
 def check_threshold(threshold: float) -> None:
-    """Raise ConfigError unless a threshold is a number of at least 0."""
-    if not (math.isfinite(threshold) and threshold >= 0):
-        raise ConfigError(f"a threshold must be a number of at least 0, got {threshold}")
+    """Raise ConfigError unless a threshold is a finite number."""
+    if not math.isfinite(threshold):
+        raise ConfigError(f"a threshold must be a finite number, got {threshold}")
 
 
 def check_budget(budget: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cauc_ray.errors import ConfigError
+from cauc_ray.errors import ConfigError, DataError
 from cauc_ray.numbers.arrays import array_chain
 from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, Costs
 from cauc_ray.numbers.types import Floats, Ints
@@ -124,9 +124,22 @@ class Predictions(Shown):
 def predict(policy: Policy, logits: Mapping[str, Any], example_ids: Any = None) -> Predictions:
     """Answer rows of logits that are all here; see Policy.predict."""
     kinds = {name: kind or "raw" for name, kind in zip(policy.models, policy.logit_kinds, strict=True)}
-    costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.stages]))
-    chain = array_chain(logits, policy.models, None, costs=costs, kinds=kinds, example_ids=example_ids)
+    models, encoder = [stage.name for stage in policy.answering], policy.encoder
+    costs = Costs(policy.cost_unit, np.array([stage.cost for stage in policy.answering]))
+    chain = array_chain(logits, models, None, costs=costs, kinds=kinds, example_ids=example_ids)
+    if encoder is not None:
+        chain = chain.after_encoder(encoder, vectors_of(logits, encoder, len(chain)), policy.stages[0].cost)
     return Predictions.of(replay(policy, chain), chain, policy.cost_unit)
+
+
+def vectors_of(logits: Mapping[str, Any], encoder: str, n: int) -> Floats:
+    """Return the embeddings among arrays by an encoder's name, float32 (N, d). Raises ConfigError or DataError."""
+    if encoder not in logits:
+        raise ConfigError(f"the policy reads embeddings by {encoder!r}, which the arrays lack")
+    vectors = np.asarray(logits[encoder], dtype=np.float32)
+    if vectors.ndim != 2 or len(vectors) != n or not np.isfinite(vectors).all():
+        raise DataError(f"{encoder!r}: embeddings must be finite numbers ({n}, d), got {vectors.shape}")
+    return vectors
 
 
 def pandas_frame(table: pa.Table) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.chain import Chain
 from cauc_ray.numbers.guarantees import EarlyAnswers, RiskLimit, certify, early_answers
-from cauc_ray.numbers.sweep import Objective
+from cauc_ray.numbers.sweep import Objective, OperatingPoints
 from cauc_ray.policies.checks import look
 from cauc_ray.policies.evidence import MOST_CURVE_POINTS, CurvePoint, RiskCertificate, ThresholdChoice
 from cauc_ray.policies.monitor import reference_of
@@ -75,7 +75,9 @@ def choose_threshold(
     if rule.price is not None:
         right = answers_alone(policy, calibration)[:, -1] == calibration.labels
         given = max(0.0, float(np.mean(right)) - rule.price * policy.stages[-1].cost)
-    if given is None:
+    if given is not None:
+        policy.require_threshold(given)
+    else:
         if validation is None:
             raise ConfigError(
                 "choosing a threshold needs a validation split; give one, or a share of the calibration split "
@@ -104,25 +106,43 @@ def choose_threshold(
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
-        threshold = frontier.best(rule.budget).threshold
+        spends = policy.spends_budget and rule.budget is not None
+        point = frontier.index_of_most_expensive(rule.budget) if spends else frontier.index_of_best(rule.budget)
+        threshold = float(frontier.settings[point])
         choice = ThresholdChoice(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split
         )
 
     decided = type(policy)(**dict(policy) | {"threshold": threshold, "threshold_choice": choice})
-    answered = trace.at(threshold, measured_on)
-    expected = measure(answered, measured_on, split, with_f1=False)
+    curve = () if frontier is None else curve_points(frontier.pareto(MOST_CURVE_POINTS))
+    return measured(decided, trace, measured_on, split, calibration, curve)
+
+
+def curve_points(points: OperatingPoints) -> tuple[CurvePoint, ...]:
+    """Return operating points as a policy's file has them."""
+    rows = zip(points.settings.tolist(), points.cost.tolist(), points.quality.tolist(), strict=True)
+    return tuple(CurvePoint(threshold=setting, cost=cost, quality=quality) for setting, cost, quality in rows)
+
+
+def measured(
+    policy: AnyPolicy, trace: Trace, chain: Chain, split: str, calibration: Chain, curve: tuple[CurvePoint, ...]
+) -> AnyPolicy:
+    """Return a policy with what to expect at its threshold, and with its curve.
+
+    trace: of the chain, which is the split's.   calibration: what the policy was fitted on.   curve: if all of the
+    chain's examples have labels, and the trace its likeliest options; these are then the reference for later answers.
+    """
+    answered = trace.at(policy.threshold, chain)
+    expected = measure(answered, chain, split, with_f1=False)
     found: dict[str, Any] = {
         "expected": expected,
-        "guards": look(decided, expected, trace, measured_on, calibration),
-        "offline": measure_offline(trace, threshold, measured_on),
+        "guards": look(policy, expected, trace, chain, calibration),
+        "offline": measure_offline(trace, policy.threshold, chain) if policy.in_turn else None,
+        "curve": curve,
     }
-    if frontier is not None:
-        best = frontier.pareto(MOST_CURVE_POINTS)
-        points = zip(best.settings.tolist(), best.cost.tolist(), best.quality.tolist(), strict=True)
-        found["curve"] = tuple(CurvePoint(threshold=t, cost=cost, quality=quality) for t, cost, quality in points)
-        found["reference"] = reference_of(answered, trace, measured_on, split)
-    return type(policy)(**dict(decided) | found)
+    if curve:
+        found["reference"] = reference_of(answered, trace, chain, split)
+    return type(policy)(**dict(policy) | found)
 
 
 def _certify(
@@ -131,6 +151,10 @@ def _certify(
     """Return the certified threshold of most coverage. Calibration determines what is tested, and in which order."""
     if len(policy.stages) < 2:
         raise ConfigError("a certified risk is that of early answers, which need two models or more")
+    if not policy.one_threshold:
+        raise ConfigError(
+            f"method {policy.method} has no threshold whose early answers could be certified; leave certify out"
+        )
     on_validation = _early(trace, validation)
     found = certify(_early(trace_policy(policy, calibration), calibration), on_validation, limit)
     plug_in = on_validation.plug_in(limit.risk)

@@ -42,12 +42,14 @@ class Examples:
 
     embeddings: float32 (N, d), by an encoder that a router may look at before any model is called.
     embedding_call: what they take; None for an encoder outside the pool, whose cost is not counted.   texts: N.
+    encoder: name of the encoder.
     """
 
     chain: ChainLogits
     embeddings: Floats | None = None
     texts: tuple[str, ...] | None = None
     embedding_call: EmbeddingCall | None = None
+    encoder: str = "encoder"
 
     def __post_init__(self) -> None:
         for what, rows in (("embeddings", self.embeddings), ("texts", self.texts)):
@@ -61,6 +63,19 @@ class Examples:
         """Return which models' answers are right, bool (N, M); of labelled examples."""
         correct: Bools = own_answers(self.chain) == self.chain.labels[:, None]
         return correct
+
+    def own_chain(self, models: Sequence[str], *, encoded: bool = False) -> ChainLogits:
+        """Return the chain of some models, by name.   encoded: after the encoder, which every example pays."""
+        indices = [self.chain.models.index(name) for name in models]
+        chain = self.chain.of_models(indices)
+        if not encoded:
+            return chain
+        assert self.embeddings is not None
+        call, paid = self.embedding_call, 0.0
+        if call is not None:
+            paid = call.costs if call.index is None else self.chain.costs.per_call[..., call.index]
+        to_come = replace(chain, costs=costs_to_come(self).of_models(indices))
+        return to_come.after_encoder(self.encoder, self.embeddings, paid)
 
     @property
     def embedding_note(self) -> str:
@@ -99,7 +114,8 @@ class Trace:
     calls: bool (S, M), which models were called for an example that stops at a step.
     likeliest: int16 (N, S), of each answer what Step.likeliest returns; None where not asked for.
     other_costs: float64 (N,), or one for all, of calls of models that the chain does not have.
-    worth: float64 (N, S), what is compared with a threshold; None for the confidences.
+    worth: float64 (N, S), what is compared with a threshold; None for the confidences.   ends: int (S,), the model that
+    answers at each step; None for a cascade of all models, one after the other.
     """
 
     predictions: Ints
@@ -108,6 +124,7 @@ class Trace:
     likeliest: Ints | None = None
     other_costs: Floats | float = 0.0
     worth: Floats | None = None
+    ends: Ints | None = None
 
     @property
     def compared(self) -> Floats:
@@ -122,12 +139,7 @@ class Trace:
 
     def stops(self, threshold: float) -> Ints:
         """Return the step at which each example stops, int (N,)."""
-        stops = np.zeros(len(self.confidences), dtype=np.int64)
-        goes_on = np.ones(len(stops), dtype=bool)
-        for worth in self.compared[:, :-1].T:
-            goes_on &= worth < threshold
-            stops += goes_on
-        return stops
+        return stops_of(self.compared, threshold)
 
     def answers(self, threshold: float) -> Answers:
         """Return the answers at a threshold."""
@@ -135,12 +147,24 @@ class Trace:
         return Answers(self.predictions[np.arange(len(stops)), stops], self.calls[stops], self.other_costs)
 
     def at(self, threshold: float, chain: Chain) -> Answered:
-        """Return what a cascade of all of the chain's models answers at a threshold."""
+        """Return what a policy of all of the chain's models answers at a threshold."""
         stops = self.stops(threshold)
         at = np.arange(len(stops)), stops
         codes = None if self.likeliest is None else self.likeliest[at]
-        costs = chain.costs.of_stops(stops)
-        return Answered(self.predictions[at], self.confidences[at], stops.astype(np.int8), costs, codes)
+        of_calls = chain.costs.of_calls(self.calls)
+        costs, ends = of_calls[at if of_calls.ndim > 1 else stops], stops if self.ends is None else self.ends[stops]
+        calls = None if self.ends is None else self.calls[stops]
+        return Answered(self.predictions[at], self.confidences[at], ends.astype(np.int8), costs, codes, calls)
+
+
+def stops_of(worth: Floats, threshold: float) -> Ints:
+    """Return the first step whose worth reaches a threshold, else the last, int (n,).   worth: float (n, S)."""
+    stops = np.zeros(len(worth), dtype=np.int64)
+    goes_on = np.ones(len(stops), dtype=bool)
+    for own in worth[:, :-1].T:
+        goes_on &= own < threshold
+        stops += goes_on
+    return stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +172,8 @@ class Answered:
     """A cascade's answers, replayed or live; all arrays (N,).
 
     predictions: int32.   confidences: float64.   stages: int8, which one answered.   costs: float64, of all calls made
-    for the example.   likeliest: int16, as Step.likeliest has them; None where not asked for.
+    for the example.   likeliest: int16, as Step.likeliest has them; None where not asked for.   calls: bool (N, M),
+    models called for each; None for all up to the one that answered.
     """
 
     predictions: Ints
@@ -156,6 +181,7 @@ class Answered:
     stages: Ints
     costs: Floats
     likeliest: Ints | None = None
+    calls: Bools | None = None
 
     def __len__(self) -> int:
         return len(self.predictions)
@@ -171,7 +197,7 @@ class Answered:
         return cls(*(None if of[0] is None else np.concatenate(of) for of in columns))  # type: ignore[arg-type]
 
     def _arrays(self) -> tuple[Array | None, ...]:
-        return self.predictions, self.confidences, self.stages, self.costs, self.likeliest
+        return self.predictions, self.confidences, self.stages, self.costs, self.likeliest, self.calls
 
 
 _Paid = TypeVar("_Paid", Answers, Trace)
@@ -215,26 +241,45 @@ def calls_in_turn(n_models: int) -> Bools:
 
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether to record it."""
-    predictions, confidences, *codes = of_rows(chain, partial(_trace_block, policy, likeliest))
-    trace = Trace(predictions, confidences, calls_in_turn(len(policy.stages)), *codes)
-    worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(confidences.T)], axis=1)
-    return trace if np.array_equal(worth, confidences) else replace(trace, worth=worth)
+    wanted = _WANTED[:2] + _WANTED[2:3] * likeliest + _WANTED[3:] * policy.scored
+    arrays = of_rows(chain, partial(_trace_block, policy, wanted, _ids(policy, chain)))
+    found = dict(zip(wanted, arrays, strict=True))
+    if not policy.scored:
+        worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(found["confidences"].T)], axis=1)
+        found["worth"] = None if np.array_equal(worth, found["confidences"]) else worth
+    return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)
 
 
-def _trace_block(policy: Policy, with_likeliest: bool, part: ChainPart, rows: slice) -> tuple[Array, ...]:
-    steps: list[Step] = []
-    for stage, logits in enumerate(part.logits):
-        steps.append(policy.step(stage, logits[rows], steps[-1].state if steps else None))
-    columns = [(step.predictions, step.confidences, *([step.likeliest()] * with_likeliest)) for step in steps]
-    return tuple(np.stack(of, axis=1) for of in zip(*columns, strict=True))
+# What is asked of every step for a trace.
+_WANTED = ("predictions", "confidences", "likeliest", "worth")
+
+
+def _ids(policy: Policy, chain: Chain) -> Sequence[str] | None:
+    return chain.example_ids if policy.by_id else None
+
+
+def _ids_of(ids: Sequence[str] | None, part: ChainPart, rows: slice) -> Sequence[str] | None:
+    return None if ids is None else [ids[rank] for rank in part.ranks[rows].tolist()]
+
+
+def _trace_block(
+    policy: Policy, wanted: Sequence[str], ids: Sequence[str] | None, part: ChainPart, rows: slice
+) -> tuple[Array, ...]:
+    steps = policy.every_step([own[rows] for own in part.logits], _ids_of(ids, part, rows))
+    return tuple(
+        np.stack([step.likeliest() if name == "likeliest" else getattr(step, name) for step in steps], axis=1)
+        for name in wanted
+    )
 
 
 def replay(policy: Policy, chain: Chain) -> Answered:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    predictions, confidences, stages, *calls = of_rows(chain, partial(_replay_block, policy))
-    costs = chain.costs.of_stops(stages) if policy.in_turn else Answers(predictions, calls[0]).costs(chain)
-    return Answered(predictions, confidences, stages, costs)
+    predictions, confidences, stages, *calls = of_rows(chain, partial(_replay_block, policy, _ids(policy, chain)))
+    if policy.in_turn:
+        return Answered(predictions, confidences, stages, chain.costs.of_stops(stages))
+    costs = Answers(predictions, calls[0]).costs(chain)
+    return Answered(predictions, confidences, stages, costs, calls=calls[0])
 
 
 def may_flip(policy: Policy, chain: ChainLogits, noise: Sequence[float]) -> int:
@@ -254,11 +299,14 @@ def may_flip(policy: Policy, chain: ChainLogits, noise: Sequence[float]) -> int:
     return int(changed.sum())
 
 
-def _replay_block(policy: Policy, part: ChainPart, rows: slice) -> tuple[Array, ...]:
+def _replay_block(policy: Policy, ids: Sequence[str] | None, part: ChainPart, rows: slice) -> tuple[Array, ...]:
+    own_ids = _ids_of(ids, part, rows)
     n = rows.stop - rows.start
     predictions, confidences, stages = np.empty(n, dtype=np.int32), np.empty(n), np.empty(n, dtype=np.int8)
     calls = np.zeros((n, len(policy.stages)), dtype=bool)
-    for stage, reached, step in steps_of(policy, np.arange(n), lambda stage, at: part.logits[stage][rows.start + at]):
+    for stage, reached, step in steps_of(
+        policy, np.arange(n), lambda stage, at: part.logits[stage][rows.start + at], own_ids
+    ):
         calls[reached, stage] = True
         done = reached[step.accepted]
         predictions[done] = step.predictions[step.accepted]
@@ -267,13 +315,16 @@ def _replay_block(policy: Policy, part: ChainPart, rows: slice) -> tuple[Array, 
     return (predictions, confidences, stages) if policy.in_turn else (predictions, confidences, stages, calls)
 
 
-def steps_of(policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats]) -> Iterator[tuple[int, Ints, Step]]:
+def steps_of(
+    policy: Policy, rows: Ints, logits_of: Callable[[int, Ints], Floats], ids: Sequence[str] | None = None
+) -> Iterator[tuple[int, Ints, Step]]:
     """Take a policy's steps for some rows, and yield for each stage the rows that came to it and what it decided.
 
     A stage comes again where rows go to it later, from one that is after it.
-    logits_of: called with a stage and the rows that reach it, int (n,): its logits of them, float (n, K).
+    logits_of: called with a stage and the rows that reach it, int (n,): its logits of them, float (n, K).   ids: of the
+    rows, if the policy is by_id.
     """
-    first = policy.first(len(rows))
+    first = policy.first(len(rows), ids)
     waiting: dict[int, list[tuple[Ints, Floats | None]]] = {}
     for stage, own in [(0, slice(None))] if first is None else by_stage(first):
         waiting[stage] = [(rows[own], None)]
@@ -296,13 +347,13 @@ def by_stage(stages: Ints) -> list[tuple[int, Ints]]:
 
 
 def answers_alone(policy: Policy, chain: Chain) -> Ints:
-    """Return what each stage's model would answer by itself, int32 (N, M)."""
-    (answers,) = of_rows(chain, partial(_block_alone, policy.stages))
+    """Return what each answering stage's model would answer by itself, int32 (N, M)."""
+    (answers,) = of_rows(chain, partial(_block_alone, policy.answering))
     return answers
 
 
 def _block_alone(stages: tuple[Stage, ...], part: ChainPart, rows: slice) -> tuple[Array]:
-    scores = (stage.scores(logits[rows]) for logits, stage in zip(part.logits, stages, strict=True))
+    scores = (stage.scores(logits[rows]) for logits, stage in zip(part.logits[-len(stages) :], stages, strict=True))
     return (np.stack([own.argmax(axis=1) for own in scores], axis=1).astype(np.int32),)
 
 
@@ -330,7 +381,11 @@ def measure(answered: Answered, chain: Chain, split: str, *, with_f1: bool = Tru
         np.bincount(of, minlength=len(chain.models))
         for of in (answered.stages, answered.stages[labelled], answered.stages[correct])
     )
-    for name, n, n_labelled, n_right in zip(chain.models, *(of.tolist() for of in answers), strict=True):
+    for index, (name, n, n_labelled, n_right) in enumerate(
+        zip(chain.models, *(of.tolist() for of in answers), strict=True)
+    ):
+        if answered.calls is not None:
+            reached = int(answered.calls[:, index].sum())
         shares.append(
             StageShare(
                 name=name,
@@ -383,10 +438,13 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
     the rest of the cascade, which may stop at any later stage and costs what it then calls.
 
     What the rest of a cascade does with an example that stops is known here too, from all of its logits.
-    None for the last stage, which has no threshold, and where no labelled example comes.
+    None for the last stage, which has no threshold, and where no labelled example comes; for all stages where it is
+    not confidences that are compared with the threshold: the propositions say nothing of these.
     """
-    trace = trace_policy(policy, chain)
     last = len(policy.stages) - 1
+    if policy.scored:
+        return (None,) * (last + 1)
+    trace = trace_policy(policy, chain)
     stops = trace.stops(policy.threshold)
     accepted = trace.compared >= policy.threshold
     accepted[:, last] = True

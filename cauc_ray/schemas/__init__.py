@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 from pydantic import Field, TypeAdapter
 
+from cauc_ray import policies
 from cauc_ray.cli.verbs import VERBS
 from cauc_ray.models.pool import Pool
-from cauc_ray.policies.cauc import BasePolicy, RFPolicy
-from cauc_ray.policies.stacked import StackedPolicy
 from cauc_ray.protocol.messages import InferenceRequest
 from cauc_ray.serving.decisions import DecisionRequest
 from cauc_ray.serving.fleet_reports import FleetReport
@@ -28,9 +27,8 @@ CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "pl
 
 
 def _policy() -> dict[str, Any]:
-    either: TypeAdapter[Any] = TypeAdapter(
-        Annotated[BasePolicy | RFPolicy | StackedPolicy, Field(discriminator="method")]
-    )
+    kinds = tuple(getattr(policies, name) for name in policies.__all__)
+    either: TypeAdapter[Any] = TypeAdapter(Annotated[Union[kinds], Field(discriminator="method")])  # noqa: UP007
     return either.json_schema()
 
 

@@ -143,7 +143,7 @@ class Cascade:
             chosen=chosen,
             logs=self.shadows.log is not None,
         )
-        first = policy.first(n)
+        first = policy.first(n, _ids(columns, n) if policy.by_id else None)
         self._open_requests.came(1)
         try:
             await self.follow(request, 0 if first is None else first, None, timeout_s)
@@ -312,3 +312,9 @@ class Cascade:
         else:
             trouble = fault.kind if fault.kind in ("down", "overloaded") else "error"
             self.scheduler.call_failed(call, trouble, fault.message, self._loop.time())
+
+
+def _ids(columns: Batch, n: int) -> list[str]:
+    """Return what a request's rows are called: as its input says, else by names of their own."""
+    named = columns.get("example_id")
+    return [f"{uuid.uuid4().hex}-{row}" for row in range(n)] if named is None else [str(own) for own in named]

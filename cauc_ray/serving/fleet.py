@@ -172,7 +172,7 @@ class Edge:
             raise PolicyError(f"{url} expired at {policy.expires_at}")
         for active in (self._newest, self._service.in_force.policy.issued_at):
             require_not_older(policy, active)
-        await self._service.set_policy(PolicyChange(policy=policy.model_dump(mode="json")))
+        await self._service.set_policy(PolicyChange(policy=policy.packed()))
         self._newest = policy.issued_at
         await asyncio.to_thread(self._kept.keep, content, signature)
         self._etag = etag

@@ -221,7 +221,8 @@ class Inference:
     @cached_property
     def _logit_kind(self) -> str:
         """Return the kind of the output logits, of which some stages read a file."""
-        return joint_kind([_as_output(spec.model.answers_kind) for spec in self._service.specs])
+        kinds = [spec.model.answers_kind for spec in self._service.specs]
+        return joint_kind([_as_output(kind) for kind in kinds if kind != "embedding"])
 
     def metadata(self, version: str | None = None) -> dict[str, Any]:
         """Return the model's metadata as the protocol has it.   version: of which policy. Raises RequestError (404)."""

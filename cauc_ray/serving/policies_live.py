@@ -209,7 +209,7 @@ class InForce:
 
     def to_bytes(self) -> bytes:
         """Return the version as it is stored."""
-        members = [[member.policy.model_dump(mode="json"), member.share, member.since] for member in self.members]
+        members = [[member.policy.packed(), member.share, member.since] for member in self.members]
         return json.dumps({"members": members, "receipts": self.receipts}).encode()
 
     @classmethod

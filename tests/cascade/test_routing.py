@@ -49,7 +49,7 @@ def run(policy, *, seed=0, batch=16, queue=10**9, down=(), per_call=1):
     for block, rows in enumerate(np.array_split(np.arange(len(DATA.labels)), 7)):
         owners.append(Owner(block, len(rows), names=rows))
         source = Bundle({"row": rows})
-        scheduler.submit(owners[-1], [Chunk(source, len(rows), len(rows))], now, policy.first(len(rows)))
+        scheduler.submit(owners[-1], [Chunk(source, len(rows), len(rows))], now, policy.first(len(rows), None))
     scheduler.end_input()
     calls, sizes = [], [[], [], [], []]
     while not scheduler.finished or scheduler.done:

@@ -115,7 +115,7 @@ def reference(**changes):
     ("kind", "changes", "says"),
     [
         ("base", {"format": "cauc-policy/2"}, "its format is 'cauc-policy/2'; this version of cauc-ray reads 'cauc-po"),
-        ("base", {"method": "margin"}, "unknown method 'margin'; expected one of base, rf"),
+        ("base", {"method": "alike"}, "unknown method 'alike'; expected one of base, rf"),
         ("base", {"threshold": "0.5"}, "threshold: "),
         ("base", {"stages__0__temperature": 1e-320}, "stages.0.temperature: "),
         ("base", {"stages__1__mean": 1e308}, "stages.1.mean: "),

@@ -6,21 +6,26 @@ first whose distance is below the threshold of its stage is taken, and the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import TypeAlias
+from typing import Literal
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
 from threadpoolctl import threadpool_limits
 
+from cauc_ray.errors import ConfigError
+from cauc_ray.numbers.logits import joint_kind
 from cauc_ray.numbers.metrics import macro_f1
 from cauc_ray.numbers.sweep import OperatingPoints, pareto
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.baselines.routing import answer_vectors
+from cauc_ray.policies.evidence import MOST_CURVE_POINTS, ThresholdChoice
+from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.methods import Curve, Fitted, Fitting
-from cauc_ray.policies.trace import Answers, Examples, costs_to_come, own_answers, with_embedding_paid
+from cauc_ray.policies.scored import FrugalGPTPolicy
+from cauc_ray.policies.threshold import ThresholdRule, curve_points, measured
+from cauc_ray.policies.trace import Answers, Examples, costs_to_come, own_answers, trace_policy, with_embedding_paid
 
 # Inverse regularisations tried, as scikit-learn counts them: from features that hardly count to ones that count fully.
 INVERSE_PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -28,9 +33,6 @@ _MOST_ITERATIONS = 2000
 
 LONGEST = 3
 N_QUANTILES = 40
-
-# A model's distances from being right, float64 (N,): 1 less the probability, to full precision where that is near 1.
-Scorer: TypeAlias = Callable[[Examples], Floats]
 
 # Of the best solutions by rising cost, at most so many are kept, evenly by rank, the two ends always.
 MOST_SOLUTIONS = 1000
@@ -79,10 +81,11 @@ class Solution:
 class Searched:
     """FrugalGPT fitted: the best solutions by their cost on validation. Its setting is a budget, in that cost.
 
-    scorers: of the M models.   solutions: P, by rising cost.   points: of the solutions; settings are their costs.
+    scorers: a policy of all M models without a solution.   solutions: P, by rising cost.   points: of the solutions;
+    settings are their costs.
     """
 
-    scorers: tuple[Scorer, ...]
+    scorers: FrugalGPTPolicy
     solutions: tuple[Solution, ...]
     points: OperatingPoints
     note: str
@@ -95,7 +98,7 @@ class Searched:
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Replay the best solution within a budget. Raises BudgetError where none costs so little."""
         solution = self.solutions[self.points.index_of_best(setting)]
-        return _replayed(solution, examples, own_answers(examples.chain), _distances(self.scorers, examples))
+        return _replayed(solution, examples, own_answers(examples.chain), distances_of(self.scorers, examples))
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure budgets on labelled examples: one replay for each solution that any of them chooses.
@@ -103,9 +106,47 @@ class Searched:
         Raises BudgetError where no solution costs so little.
         """
         chosen, which = np.unique([self.points.index_of_best(setting) for setting in settings], return_inverse=True)
-        curve = _measured([self.solutions[p] for p in chosen], examples, _distances(self.scorers, examples))
+        curve = _measured([self.solutions[p] for p in chosen], examples, distances_of(self.scorers, examples))
         of_settings = (values[which] for values in (curve.cost, curve.accuracy, curve.macro_f1, curve.last_share))
         return Curve(np.asarray(settings, dtype=np.float64), *of_settings)
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> FrugalGPTPolicy:
+        """Return the policy of the best solution within a budget; other solutions of its order are on its curve.
+
+        Its stages are the models in that order. Raises ConfigError for an objective or a risk to certify.
+        """
+        if rule.certify is not None or rule.objective != "accuracy":
+            raise ConfigError("method frugalgpt chooses the most accurate solution within a budget, and nothing else")
+        point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
+        order = self.solutions[point].order
+        same = np.array([own.order == order for own in self.solutions]).nonzero()[0]
+        columns = self.points.settings, self.points.cost, self.points.quality
+        kept = OperatingPoints(*(of[same] for of in columns), self.points.unit).pareto(MOST_CURVE_POINTS - 1)
+        at = np.flatnonzero(np.isin(self.points.settings, kept.settings) | (np.arange(len(columns[0])) == point))
+        at = at[np.isin(at, same)]
+        encoder, models = self.scorers.stages[: -len(self.scorers.answering)], self.scorers.answering
+        stages = (*encoder, *(models[model] for model in order))
+        rule_name: Literal["given", "budget", "best"] = "best" if rule.budget is None else "budget"
+        choice = ThresholdChoice(rule=rule_name, objective="accuracy", split=fitting.names[1])
+        if rule.threshold is not None:
+            choice = ThresholdChoice(rule="given", objective=None, split=None)
+        curve = curve_points(OperatingPoints(*(of[at] for of in columns), self.points.unit))
+        policy = type(self.scorers)(
+            **dict(self.scorers)
+            | {
+                "stages": stages,
+                "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
+                "threshold": float(self.points.settings[point]),
+                "threshold_choice": choice,
+                "budget": rule.budget,
+                "curve": curve,
+                "solutions": tuple(tuple(np.clip(self.solutions[p].thresholds, 0.0, 2.0).tolist()) for p in at),
+            }
+        )
+        names = [stage.name for stage in policy.answering]
+        splits = [each.own_chain(names, encoded=bool(encoder)) for each in (fitting.calibration, fitting.validation)]
+        trace = trace_policy(policy, splits[1], likeliest=True)
+        return measured(policy, trace, splits[1], fitting.names[1], splits[0], curve)
 
 
 def fit_frugalgpt(fitting: Fitting) -> Fitted:
@@ -116,8 +157,8 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     rows that the scorers were trained on; here on others.
     """
     validation = fitting.validation
-    scorers = tuple(_fit_scorer(fitting, model) for model in range(len(validation.chain.models)))
-    distances, correct = _distances(scorers, validation), validation.correct()
+    scorers = fit_scorers(fitting)
+    distances, correct = distances_of(scorers, validation), validation.correct()
     costs = np.broadcast_to(costs_to_come(validation).per_call, distances.shape)
     solutions = search(distances, correct, costs)
     curve = _measured(solutions, validation, distances)
@@ -129,33 +170,48 @@ def fit_frugalgpt(fitting: Fitting) -> Fitted:
     return Searched(scorers, kept, points, note="; ".join(filter(None, notes)))
 
 
-def _fit_scorer(fitting: Fitting, model: int) -> Scorer:
-    """Fit a model's reliability, the probability that its answer is right, by logistic regression.
+def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
+    """Fit each model's reliability, the probability that its answer is right, by logistic regression.
 
     The penalty is the one that gives validation the highest likelihood.
     """
-    vectors = answer_vectors(fitting.calibration, model, with_answer=True)
-    right = fitting.calibration.correct()[:, model]
-    # In float64: the solver's line search gives up early in float32.
-    inputs, unseen = (vectors(split).astype(np.float64) for split in (fitting.calibration, fitting.validation))
+    splits, arrays, of_stages = (fitting.calibration, fitting.validation), {}, []
+    for model, name in enumerate(fitting.calibration.chain.models):
+        n_options = fitting.calibration.chain.logits[model].shape[1]
+        features = [
+            answer_features(split.chain.logits[model], n_options, split.embeddings, with_answer=True)
+            for split in splits
+        ]
+        scaler = Scaler.of(features[0])
+        # In float64: the solver's line search gives up early in float32.
+        inputs, unseen = (scaler(own).astype(np.float64) for own in features)
+        right, known = (split.correct()[:, model] for split in splits)
+        weights, offset = _logistic(inputs, right, unseen, known)
+        arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, f"{name}/weights": weights}
+        of_stages.append({"n_options": n_options, "offset": offset})
+    encoded = fitting.calibration.embeddings is not None
+    policy = fitting.policy(FrugalGPTPolicy, encoded=encoded, of_stages=of_stages, solutions=())
+    return policy.with_arrays(arrays)
+
+
+def _logistic(inputs: Floats, right: Bools, unseen: Floats, known: Bools) -> tuple[Floats, float]:
+    """Return weights, float64 (d,), and an offset.   unseen, known: the same of validation as inputs and right."""
     if right.all() or not right.any():  # nothing to learn but the rate, with half a row more of each kind
-        weights, intercept = np.zeros(inputs.shape[1]), np.log((right.sum() + 0.5) / ((~right).sum() + 0.5))
-    else:
-        signs = np.where(fitting.validation.correct()[:, model], 1.0, -1.0)
-        with threadpool_limits(1):  # on fits so small several threads only wait for each other
-            fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
-        best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
-        weights, intercept = best.coef_[0], best.intercept_[0]
-
-    def distances(examples: Examples) -> Floats:
-        found: Floats = np.exp(-np.logaddexp(0.0, vectors(examples) @ weights + intercept))
-        return found
-
-    return distances
+        return np.zeros(inputs.shape[1]), float(np.log((right.sum() + 0.5) / ((~right).sum() + 0.5)))
+    signs = np.where(known, 1.0, -1.0)
+    with threadpool_limits(1):  # on fits so small several threads only wait for each other
+        fits = [LogisticRegression(C=c, max_iter=_MOST_ITERATIONS).fit(inputs, right) for c in INVERSE_PENALTIES]
+    best = min(fits, key=lambda fit: np.logaddexp(0.0, -signs * fit.decision_function(unseen)).mean())
+    return best.coef_[0], float(best.intercept_[0])
 
 
-def _distances(scorers: tuple[Scorer, ...], examples: Examples) -> Floats:
-    return np.stack([distances(examples) for distances in scorers], axis=1)
+def distances_of(scorers: FrugalGPTPolicy, examples: Examples) -> Floats:
+    """Return each model's distances on examples, float64 (N, M)."""
+    embeddings = np.zeros((len(examples), 0)) if scorers.encoder is None else examples.embeddings
+    assert embeddings is not None
+    first = len(scorers.stages) - len(scorers.answering)
+    own = [scorers.distances(first + model, logits, embeddings) for model, logits in enumerate(examples.chain.logits)]
+    return np.stack(own, axis=1)
 
 
 def _replayed(solution: Solution, examples: Examples, answers: Ints, distances: Floats) -> Answers:

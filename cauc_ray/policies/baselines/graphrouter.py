@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.routing import QueryVectors, Values, fit_router, scaler_of
+from cauc_ray.policies.baselines.routing import Read, fit_router
 from cauc_ray.policies.baselines.training import Schedule, linear, one_thread, train
+from cauc_ray.policies.features import Scaler
 from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -21,31 +22,6 @@ LEARNING_RATE, WEIGHT_DECAY = 3e-4, 1e-4
 EPOCHS = 2000
 PATIENCE = 500  # epochs; losses are flat for hundreds before the models' vectors separate
 WARM_UP = 50  # epochs until the running statistics of BatchNorm, a tenth of them new in each, are those of the data
-
-
-@dataclass(frozen=True, slots=True)
-class GraphRouter:
-    """A fitted GraphRouter: the score of an edge from a new query to each model.
-
-    As in the released code, the score takes a query as it was aligned, before any message, and no message goes to a
-    query. So what the models gathered from the calibration split is fixed once trained, and a score is the sigmoid of
-    a linear function of the query: it needs no graph, and depends on no other query that is asked with it.
-
-    scaler: of the query vectors.   weights: float32 (M, d), of scaled vectors.   offsets: float32 (M,).
-    """
-
-    vectors: QueryVectors
-    scaler: Any
-    weights: Floats
-    offsets: Floats
-
-    def __call__(self, examples: Examples) -> Floats:
-        """Return how likely each model's answer is among the best, float64 (N, M)."""
-        vectors = self.scaler.transform(self.vectors(examples))
-        # A sum along each row: in a matrix product the last bits of a row depend on the other rows.
-        logits = np.vecdot(vectors[:, None], self.weights) + np.float64(self.offsets)
-        scores: Floats = np.exp(-np.logaddexp(0.0, -logits))
-        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +138,20 @@ def fit_graphrouter(fitting: Fitting) -> Fitted:
     well and takes a tenth of the time. Of at most 2,000 epochs that of the lowest validation loss counts; training
     stops when none was lower for 500.
     """
-    return fit_router(fitting, _trained, "no descriptions of models", "one mask a step, early stopping")
+    return fit_router(fitting, "graphrouter", _trained, "no descriptions of models", "one mask a step, early stopping")
 
 
 @one_thread()
-def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
+def _trained(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train, and return what the logits of scores are linear in.
+
+    As in the released code, a score takes a query as it was aligned, before any message, and no message goes to a
+    query. So what the models gathered from the calibration split is fixed once trained, and a score is the sigmoid of
+    a linear function of the query: it needs no graph, and depends on no other query that is asked with it.
+    """
     generator = torch.Generator().manual_seed(fitting.seed)
-    scaler = scaler_of(vectors(fitting.calibration))
-    graph, held_out = (Graph.of(e, scaler.transform(vectors(e))) for e in (fitting.calibration, fitting.validation))
+    scaler = Scaler.of(vectors(fitting.calibration))
+    graph, held_out = (Graph.of(e, scaler(vectors(e))) for e in (fitting.calibration, fitting.validation))
     network = Network(graph, generator)
 
     def validation_loss() -> torch.Tensor:
@@ -190,4 +172,5 @@ def _trained(fitting: Fitting, vectors: QueryVectors) -> Values:
     )
     with torch.no_grad():
         weights, offsets = network.linear(graph)
-    return GraphRouter(vectors, scaler, weights.numpy(), offsets.numpy())
+    scaled = np.float64(weights.numpy()) / scaler.scales
+    return {"weights": scaled, "offsets": np.float64(offsets.numpy()) - scaled @ scaler.means}, {}

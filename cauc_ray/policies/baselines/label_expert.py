@@ -6,7 +6,7 @@ import numpy as np
 
 from cauc_ray.numbers.logits import real_options
 from cauc_ray.numbers.ridge import fit_ridge
-from cauc_ray.policies.baselines.routing import unit_rows
+from cauc_ray.policies.features import unit_rows
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.trace import Examples, Trace, with_embedding_paid
 

@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from cauc_ray.numbers.logits import top_option
 from cauc_ray.numbers.types import Floats, Ints
-from cauc_ray.policies.baselines.routing import QueryVectors, Values, fit_first_or_last, fit_router
-from cauc_ray.policies.baselines.training import Schedule, learned, linear, one_thread, train, with_noise
+from cauc_ray.policies.baselines.routing import Read, fit_first_or_last, fit_router
+from cauc_ray.policies.baselines.training import Schedule, array_of, linear, one_thread, train, with_noise
 from cauc_ray.policies.methods import Fitted, Fitting
 from cauc_ray.policies.trace import Examples
 
@@ -42,7 +42,7 @@ N_CONTRASTED, WRONG_BELOW, N_OTHERS = 3, 0.5, 3
 N_CLUSTERS, CLUSTER_AXES, ROWS_PER_CLUSTER = 8, 5, 8
 
 
-def _both(fitting: Fitting, vectors: QueryVectors, read: Callable[[Examples], Any]) -> list[torch.Tensor]:
+def _both(fitting: Fitting, vectors: Read, read: Callable[[Examples], Any]) -> list[torch.Tensor]:
     """Return query vectors, float32 (N, d), and what is read of the answers: of calibration, then of validation."""
     splits = fitting.calibration, fitting.validation
     return [torch.from_numpy(of(split)) for split in splits for of in (vectors, read)]
@@ -69,10 +69,10 @@ class MatrixFactorisation(nn.Module):
         logits: torch.Tensor = self.classifier((models[winners] - models[losers]) * self.projection(queries))[:, 0]
         return logits
 
-    def wins(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return the probability that the last model wins over the first, float64 (N,)."""
-        first = torch.zeros(len(queries), dtype=torch.int64)
-        return torch.sigmoid(self(queries, torch.full_like(first, len(self.models) - 1), first).double())
+    def weights(self) -> torch.Tensor:
+        """Return what the logit that the last model wins over the first is linear in, float32 (d,)."""
+        models = functional.normalize(self.models, dim=1)
+        return (self.classifier.weight[0] * (models[-1] - models[0])) @ self.projection.weight
 
 
 def fit_routellm_mf(fitting: Fitting) -> Fitted:
@@ -82,17 +82,17 @@ def fit_routellm_mf(fitting: Fitting) -> Fitted:
     after 4,000 steps, or when 20 checks on the validation split's battles, one each epoch or 100 steps, have brought
     no improvement. Published is to keep the last weights; here they are those of the lowest loss on these battles.
     """
-    return fit_first_or_last(fitting, _trained_mf)
+    return fit_first_or_last(fitting, "routellm-mf", _trained_mf)
 
 
 @one_thread()
-def _trained_mf(fitting: Fitting, vectors: QueryVectors) -> Values:
+def _trained_mf(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     generator = torch.Generator().manual_seed(fitting.seed)
     queries, own, held_out, held_out_own = _both(fitting, vectors, battles)
     network = MatrixFactorisation(queries.shape[1], len(fitting.calibration.chain.models), generator)
     if not len(own):
         nn.init.zeros_(network.classifier.weight)  # nothing to learn from: even odds
-        return learned(vectors, network.wins)
+        return {"weights": array_of(network.weights())}, {}
 
     def nll(logits: torch.Tensor) -> torch.Tensor:
         return functional.softplus(-logits).sum() / max(len(logits), 1)  # 0 where there are none
@@ -109,7 +109,7 @@ def _trained_mf(fitting: Fitting, vectors: QueryVectors) -> Values:
     epoch = math.ceil(len(own) / MF_BATCH)
     schedule = Schedule(MF_BATCH, min(MF_EPOCHS * epoch, MF_MOST_STEPS), min(epoch, MF_CHECK_WITHIN), MF_PATIENCE)
     train(network, optimiser, loss, validation_loss, len(own), schedule, generator)
-    return learned(vectors, network.wins)
+    return {"weights": array_of(network.weights())}, {}
 
 
 def battles(examples: Examples) -> Ints:
@@ -136,9 +136,16 @@ class EmbedLLM(nn.Module):
         logits: torch.Tensor = self.classifier(self.models * self.projection(queries)[:, None, :])
         return logits
 
-    def probabilities(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return each model's probability of being right, float64 (N, M)."""
-        return functional.softmax(self(queries).double(), dim=2)[:, :, 1]
+    def linear(self) -> dict[str, Any]:
+        """Return what a model's logit of being right less that of being wrong is linear in, by name.
+
+        weights: float32 (M, d), of queries.   offsets: float32 (M,).
+        """
+        wrong, right = self.classifier.weight
+        of_models = self.models * (right - wrong)
+        offset = self.classifier.bias[1] - self.classifier.bias[0]
+        offsets = of_models @ self.projection.bias + offset
+        return {"weights": array_of(of_models @ self.projection.weight), "offsets": array_of(offsets)}
 
 
 def fit_embedllm(fitting: Fitting) -> Fitted:
@@ -147,11 +154,11 @@ def fit_embedllm(fitting: Fitting) -> Fitted:
     The published rule, the model of the highest logit difference between right and wrong, knows no cost; here the
     probability of being right, which rises with it, is what a price is set against.
     """
-    return fit_router(fitting, _trained_embedllm)
+    return fit_router(fitting, "embedllm", _trained_embedllm)
 
 
 @one_thread()
-def _trained_embedllm(fitting: Fitting, vectors: QueryVectors) -> Values:
+def _trained_embedllm(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train with the published optimiser and noise, on batches of all models on some of the queries.
 
     Published are 50 epochs of batches of 2,048 pairs of a model and a query, over a table of 112 models: tens of
@@ -177,7 +184,7 @@ def _trained_embedllm(fitting: Fitting, vectors: QueryVectors) -> Values:
         Schedule(max(EMBED_PAIRS // n_models, 1), EMBED_STEPS, EMBED_CHECK_EVERY, EMBED_PATIENCE),
         generator,
     )
-    return learned(vectors, network.probabilities)
+    return network.linear(), {}
 
 
 class RouterDC(nn.Module):
@@ -199,10 +206,6 @@ class RouterDC(nn.Module):
         """Return the similarities of projected queries to the models, float32 (N, M)."""
         return projected @ functional.normalize(self.models, dim=1).T
 
-    def shares(self, queries: torch.Tensor) -> torch.Tensor:
-        """Return the softmax of the similarities over the models, float64 (N, M)."""
-        return functional.softmax(self.similarities(self.projected(queries)).double(), dim=1)
-
 
 def fit_routerdc(fitting: Fitting) -> Fitted:
     """Train a projection of frozen features, where the original trains its encoder, with both of its losses.
@@ -211,11 +214,11 @@ def fit_routerdc(fitting: Fitting) -> Fitted:
     components and k-means, where the original takes t-SNE and k-means. Nothing in the method knows of costs: a price
     is set against the softmax of the similarities.
     """
-    return fit_router(fitting, _trained_routerdc, "frozen encoder, clusters by PCA")
+    return fit_router(fitting, "routerdc", _trained_routerdc, "frozen encoder, clusters by PCA")
 
 
 @one_thread()
-def _trained_routerdc(fitting: Fitting, vectors: QueryVectors) -> Values:
+def _trained_routerdc(fitting: Fitting, vectors: Read) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train for the published 1,000 steps of 64 queries, or until 6 checks on validation bring no improvement.
 
     The published learning rate is for an encoder's weights; Adam's usual one is for a projection's.
@@ -238,7 +241,7 @@ def _trained_routerdc(fitting: Fitting, vectors: QueryVectors) -> Values:
 
     optimiser = torch.optim.Adam(network.parameters(), lr=DC_RATE)
     train(network, optimiser, loss, validation_loss, len(queries), DC_SCHEDULE, generator)
-    return learned(vectors, network.shares)
+    return {"projection": array_of(network.projection.weight), "models": array_of(network.models)}, {}
 
 
 def answer_quality(examples: Examples) -> Floats:

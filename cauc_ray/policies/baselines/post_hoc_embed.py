@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.routing import answer_vectors
-from cauc_ray.policies.baselines.training import Schedule, learned, one_thread, train
+from cauc_ray.policies.baselines.training import Schedule, array_of, one_thread, train
+from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
-from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers, with_embedding_paid
+from cauc_ray.policies.scored import PostHocEmbedPolicy
 
 WIDTH, DROPOUT = 128, 0.1
 LEARNING_RATE, WEIGHT_DECAY, BATCH_SIZE = 1e-3, 1e-4, 128
@@ -46,11 +47,6 @@ class GainNetwork(nn.Module):
         last = self.layers[-1]
         return torch.addmm(last[-1], hidden, last[:-1])[:, 0]
 
-    def gains(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the output, float64 (N,)."""
-        output: torch.Tensor = self(vectors).double()
-        return output
-
 
 def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     """Fit a network for each stage but the last, by MSE to g = y_last - y_own in {-1, 0, 1}.
@@ -61,23 +57,20 @@ def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     behind it, and one threshold holds for all.
     """
     calibration = fitting.calibration
-    n_stages = len(calibration.chain.models)
+    models, embeddings = calibration.chain.models, calibration.embeddings
     correct = calibration.correct().astype(np.float32)
-    gains = []
-    for stage in range(n_stages - 1):
-        vectors = answer_vectors(calibration, stage)
-        network = _trained(vectors(calibration), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
-        gains.append(learned(vectors, network.gains))
-
-    def cascade(examples: Examples) -> Trace:
-        """Return each stage's own answer; its confidence is minus the gain of deferring to the last model."""
-        confidences = -np.stack([*(gain(examples) for gain in gains), np.zeros(len(examples))], axis=1)
-        trace = Trace(own_answers(examples.chain), confidences, calls_in_turn(n_stages))
-        return with_embedding_paid(trace, examples) if gains else trace
-
-    seen = "log-probabilities" if calibration.embeddings is None else "log-probabilities and the embedding"
-    notes = f"{seen} in place of hidden states", calibration.embedding_note if n_stages > 1 else ""
-    return Thresholded(cascade, fitting.validation, note="; ".join(filter(None, notes)))
+    arrays, read, encoded = {}, list[dict[str, Any]](), embeddings is not None and len(models) > 1
+    for stage, (name, logits) in enumerate(zip(models[:-1], calibration.chain.logits, strict=False)):
+        read.append({"n_options": logits.shape[1]})
+        features = answer_features(logits, logits.shape[1], embeddings)
+        scaler = Scaler.of(features)
+        network = _trained(scaler(features), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
+        layers = {f"{name}/layer{index}": array_of(layer) for index, layer in enumerate(network.layers)}
+        arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, **layers}
+    policy = fitting.policy(PostHocEmbedPolicy, encoded=encoded, of_stages=[*read, {}]).with_arrays(arrays)
+    seen = "log-probabilities" if embeddings is None else "log-probabilities and the embedding"
+    notes = f"{seen} in place of hidden states", calibration.embedding_note if len(models) > 1 else ""
+    return Thresholded.of(policy, fitting, note="; ".join(filter(None, notes)))
 
 
 @one_thread()

@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 
 from cauc_ray.numbers.calibration import fit_temperatures
-from cauc_ray.numbers.logits import log_softmax, top_option
 from cauc_ray.numbers.metrics import upper_hull
-from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.baselines.routing import chosen_calls, routed
+from cauc_ray.policies.baselines.routing import routed
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
+from cauc_ray.policies.routers import RandomPolicy, random_numbers
+from cauc_ray.policies.scored import DuoPolicy, RawPolicy
 from cauc_ray.policies.threshold import ThresholdRule
-from cauc_ray.policies.trace import Examples, Trace, calls_in_turn, own_answers, trace_policy
-
-
-def raw_cascade(confidence: Callable[[Floats], Floats], examples: Examples) -> Trace:
-    """Return each stage's own answer, and how sure it is by its raw logits; nothing is trained.
-
-    confidence: of logits (N, K), float64 (N,). In a chain of several models one threshold holds for every stage.
-    """
-    chain = examples.chain
-    confidences = np.stack([confidence(logits) for logits in chain.logits], axis=1)
-    return Trace(own_answers(chain), confidences, calls_in_turn(len(chain.models)))
-
-
-def margins(logits: Floats) -> Floats:
-    """Return p(1) - p(2), the two largest raw probabilities, float64 (N,); 1 where there is one option."""
-    probabilities = np.exp(log_softmax(logits))
-    if probabilities.shape[1] == 1:
-        return np.ones(len(logits))
-    second, first = np.partition(probabilities, -2, axis=1)[:, -2:].T
-    found: Floats = first - second
-    return found
+from cauc_ray.policies.trace import Examples, Trace, trace_policy
 
 
 def fit_margin(fitting: Fitting) -> Fitted:
     """Return Margin Sampling (Ramirez et al., COLM 2024), published for two models."""
-    return Thresholded(partial(raw_cascade, margins), fitting.validation)
+    return Thresholded.of(fitting.policy(RawPolicy, method="margin"), fitting)
 
 
 def fit_max_probability(fitting: Fitting) -> Fitted:
     """Return the cascade of raw probabilities: CAUC without calibration or fusion, as a control."""
-    return Thresholded(partial(raw_cascade, lambda logits: top_option(logits)[1]), fitting.validation)
+    return Thresholded.of(fitting.policy(RawPolicy, method="max-probability"), fitting)
 
 
 def fit_duo(fitting: Fitting) -> Fitted:
@@ -58,21 +34,9 @@ def fit_duo(fitting: Fitting) -> Fitted:
     """
     chain = fitting.calibration.chain
     weights = fit_temperatures(chain.logits, chain.labels).weights
-
-    def duo(examples: Examples) -> Trace:
-        logits = examples.chain.logits
-        fused = sum(weight * np.float64(own) for weight, own in zip(weights, logits, strict=True))
-        predictions, confidences = top_option(np.asarray(fused))
-        return Trace(predictions[:, None], confidences[:, None], np.ones((1, len(logits)), dtype=bool))
-
+    policy = fitting.policy(DuoPolicy, of_stages=[{"weight": float(weight)} for weight in weights])
     note = "" if len(chain.models) == 2 else f"extended to {len(chain.models)} models"
-    return Thresholded(duo, fitting.validation, note=note)
-
-
-def random_numbers(examples: Examples, seed: int) -> Floats:
-    """Return a number in (0, 1) for each example, float64 (N,), which depends on its id and the seed alone."""
-    drawn = [hashlib.blake2b(f"{seed}:{own}".encode(), digest_size=8).digest() for own in examples.chain.example_ids]
-    return (np.frombuffer(b"".join(drawn), dtype="<u8") >> 12).astype(np.float64) / 2.0**52 + 2.0**-54
+    return Thresholded.of(policy, fitting, note=note)
 
 
 def fit_random(fitting: Fitting) -> Fitted:
@@ -82,14 +46,7 @@ def fit_random(fitting: Fitting) -> Fitted:
     """
     costs, accuracies = fitting.validation.chain.costs.means, fitting.validation.correct().mean(axis=0)
     order = upper_hull(costs, accuracies, falling=True)
-
-    def mixed(examples: Examples) -> Trace:
-        steps = np.arange(len(order))
-        confidences = (random_numbers(examples, fitting.seed)[:, None] + steps) / len(steps)
-        calls = chosen_calls(order, len(examples.chain.models), paid=False)
-        return Trace(own_answers(examples.chain, order), confidences, calls)
-
-    return Thresholded(mixed, fitting.validation)
+    return Thresholded.of(fitting.policy(RandomPolicy, order.tolist(), seed=fitting.seed), fitting)
 
 
 def fit_shuffled(fitting: Fitting) -> Fitted:
@@ -98,7 +55,7 @@ def fit_shuffled(fitting: Fitting) -> Fitted:
 
     def shuffled(examples: Examples) -> Trace:
         own = trace_policy(policy, examples.chain)
-        order = np.argsort(random_numbers(examples, fitting.seed))
+        order = np.argsort(random_numbers(examples.chain.example_ids, fitting.seed))
         return Trace(own.predictions, own.confidences[order], own.calls)
 
     return Thresholded(shuffled, fitting.validation, note="CAUC-RF's confidences")

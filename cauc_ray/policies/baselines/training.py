@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from cauc_ray.numbers.types import Floats
-from cauc_ray.policies.trace import Examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +117,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def learned(
-    vectors: Callable[[Examples], Floats], output: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[Examples], Floats]:
-    """Return a trained network's output for examples, float64 (N, ...).
-
-    vectors: what it reads of them, float32 (N, d).   output: from these vectors to the output.
-    """
-
-    def of(examples: Examples) -> Floats:
-        with torch.inference_mode(), one_thread():
-            found: Floats = output(torch.from_numpy(vectors(examples))).numpy()
-        return found
-
-    return of
+def array_of(values: torch.Tensor) -> Floats:
+    """Return numbers of a trained network as an array."""
+    found: Floats = values.detach().numpy().copy()
+    return found
 
 
 def linear(n_in: int, n_out: int, generator: torch.Generator, *, bias: bool = True) -> nn.Linear:

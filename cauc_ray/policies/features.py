@@ -1,0 +1,83 @@
+"""What scorers and routers read of a row: a model's outputs, and an embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cauc_ray.numbers.logits import log_softmax
+from cauc_ray.numbers.products import lengths_of
+from cauc_ray.numbers.types import Floats
+
+# Lower log probabilities carry no more information; also that of options that a row does not have.
+LOWEST_LOG_PROBABILITY = -20.0
+
+# Of a float32 feature, relative to its mean where that is large.
+_ROUNDING = 1e-6
+
+
+def option_features(logits: Floats, n_options: int | None = None) -> Floats:
+    """Return features of a model's logits: log probabilities, sorted ones, entropy, margin; float32 (N, 2 K + 2).
+
+    n_options: K, where the features must be as wide as those of another split, whose questions may have more or
+    fewer options. Without it, as many as there are columns.
+    """
+    own = log_softmax(logits)
+    clipped = np.maximum(own, LOWEST_LOG_PROBABILITY)
+    ranked = -np.sort(-clipped, axis=1)
+    probabilities = np.exp(own)
+    # One after the other, so that options that a row lacks change no bit.
+    entropy = -np.cumsum(probabilities * clipped, axis=1)[:, -1]
+    best = -np.sort(-probabilities, axis=1)[:, :2]
+    margin = best[:, 0] - best[:, 1:].sum(axis=1)
+    k = n_options or logits.shape[1]
+    absent = ((0, 0), (0, max(0, k - logits.shape[1])))
+    lists = [np.pad(own, absent, constant_values=LOWEST_LOG_PROBABILITY)[:, :k] for own in (clipped, ranked)]
+    return np.column_stack([*lists, entropy, margin]).astype(np.float32)
+
+
+def answer_features(
+    logits: Floats, n_options: int, embeddings: Floats | None = None, *, with_answer: bool = False
+) -> Floats:
+    """Return what is known once a model has answered, float32 (N, d): its outputs, and where there is one an embedding.
+
+    n_options: as option_features has it.   embeddings: of the rows, float (N, e).   with_answer: whether the option
+    that it chose is a feature.
+    """
+    found = [option_features(logits, n_options)]
+    if embeddings is not None:
+        found.append(np.asarray(embeddings, dtype=np.float32))
+    if with_answer:
+        found.append((logits.argmax(axis=1)[:, None] == np.arange(n_options)).astype(np.float32))
+    return np.column_stack(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """Standardises features.   means, scales: float64 (d,)."""
+
+    means: Floats
+    scales: Floats
+
+    @classmethod
+    def of(cls, features: Floats) -> Scaler:
+        """Measure features, float32 (N, d); one that is constant but for rounding is only centred.
+
+        The least change of such a feature, divided by a deviation that is rounding, would be enormous.
+        """
+        means, scales = features.mean(axis=0, dtype=np.float64), features.std(axis=0, dtype=np.float64)
+        constant = scales <= _ROUNDING * np.maximum(np.abs(means), 1.0)
+        return cls(means, np.where(constant, 1.0, scales))
+
+    def __call__(self, features: Floats) -> Floats:
+        """Return standardised features, float32 (N, d)."""
+        scaled: Floats = ((features - self.means) / self.scales).astype(np.float32)
+        return scaled
+
+
+def unit_rows(vectors: Floats) -> Floats:
+    """Return vectors scaled to length 1, of their shape and dtype; those of length 0 stay."""
+    lengths = lengths_of(vectors)[:, None]
+    scaled: Floats = (vectors / np.where(lengths > 0, lengths, 1)).astype(vectors.dtype)
+    return scaled

@@ -1,0 +1,305 @@
+"""Policies of other cascades than CAUC's: models one after the other, until a score of their own is high enough.
+
+Each stage answers with its model's own answer, whose confidence is calibrated as in every policy; what is compared with
+the threshold is the method's. Where there is an embedding, an encoder is the first stage, and rows carry what it gives.
+"""
+
+from __future__ import annotations
+
+import base64
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from pydantic import Field, InstanceOf
+from pydantic.json_schema import SkipJsonSchema
+
+from cauc_ray.errors import PolicyError
+from cauc_ray.files.documents import write_bytes
+from cauc_ray.files.paths import AnyPath, path_of
+from cauc_ray.numbers.chain import LARGEST
+from cauc_ray.numbers.logits import log_softmax, real_options, top_option
+from cauc_ray.numbers.products import products
+from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.policies.arrays import NO_ARRAYS, SUFFIX, Arrays
+from cauc_ray.policies.cauc import same_width
+from cauc_ray.policies.features import Scaler, answer_features
+from cauc_ray.policies.policy import Policy, Stage, Step
+
+_PACKED = "arrays"
+
+
+class MethodPolicy(Policy):
+    """A policy of a method that CAUC is compared with.
+
+    arrays_sha256: digest of the file next to the policy's, named like it but for its ending .safetensors, that holds
+    its arrays; null if it has none.
+    """
+
+    scored: ClassVar[bool] = True
+    # Its fields, next to every policy's, that enter its id.
+    OWN: ClassVar[tuple[str, ...]] = ("arrays_sha256",)
+
+    arrays_sha256: str | None = None
+    arrays: SkipJsonSchema[InstanceOf[Arrays]] = Field(default=NO_ARRAYS, exclude=True, repr=False)
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield the contradictions in the policy."""
+        yield from super().contradictions()
+        if any(stage.offsets is not None or stage.isotonic is not None for stage in self.stages):
+            yield f"method {self.method} supports neither offsets nor isotonic maps"
+        if any((stage.diagnostics is None) != (stage.name == self.encoder) for stage in self.stages):
+            yield "diagnostics are null for an encoder, and for no other stage"
+
+    def decides(self) -> dict[str, Any]:
+        """Return what affects answers."""
+        return super().decides() | self.model_dump(mode="json", include={*self.OWN})
+
+    def worth(self, stage: int, confidences: Floats) -> Floats:
+        """Return that every answer counts as the policy's own: confidences do not say what the score was."""
+        return np.full(len(confidences), np.inf)
+
+    @property
+    def needed_arrays(self) -> tuple[str, ...]:
+        """Return the names of the arrays that its steps use."""
+        return ()
+
+    @property
+    def ends(self) -> Ints:
+        """Return the stages that answer, int (S,)."""
+        return np.arange(len(self.stages) - len(self.answering), len(self.stages))
+
+    @classmethod
+    def parsed(cls, content: Mapping[str, Any], source: str, file: AnyPath | None) -> Self:
+        """Return a policy with its arrays. Raises PolicyError where they are missing or others."""
+        packed = content.get(_PACKED)
+        policy = super().parsed({key: value for key, value in content.items() if key != _PACKED}, source, file)
+        if policy.arrays_sha256 is None:
+            held = NO_ARRAYS
+        elif isinstance(packed, str):
+            held = Arrays.of_file(base64.b64decode(packed), policy.arrays_sha256, f"{source}: {_PACKED}")
+        elif file is None:
+            raise PolicyError(f"{source} has arrays in a file next to it: give it by its path")
+        else:
+            place = _next_to(file)
+            if not place.is_file():
+                raise PolicyError(f"{source} has arrays in {place}, which does not exist: keep the two files together")
+            held = Arrays.of_file(place.read_bytes(), policy.arrays_sha256, str(place))
+        missing = sorted({*policy.needed_arrays} - held.keys())
+        if missing:
+            raise PolicyError(f"{source}: its arrays lack {missing[0]!r}")
+        return policy.with_arrays(held)
+
+    def with_arrays(self, arrays: Mapping[str, Floats]) -> Self:
+        """Return the policy with other arrays."""
+        held = arrays if isinstance(arrays, Arrays) else Arrays(arrays)
+        return self.model_copy(update={"arrays": held, "arrays_sha256": held.sha256 if held else None})
+
+    def save(self, path: str | AnyPath) -> None:
+        """Write the policy's file and, before it, that of its arrays. Raises ConfigError if that fails."""
+        if self.arrays:
+            write_bytes(_next_to(path_of(path)), self.arrays.content)
+        super().save(path)
+
+    def packed(self) -> dict[str, Any]:
+        """Return the policy as JSON has it, with its arrays."""
+        held = {_PACKED: base64.b64encode(self.arrays.content).decode()} if self.arrays else {}
+        return super().packed() | held
+
+    def own_answer(self, stage: int, logits: Floats, **more: Any) -> Step:
+        """Return a stage's own answer, which every row takes.   more: other fields of the step."""
+        scores = self.stages[stage].scores(logits)
+        confidences = top_option(scores)[1]
+        predictions = logits.argmax(axis=1).astype(np.int32)
+        n = len(scores)
+        own = {"accepted": np.full(n, True), "state": np.zeros((n, 0)), "worth": np.full(n, np.inf)}
+        return Step(predictions, confidences, scores=scores, **{**own, **more})
+
+    def no_answer(self, state: Floats, to: Ints | None = None) -> Step:
+        """Return the step of an encoder.   state: (n, S), that rows carry.   to: where they go."""
+        n = len(state)
+        nothing, none = np.full(n, -np.inf), np.zeros((n, 0))
+        return Step(np.full(n, -1, np.int32), np.full(n, np.nan), np.full(n, False), state, none, to, nothing)
+
+
+def _next_to(path: AnyPath) -> AnyPath:
+    return path.parent / f"{path.stem}{SUFFIX}"
+
+
+class ScoredStage(Stage):
+    """A stage of a scored cascade.
+
+    n_options: how many options its scorer reads; null without one.   offset: of a logistic scorer; null without one.
+    """
+
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"n_options", "offset"}
+
+    n_options: int | None = Field(default=None, ge=1)
+    offset: float | None = Field(default=None, ge=-LARGEST, le=LARGEST)
+
+
+class ScoredPolicy(MethodPolicy):
+    """Models one after the other, each with its own answer. A row's state is its embedding, if there is one."""
+
+    stages: tuple[ScoredStage, ...] = Field(min_length=1)
+
+    @property
+    def calls(self) -> Bools:
+        """Return the calls of rows that stop at each stage that answers: its own and all before."""
+        return super().calls[self.ends]
+
+    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
+        """Return the steps of all stages that answer."""
+        return super().every_step(logits, ids)[self.ends[0] :]
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Stop where the stage's score reaches the threshold, and at the last stage."""
+        if stage == 0 and self.encoder is not None:
+            return self.no_answer(np.asarray(logits, dtype=np.float64))
+        logits = real_options(logits)
+        carried = np.zeros((len(logits), 0)) if state is None else state
+        if stage == len(self.stages) - 1:
+            return self.own_answer(stage, logits, state=carried)
+        worth = self.score(stage, logits, carried)
+        return self.own_answer(stage, logits, state=carried, worth=worth, accepted=worth >= self.threshold)
+
+    @abstractmethod
+    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return what is compared with the threshold, float64 (n,).   embeddings: float (n, e), e = 0 for none."""
+
+    def read(self, stage: int, logits: Floats, embeddings: Floats, *, with_answer: bool) -> Floats:
+        """Return the standardised features of a stage's answers, float32 (n, d)."""
+        numbers = self.stages[stage]
+        assert numbers.n_options is not None
+        means, scales = (self.arrays[f"{numbers.name}/{name}"] for name in ("means", "scales"))
+        width = len(means) - (2 * numbers.n_options + 2) - with_answer * numbers.n_options
+        own = embeddings[:, :width] if width else None  # rows of other policies in the call may be wider
+        return Scaler(means, scales)(answer_features(logits, numbers.n_options, own, with_answer=with_answer))
+
+    def _arrays_of_scorers(self, *names: str) -> tuple[str, ...]:
+        models = [stage.name for stage in self.answering[:-1]]
+        return tuple(f"{model}/{name}" for model in models for name in ("means", "scales", *names))
+
+
+class RawPolicy(ScoredPolicy):
+    """The cascades of raw probabilities, which train nothing, and a single model."""
+
+    method: Literal["margin", "max-probability", "single"]
+
+    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return the raw probability of the answer, for margin less that of the next option."""
+        return margins(logits) if self.method == "margin" else top_option(logits)[1]
+
+
+def margins(logits: Floats) -> Floats:
+    """Return p(1) - p(2), the two largest raw probabilities, float64 (N,); 1 where there is one option."""
+    probabilities = np.exp(log_softmax(logits))
+    if probabilities.shape[1] == 1:
+        return np.ones(len(logits))
+    second, first = np.partition(probabilities, -2, axis=1)[:, -2:].T
+    found: Floats = first - second
+    return found
+
+
+class PostHocEmbedPolicy(ScoredPolicy):
+    """Post-Hoc-Embed: a network predicts what the last model gains over a stage.
+
+    Arrays of each model: layers, (d_in + 1, d_out), with biases in the last row.
+    """
+
+    method: Literal["post-hoc-embed"] = "post-hoc-embed"
+
+    @property
+    def needed_arrays(self) -> tuple[str, ...]:
+        """Return the scalers, and the layers of each network."""
+        return self._arrays_of_scorers("layer0", "layer1", "layer2")
+
+    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return 1 / (1 + exp(g)) of the predicted gain g: the less deferring gains, the higher."""
+        return 1.0 / (1.0 + np.exp(np.clip(self.gain(stage, logits, embeddings), -700, 700)))
+
+    def gain(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return the predicted gain of the last model, float64 (n,)."""
+        hidden, name = self.read(stage, logits, embeddings, with_answer=False), self.stages[stage].name
+        for index in range(3):
+            layer = self.arrays[f"{name}/layer{index}"]
+            hidden = products(np.maximum(hidden, 0.0) if index else hidden, layer[:-1].T) + layer[-1]
+        gains: Floats = hidden[:, 0]
+        return gains
+
+
+class FrugalGPTPolicy(ScoredPolicy):
+    """FrugalGPT: an answer is taken if its distance, 1 less its predicted reliability, is below its stage's threshold.
+
+    The policy's threshold is a budget: it chooses the solution, the last of the curve that costs no more. Arrays of
+    each model: weights, (d,).
+
+    solutions: for each point of the curve the thresholds of all stages but the last; at 0 none is taken, at 2 all are.
+    """
+
+    one_threshold: ClassVar[bool] = False
+    method: Literal["frugalgpt"] = "frugalgpt"
+    solutions: tuple[tuple[float, ...], ...]
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield the contradictions in the policy."""
+        yield from super().contradictions()
+        if len(self.solutions) != len(self.curve) or {*map(len, self.solutions)} - {len(self.answering) - 1}:
+            yield "solutions must be of the curve's points, with a threshold for each model but the last"
+
+    @property
+    def needed_arrays(self) -> tuple[str, ...]:
+        """Return the scalers and weights."""
+        return self._arrays_of_scorers("weights")
+
+    def decides(self) -> dict[str, Any]:
+        """Return what affects answers: not the budget, but what it chooses."""
+        return super().decides() | {"threshold": self.thresholds}
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """Return the stages' thresholds of the distance."""
+        costs = np.array([point.threshold for point in self.curve])
+        return self.solutions[max(int(np.searchsorted(costs, self.threshold, side="right")) - 1, 0)]
+
+    def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return inf for answers that are taken, -inf for others."""
+        at = stage - (self.encoder is not None)
+        return np.where(self.distances(stage, logits, embeddings) < self.thresholds[at], np.inf, -np.inf)
+
+    def distances(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
+        """Return 1 less the probability that the stage's answer is right, float64 (n,)."""
+        numbers = self.stages[stage]
+        inputs = self.read(stage, logits, embeddings, with_answer=True)
+        weights = self.arrays[f"{numbers.name}/weights"]
+        found: Floats = np.exp(-np.logaddexp(0.0, products(inputs, weights[None])[:, 0] + numbers.offset))
+        return found
+
+
+class DuoStage(Stage):
+    """A stage of Asymmetric Duo.   weight: of its logits in the sum."""
+
+    DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {"weight"}
+
+    weight: float = Field(gt=0, le=LARGEST)
+
+
+class DuoPolicy(MethodPolicy):
+    """Asymmetric Duo: all models answer, and their logits are summed. A row's state is the sum so far: S = K."""
+
+    one_threshold: ClassVar[bool] = False
+    method: Literal["duo"] = "duo"
+    stages: tuple[DuoStage, ...] = Field(min_length=1)
+
+    def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
+        """Add the stage's logits to the sum; the last stage's answers are taken."""
+        numbers, last = self.stages[stage], stage == len(self.stages) - 1
+        own = numbers.weight * np.float64(real_options(logits))
+        if state is not None:
+            own, before = same_width(own, state, (numbers.name, "the stages before"))
+            own = own + before
+        predictions, confidences = top_option(own)
+        n = len(own)
+        worth = np.full(n, np.inf if last else -np.inf)
+        return Step(predictions, confidences, np.full(n, last), own, own, worth=worth)
