@@ -15,7 +15,6 @@ import numpy as np
 from cauc_ray.api.tables import FORMATS, Grid, Mark, decimals
 from cauc_ray.comparison.measuring import (
     RECALIBRATED,
-    SINGLE,
     columns_of,
     paper_name,
     published,
@@ -26,6 +25,7 @@ from cauc_ray.comparison.tasks import Written
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.paper.config import Chain, ComparedChain
 from cauc_ray.paper.measured import comparison_of
+from cauc_ray.policies.by_method import SINGLE
 from cauc_ray.policies.methods import METHODS
 
 Row: TypeAlias = Mapping[str, Any]
