@@ -89,10 +89,10 @@ def recalibrates(method: Method) -> bool:
 
 def require_methods(names: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not of a method, of one on recalibrated logits, or of a group of them."""
-    forms = (f"{RECALIBRATED}+{method.name}" for method in METHODS.values() if recalibrates(method))
-    known = ("all", SINGLE, RECALIBRATED, *METHODS, *forms)
+    known = ("all", SINGLE, RECALIBRATED, *METHODS)
+    forms = [f"{RECALIBRATED}+{method.name}" for method in METHODS.values() if recalibrates(method)]
     for name in names:
-        if name not in known:
+        if name not in (*known, *forms):
             raise ConfigError(unknown_name("method", name, known))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # which the first optimiser would load while a method's setup is timed
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
