@@ -24,7 +24,8 @@ class Link:
     delay_s: of each byte, each way.   bytes_per_s: each way, of all connections together.   stall_share, reset_share:
     of connections, chosen at random, on which at some moment nothing goes on, or that are reset.   tls: how clients
     must connect, where the port behind takes plain connections.   n_connections: so far.   bytes_out, bytes_in: that
-    came from clients, and that went to them (without TLS).
+    came from clients, and that went to them (without TLS).   sent: with `records`, what came through from clients, of
+    each connection.
     """
 
     def __init__(
@@ -37,10 +38,13 @@ class Link:
         reset_share: float = 0.0,
         tls: ssl.SSLContext | None = None,
         seed: int = 0,
+        records: bool = False,
     ) -> None:
         self.target_port, self.delay_s, self.bytes_per_s = target_port, delay_s, bytes_per_s
         self.stall_share, self.reset_share = stall_share, reset_share
         self.n_connections = self.bytes_out = self.bytes_in = 0
+        self.sent: list[bytearray] = []
+        self._records = records
         self._tls, self._random = tls, random.Random(seed)
         self._free_at = {"out": 0.0, "in": 0.0}
         self._open_connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -99,7 +103,10 @@ class Link:
         drawn, fate = self._random.random(), None
         if drawn < self.stall_share + self.reset_share:
             fate = "stall" if drawn < self.stall_share else "reset"
-        connection = _Connection(fate, self._random.randrange(_FIRST_BYTES))
+        if self._records:
+            self.sent.append(bytearray())
+        sent = self.sent[-1] if self._records else None
+        connection = _Connection(fate, self._random.randrange(_FIRST_BYTES), sent)
         behind = None
         try:
             await self._passes.wait()
@@ -146,6 +153,8 @@ class Link:
                 await self._passes.wait()
                 if way == "in":
                     self.bytes_in += len(chunk)
+                elif connection.sent is not None:
+                    connection.sent += chunk
                 writer.write(chunk)
                 await writer.drain()
             with suppress(OSError, NotImplementedError):  # TLS has no end of one way
@@ -157,10 +166,10 @@ class _ResetError(Exception):
 
 
 class _Connection:
-    """What becomes of a connection after some bytes."""
+    """What becomes of a connection after some bytes.   sent: what came through from the client, if that is kept."""
 
-    def __init__(self, fate: Literal["stall", "reset"] | None, after: int) -> None:
-        self._fate, self._left = fate, after
+    def __init__(self, fate: Literal["stall", "reset"] | None, after: int, sent: bytearray | None) -> None:
+        self._fate, self._left, self.sent = fate, after, sent
 
     async def fail_at(self, n_bytes: int) -> None:
         self._left -= n_bytes

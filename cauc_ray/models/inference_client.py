@@ -11,8 +11,10 @@ import ssl
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import httpcore2
@@ -47,6 +49,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 KEPT_S = 60.0
 # Bodies are sent in pieces of so many bytes: a link is stuck once one of them does not get through.
 PIECE_BYTES = 1 << 16
+# So many times of answers are remembered.
+MOST_TIMES = 9
 # No answer is longer, unpacked.
 MOST_BYTES = 1 << 28
 # So many rows are refused one by one before all are, while the server has not answered any yet.
@@ -118,7 +122,8 @@ class RemoteModel(Model):
         self._spec, self._token, self._deadline_s = spec, token, deadline_s
         self._url = spec.url.rstrip("/")
         self._served: Served | None = None
-        self._has_answered, self._usual_s = False, 0.0
+        self._has_answered = False
+        self._took_s: deque[float] = deque(maxlen=MOST_TIMES)
         self._traffic, self._reported = Traffic(), Traffic()
         self._pool = httpcore2.AsyncConnectionPool(
             ssl_context=trust,
@@ -310,9 +315,11 @@ class RemoteModel(Model):
             if left_s <= 0:
                 break
             headers, body = written(left_s)
-            # A link that is stuck looks like a model that computes: wait at least as long as answers have taken.
+            # A link that is stuck looks like a model that computes: wait at least as long as answers usually take. Not
+            # as the slowest did: after an outage, a single stuck connection would cost a call all of its time.
             share_s = left_s / (spec.retries + 1 - attempt)
-            silent_s = min(left_s, max(share_s, 2 * self._usual_s)) if may_repeat else left_s
+            usual_s = median(self._took_s) if self._took_s else 0.0
+            silent_s = min(left_s, max(share_s, 2 * usual_s)) if may_repeat else left_s
             began = loop.time()
             try:
                 async with asyncio.timeout(left_s):
@@ -322,7 +329,7 @@ class RemoteModel(Model):
                 why, asked_s = _reason(error), 0.0
             else:
                 if response.status not in _RETRIED:
-                    self._usual_s = max(0.9 * self._usual_s, loop.time() - began)
+                    self._took_s.append(loop.time() - began)
                     return response
                 why, asked_s = f"{response.status}: {self._told(response)}", response.retry_after_s
             pause_s = max(asked_s, random.uniform(0.5, 1.0) * min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt))

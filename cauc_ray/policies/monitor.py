@@ -194,20 +194,39 @@ class Watch:
                 "with a validation split that has all labels"
             )
         counts = _reference_counts(policy.reference)
+        self._counts = counts
         self._tests = {name: ShareDrift(counts[name]) for name in FEATURES}
+        self._random = np.random.default_rng(0)
         # Each test has its share of the rate of false alarms.
         self._log_shares = {name: math.log(share / n_watches) for name, (share, _) in FEATURES.items()}
         self._evidence = dict.fromkeys(FEATURES, Evidence())
         self._sums = [StageSums() for _ in policy.stages]
 
-    def add(self, answered: Answered) -> None:
-        """Take answers in order, with their likeliest options; labels are not needed."""
+    def add(self, answered: Answered, cut_short: Bools | None = None) -> None:
+        """Take answers in the order in which they were asked for, with their likeliest options.
+
+        cut_short: bool (n,), rows that would have gone on from the stage that answered, None for none. To leave them
+        out would leave only the rows that stop early; the tests take reference rows that went on in their place.
+        """
         assert answered.likeliest is not None
+        cut = np.zeros(len(answered), dtype=bool) if cut_short is None else cut_short
         none, stages = np.zeros(len(answered), dtype=np.int64), answered.stages.astype(np.int64)
-        bins = equal_width_bins(answered.confidences, N_BINS)
-        self._test("confidence", none, stages * N_BINS + bins)
-        self._test("answers", none, stages * N_GROUPS**N_LIKELIEST + answered.likeliest)
-        self._sum(stages, lambda here: StageSums.of_answers(answered.confidences[here], answered.costs[here]))
+        bins, likeliest = equal_width_bins(answered.confidences, N_BINS), answered.likeliest.astype(np.int64)
+        for name, of_each in (("confidence", bins), ("answers", likeliest)):
+            n_each = self._counts[name].size // len(self._sums)
+            categories = stages * n_each + of_each
+            for stage in np.unique(stages[cut]):
+                here = cut & (stages == stage)
+                categories[here] = self._later(name, (stage + 1) * n_each, int(here.sum()))
+            self._test(name, none, categories)
+        own = answered.of_rows(~cut)
+        self._sum(stages[~cut], lambda here: StageSums.of_answers(own.confidences[here], own.costs[here]))
+
+    def _later(self, name: str, first: int, n: int) -> Ints:
+        """Draw n categories from those of reference rows, from the first one on."""
+        counts = self._counts[name][0, first:]
+        shares = counts / counts.sum() if counts.any() else np.full(len(counts), 1 / len(counts))
+        return first + self._random.choice(len(counts), n, p=shares)
 
     def add_outcomes(self, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Take whether answers were right, whether or not they were added before.

@@ -174,18 +174,19 @@ class Inference:
         drawn = version is None and bool(in_force.candidates) and whole
         sampled = policy.in_turn and whole and limits.get("log") is not False
         answer_id = new_answer_id(sampled=sampled, drawn=drawn)
-        answered = await service.cascade.answer(
-            policy,
-            columns,
-            n,
-            last_stage=last,
-            asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
-            timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
-            priority=limits.get("priority") or DEFAULT_PRIORITY,
-            chosen=sampled_rows(answer_id, n, shadows.share),
-        )
+        with service.watching.asked(member.id, n) as watch:
+            answered = await service.cascade.answer(
+                policy,
+                columns,
+                n,
+                last_stage=last,
+                asks_for=frozenset(VECTORS[name] for name in outputs if name in VECTORS),
+                timeout_s=(limits.get("timeout") or 0) / 1e6 or None,
+                priority=limits.get("priority") or DEFAULT_PRIORITY,
+                chosen=sampled_rows(answer_id, n, shadows.share),
+            )
+            watch(answered)
         service.metrics.policy_rows(member.id, n)
-        service.watching.answered(answered, member.id)
         if drawn:
             self._compare(in_force, member, answered)
         if answered.chosen is not None:

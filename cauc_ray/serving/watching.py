@@ -7,8 +7,10 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -187,19 +189,40 @@ class WatchedHere:
 
 
 @dataclass(slots=True)
+class _Asked:
+    """A request that is watched.   answers: with the rows that were cut short, bool (n,), once they are known."""
+
+    n: int
+    answers: tuple[Answered, Bools] | None = None
+    is_over: bool = False
+
+
+@dataclass(slots=True)
 class _Kept:
     """The watch of one policy, and what came since it last computed.   held: whether it did then.
 
-    digest: of the policy with its reference.   more: what is to be called of the watch, and with what.
+    digest: of the policy with its reference.   asked: requests in their order.   n_asked, n_taken: rows that have come,
+    and that were taken from there, each counted in one thread.   more: what is to be called of the watch, with what.
     """
 
     policy_id: str
     digest: str
     watch: Watch | None
-    answers: deque[Answered] = field(default_factory=deque)
+    asked: deque[_Asked] = field(default_factory=deque)
     more: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
-    n_rows: int = 0
+    n_asked: int = 0
+    n_taken: int = 0
     held: bool = True
+
+    def take(self) -> list[tuple[Answered, Bools]]:
+        """Take the answers to the requests before the first one that is not answered yet."""
+        taken = []
+        while self.asked and self.asked[0].is_over:
+            one = self.asked.popleft()
+            self.n_taken += one.n
+            if one.answers is not None:
+                taken.append(one.answers)
+        return taken
 
 
 class Watching:
@@ -223,16 +246,21 @@ class Watching:
         content = json.dumps(policy.model_dump(mode="json", exclude={*SIGNED}), sort_keys=True)
         self._kept = _Kept(policy_id, hashlib.sha256(content.encode()).hexdigest()[:16], watch)
 
-    def answered(self, request: RequestState, policy_id: str) -> None:
-        """Keep a request's answers, unless they are another policy's, or not those that it would have given."""
-        kept = self._of(policy_id)
-        if kept is None or kept.n_rows >= MOST_KEPT or request.capped:
-            return
-        if request.policy.reference is None:  # it came before the same policy was given one, and lacks what is compared
-            return
-        answered = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
-        kept.answers.append(answered.of_rows(~request.degraded) if np.count_nonzero(request.degraded) else answered)
-        kept.n_rows += request.n
+    @contextmanager
+    def asked(self, policy_id: str, n: int) -> Iterator[Callable[[RequestState], None]]:
+        """Watch a request of n rows, which is answered in the block: what is returned keeps its answers.
+
+        Answers are compared in the order in which they were asked for: while a stage hangs, those of the stages before
+        it come first, and would look like a drift.
+        """
+        kept, asked = self._of(policy_id), _Asked(n)
+        if kept is not None and kept.n_asked - kept.n_taken < MOST_KEPT:
+            kept.asked.append(asked)
+            kept.n_asked += n
+        try:
+            yield partial(_keep, asked)
+        finally:
+            asked.is_over = True
 
     def outcomes(self, policy_id: str, stages: Ints, confidences: Floats, correct: Bools) -> None:
         """Keep what became known of answers, as Watch.add_outcomes takes it."""
@@ -251,10 +279,9 @@ class Watching:
             if kept.watch is None:
                 self._latched(kept, {})
                 return WatchedHere(kept.policy_id, None)
-            answers = _taken(kept.answers)
-            kept.n_rows = 0
-            if answers:
-                kept.watch.add(Answered.joined(answers))
+            if answers := kept.take():
+                answered, cut_short = zip(*answers, strict=True)
+                kept.watch.add(Answered.joined(answered), np.concatenate(cut_short))
             for add, given in _taken(kept.more):
                 add(kept.watch, *given)
             watched = kept.watch.watched()
@@ -297,6 +324,14 @@ def report_of(policy: Policy, policy_id: str, routers: Sequence[WatchedHere]) ->
         says = "is not watched: at this threshold or budget it has no reference to compare answers with"
         return {"policy_id": policy_id, "holds": None, "says": says, "routers": 0}
     return {**watch_report(policy, Watched.merged(seen)), "routers": len(seen)}
+
+
+def _keep(asked: _Asked, request: RequestState) -> None:
+    """Keep a request's answers if the policy was to give them, and has what they are compared with."""
+    if request.capped or request.policy.reference is None:
+        return
+    own = Answered(request.predictions, request.confidences, request.stages, request.costs, request.likeliest)
+    asked.answers = own, request.degraded
 
 
 def _taken(kept: deque[Any]) -> list[Any]:

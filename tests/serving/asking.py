@@ -108,16 +108,19 @@ def put_policy(service, content, **headers):
 
 
 class Command:
-    """`cauc serve` of a folder's pool.yaml, in a process and a session of its own."""
+    """`cauc serve` of a folder's pool.yaml, in a process and a session of its own.
 
-    def __init__(self, folder, *arguments, policy="policy.json", cauc=CAUC, **environment):
+    errors: where its standard error goes; a pipe is full after some hundred requests.
+    """
+
+    def __init__(self, folder, *arguments, policy="policy.json", cauc=CAUC, errors=subprocess.PIPE, **environment):
         own = {name: value for name, value in os.environ.items() if not name.startswith("CAUC_")}
         self.process = subprocess.Popen(
             [cauc, "serve", "pool.yaml", "--policy", policy, "--json", *arguments],
             cwd=folder,
             env=own | environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=errors,
             text=True,
             start_new_session=True,
         )

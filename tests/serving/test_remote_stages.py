@@ -1,8 +1,10 @@
 """A service as a stage of another: what the edge answers, whatever the link to the cloud does."""
 
+import contextlib
 import datetime
 import ipaddress
 import ssl
+import threading
 
 import numpy as np
 import pytest
@@ -188,6 +190,29 @@ def test_stalled_and_reset_connections_lose_no_row_and_nothing_is_computed_twice
                 link.reset()
         assert link.n_connections > 6
     assert sum(map(int, log.read_text().split())) == 3 * 120
+
+
+def test_a_slow_hour_does_not_make_stuck_connections_cost_a_call_all_of_its_time(deployed, cloud):
+    with Link(port_of(cloud)) as link:
+        model, batch = deployed.model(link.url, timeout_s=4.0), {"example_id": deployed.ids[:1]}
+        for _ in range(7):
+            model(batch)
+        for link.delay_s in (0.4, 0.75, 1.2):
+            with contextlib.suppress(ExecutionError):
+                model(batch)
+        link.delay_s, link.stall_share, n = 0.0, 1.0, link.n_connections
+        link.reset()
+
+        def heal():
+            until(lambda: link.n_connections > n)
+            link.stall_share = 0.0
+
+        healing = threading.Thread(target=heal)
+        healing.start()
+        for _ in range(12):  # at one of these, the connection is stuck
+            assert not model(batch).failures
+        healing.join()
+        assert link.n_connections > n + 1
 
 
 # TLS.

@@ -217,19 +217,24 @@ def answered(rows, data=DATA, policy=POLICY, **options):
     return run_virtually(main())
 
 
+def tell(watch, request, policy_id=POLICY.id):
+    with watch.asked(policy_id, request.n) as answered:
+        answered(request)
+
+
 def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_anew(caplog, monkeypatch):
     # Whether Serve's logger passes on what it is told is up to Serve, once a test has run it in this process.
     monkeypatch.setattr(watching, "logger", logging.getLogger(__name__))
     told = Recorder()
     watch = Watching(POLICY, POLICY.id, told, 1, MemoryStore(), "alarm")
-    watch.answered(answered(np.arange(50)), POLICY.id)
-    watch.answered(answered(np.arange(50), last_stage=1), POLICY.id)
-    watch.answered(answered(np.arange(50)), "another")
+    tell(watch, answered(np.arange(50)))
+    tell(watch, answered(np.arange(50), last_stage=1))
+    tell(watch, answered(np.arange(50)), "another")
     degraded = answered(np.arange(50))
-    degraded.degraded[:30] = True
-    watch.answered(degraded, POLICY.id)
+    degraded.degraded[np.flatnonzero(degraded.stages < 2)[:20]] = True
+    tell(watch, degraded)
     seen = watch.settle()
-    assert sum(sums.n for sums in seen.watched.stages) == 70
+    assert sum(sums.n for sums in seen.watched.stages) == 80
     assert watch.settle().watched.stages[0].n == seen.watched.stages[0].n
     none = np.zeros(4000, dtype=int)
     watch.outcomes("another", none, np.full(4000, 0.9), none == 0)
@@ -243,7 +248,7 @@ def test_only_the_policy_s_own_answers_are_watched_and_another_policy_begins_ane
     assert report_of(POLICY, POLICY.id, [watch.settle()])["holds"] is False
     other = POLICY.with_threshold(0.5)
     watch.begin(other, other.id)
-    watch.answered(answered(np.arange(50)), other.id)
+    tell(watch, answered(np.arange(50)), other.id)
     assert watch.settle().watched is None
     assert report_of(other, other.id, [watch.settle()])["holds"] is None
     watch.begin(POLICY, POLICY.id)
@@ -256,8 +261,8 @@ def test_answers_from_before_a_policy_had_a_reference_are_not_watched():
     watch = Watching(without, without.id, Recorder(), 1, MemoryStore(), "alarm")
     watch.begin(POLICY, POLICY.id)
     assert without.id == POLICY.id
-    watch.answered(early, without.id)
-    watch.answered(answered(np.arange(20)), POLICY.id)
+    tell(watch, early, without.id)
+    tell(watch, answered(np.arange(20)))
     assert sum(sums.n for sums in watch.settle().watched.stages) == 20
 
 
@@ -265,10 +270,52 @@ def test_a_flood_is_watched_in_part():
     watch = Watching(POLICY, POLICY.id, Recorder(), 1, MemoryStore(), "alarm")
     answer = answered(np.arange(len(DATA)))
     for _ in range(20):
-        watch.answered(answer, POLICY.id)
+        tell(watch, answer)
     assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT
-    watch.answered(answer, POLICY.id)
+    tell(watch, answer)
     assert sum(sums.n for sums in watch.settle().watched.stages) == watching.MOST_KEPT + len(DATA)
+
+
+@pytest.mark.parametrize("away", ["hangs", "down"])
+def test_a_stage_that_is_away_is_no_drift(away):
+    """Only early answers are the policy's own meanwhile, and they come before those that were asked for with them."""
+    data = chain(3, n=1500, shift=3)
+
+    async def main():
+        trouble = None
+
+        async def before(call, batch):
+            if trouble == "hangs":
+                await asyncio.sleep(1e6)
+            if trouble == "down":
+                raise StageError("down", "no route to host")
+            await asyncio.sleep(0.5)
+
+        mine = [Stage("logits0"), Stage("logits1"), Stage("logits2", before=before)]
+        cascade, _ = cascade_of(a_pool(data.models, "degrade", timeout_s=5.0), mine)
+        watch = Watching(POLICY, POLICY.id, Recorder(), 1, MemoryStore(), "alarm")
+        n_degraded = 0
+
+        async def asked(row):
+            nonlocal n_degraded
+            await asyncio.sleep(0.05 * row)
+            with watch.asked(POLICY.id, 1) as answered:
+                answer = await cascade.answer(POLICY, columns_of(data.logits, np.array([row])), 1)
+                answered(answer)
+            n_degraded += int(answer.degraded.sum())
+
+        asking = asyncio.gather(*(asked(row) for row in range(len(data))))
+        for second in range(100):
+            trouble = away if second % 30 >= 10 else None
+            await asyncio.sleep(1)
+            seen = watch.settle().watched
+        await asking
+        assert n_degraded > 150
+        return seen
+
+    seen = run_virtually(main())
+    assert seen.holds
+    assert seen.evidence["confidence"].n == len(data)
 
 
 def body(**changes):
