@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from cauc_ray.api.offline import require_apart
-from cauc_ray.comparison.measuring import SINGLE, columns_of, paper_name, published, require_methods
+from cauc_ray.comparison.measuring import columns_of, paper_name, published, require_methods
 from cauc_ray.comparison.tasks import run_kept
 from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import ConfigError, DataError, require_packages, unknown_name
@@ -25,6 +25,7 @@ from cauc_ray.paper.config import COMPARED, Chain, ComparedChain, Entry, PaperCo
 from cauc_ray.paper.figures import Drawn, Found, draw_figures
 from cauc_ray.paper.measured import comparison_of, measure
 from cauc_ray.paper.tables import CONTENTS, PaperTable, table_of
+from cauc_ray.policies.by_method import SINGLE
 
 
 def plan_of(config: PaperConfig) -> tuple[list[Task], dict[str, str]]:
