@@ -84,6 +84,16 @@ def gain_over_mixture(fitted, test):
     return float(np.mean(curve.accuracy - (1 - share) * accuracies[0] - share * accuracies[-1]))
 
 
+def vectors_of(fitted, test):
+    """Return what a router reads of queries."""
+    return fitted.policy.vectors(test.chain.logits[0] if test.embeddings is None else test.embeddings)
+
+
+def values_of(fitted, test):
+    """Return what a router expects of each model on queries, or the probability that the last one wins."""
+    return fitted.policy.values(vectors_of(fitted, test))
+
+
 def write_table(folder, splits):
     """Write examples by split as a logit table, with their embeddings by an encoder `enc`."""
     for split, own in splits.items():

@@ -33,7 +33,7 @@ from cauc_ray.models.resources import Resources
 from cauc_ray.numbers.calibrators import CalibratorKind
 from cauc_ray.numbers.guarantees import RiskLimit
 from cauc_ray.numbers.sweep import Objective
-from cauc_ray.policies.by_method import SINGLE, is_ours
+from cauc_ray.policies.by_method import OURS, SINGLE
 from cauc_ray.policies.methods import METHODS
 from cauc_ray.policies.threshold import ThresholdRule
 
@@ -310,14 +310,14 @@ class FitOptions(ChainOptions, ShardOptions):
     @property
     def is_ours(self) -> bool:
         """Return whether the method is one of CAUC's own."""
-        return self.method == "auto" or is_ours(self.method)
+        return self.method in ("auto", *OURS)
 
     def _require_plain(self) -> None:
         """Raise ConfigError unless a method of the comparison can be fitted by the options."""
         if not self.method.startswith(f"{SINGLE}:") and self.method not in METHODS:
             raise ConfigError(unknown_name("method", self.method, ("auto", *METHODS)))
-        if self.method in METHODS and METHODS[self.method].why_unpublished is not None:
-            raise ConfigError(f"method {self.method} {METHODS[self.method].why_unpublished}; `cauc compare` runs it")
+        if self.method in METHODS and (why := METHODS[self.method].unpublished):
+            raise ConfigError(f"method {self.method} {why}; `cauc compare` runs it")
         plain = {"search": False, "safe": False, "calibrator": "temperature", "shards": None}
         given = next((name for name, default in plain.items() if getattr(self, name) != default), None)
         if given is not None:

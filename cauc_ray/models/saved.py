@@ -97,7 +97,8 @@ class SavedModel:
             if example not in self._rows
         }
         rows = np.array([self._rows.get(example, 0) for example in ids], dtype=np.intp)
-        n_options, costs = (None if of is None else of[rows] for of in (self._n_options, self._costs))
+        n_options = None if self._n_options is None else self._n_options[rows]
+        costs = None if self._costs is None else self._costs[rows]
         answers = Answers(self._logits[rows], n_options, costs, failures)
         takes = self._spec.seconds_per_call + self._spec.seconds_per_row * len(ids)
         remaining = takes - (time.perf_counter() - started)

@@ -81,6 +81,10 @@ class OperatingPoints:
             cost = self.cost[kept]
             within = np.searchsorted(cost, np.linspace(cost[0], cost[-1], most), side="right")
             kept = kept[np.unique(within) - 1]
+        return self.some(kept)
+
+    def some(self, kept: Ints | Bools) -> OperatingPoints:
+        """Return some of the points."""
         return OperatingPoints(self.settings[kept], self.cost[kept], self.quality[kept], self.unit)
 
     def _within(self, budget: float | None) -> Bools:
@@ -162,6 +166,16 @@ def sweep(
     else:
         quality = _macro_f1_path(events, predictions, labels)
     return _reachable(events.values[events.ends], cost, quality, costs.unit)
+
+
+def stops_of(worth: Floats, threshold: float) -> Ints:
+    """Return the first step whose worth reaches a threshold, else the last, int (n,).   worth: float (n, S)."""
+    stops = np.zeros(len(worth), dtype=np.int64)
+    goes_on = np.ones(len(stops), dtype=bool)
+    for own in worth[:, :-1].T:
+        goes_on &= own < threshold
+        stops += goes_on
+    return stops
 
 
 def _reachable(values: Floats, cost: Floats, quality: Floats, unit: str) -> Frontier:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from cauc_ray.errors import PolicyError
 
 SUFFIX = ".safetensors"
 
 
-class Arrays(Mapping[str, npt.NDArray[Any]]):
+class Arrays(dict[str, npt.NDArray[Any]]):
     """Arrays by name, which nobody changes. Two are equal if their files are."""
-
-    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        self._arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
     @classmethod
     def of_file(cls, content: bytes, sha256: str, source: str) -> Arrays:
         """Read a file's content. Raises PolicyError, naming the source, unless its digest is the one given."""
+        from safetensors import SafetensorError  # what other policies can do without, on an edge box
+        from safetensors.numpy import load
+
         if hashlib.sha256(content).hexdigest() != sha256:
             raise PolicyError(f"{source} is not the file that the policy was saved with: its sha256 is not {sha256}")
         try:
@@ -33,34 +29,21 @@ class Arrays(Mapping[str, npt.NDArray[Any]]):
         except SafetensorError as error:
             raise PolicyError(f"{source} is not a safetensors file: {error}") from error
 
-    @cached_property
+    @property
     def content(self) -> bytes:
         """Return the content of their file: the same bytes for the same arrays."""
-        content: bytes = save(self._arrays)
+        from safetensors.numpy import save
+
+        content: bytes = save({name: np.ascontiguousarray(array) for name, array in self.items()})
         return content
 
-    @cached_property
+    @property
     def sha256(self) -> str:
         """Return the digest of their file."""
         return hashlib.sha256(self.content).hexdigest()
 
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Arrays) and self.sha256 == other.sha256
+        return isinstance(other, Arrays) and self.content == other.content
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(self.sha256)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Arrays, (self._arrays,)  # without the file's content
-
-
-NO_ARRAYS = Arrays({})

@@ -19,6 +19,8 @@ from cauc_ray.policies.threshold import ThresholdRule
 # Every model of a chain by itself: methods that are named single:<model>.
 SINGLE = "single"
 _FITS: Mapping[str, Fit] = {"base": fit_base, "rf": fit_rf, "stacked": fit_stacked}
+# The methods that fit_policy() fits; fit_method() fits the others.
+OURS = tuple(_FITS)
 
 
 def fit_policy(
@@ -37,11 +39,6 @@ def fit_policy(
     """
     fit: Fit = partial(_FITS[method], names=names, calibrator=calibrator)
     return (partial(fit_safe, fit) if safe else fit)(calibration, validation, rule)
-
-
-def is_ours(method: str) -> bool:
-    """Return whether fit_policy() fits a method; fit_method() fits the others."""
-    return method in _FITS
 
 
 def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:

@@ -211,9 +211,8 @@ def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for index, kind in enumerate(calibration.logit_kinds):
         if kind == "embedding":
-            cost = float(calibration.costs.means[index])
-            own = {"name": calibration.models[index], "cost": cost, "logit_kind": kind}
-            found.append({**own, "temperature": 1.0, "diagnostics": None})
+            own = {"name": calibration.models[index], "cost": float(calibration.costs.means[index])}
+            found.append({**own, "logit_kind": kind, "temperature": 1.0, "diagnostics": None})
             continue
         calibrator, fit = calibrator_of(calibration, index, "temperature")
         sums = sum_answers(calibration, {index: calibrator})[index]

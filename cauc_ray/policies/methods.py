@@ -121,9 +121,9 @@ class Fitting:
         calibration, validation = (
             split.own_chain(names, encoded=encoded) for split in (self.calibration, self.validation)
         )
-        own = ({},) * encoded + tuple(of_stages or ({},) * len(names))
-        stages = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
-        return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), stages=stages, **fields)
+        own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
+        fields["stages"] = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
+        return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,10 @@ class Method:
 
     paradigm: as the paper's tables group methods.   where: "module:function" that fits it from a Fitting.
     packages: those it imports in addition to cauc-ray's own.   extra: the extra of cauc-ray that installs them.
-    needs_texts: it trains on the queries' texts, from a checkpoint.   needs_embedding: it reads the queries' embeddings
-    and nothing else.   spends_budget: at a budget it chooses the most expensive point within it, not the best.
-    sees_labels: it uses the labels, as an upper bound for all methods.
+    needs_texts: it trains on the queries' texts, from a checkpoint.   needs_embedding: it cannot do without the
+    queries' embeddings.   spends_budget: at a budget it chooses the most expensive point within it, not the best.
+    sees_labels: it uses the labels, as an upper bound for all methods.   unpublished: why no policy can do the same,
+    empty if one can.
     """
 
     name: str
@@ -146,20 +147,12 @@ class Method:
     needs_embedding: bool = False
     spends_budget: bool = False
     sees_labels: bool = False
+    unpublished: str = ""
 
     @property
     def absent(self) -> list[str]:
         """Return its packages that are not installed."""
         return [package for package in self.packages if find_spec(package) is None]
-
-    @property
-    def why_unpublished(self) -> str | None:
-        """Return why no policy can do the same, None if one can."""
-        if self.needs_texts:
-            return "reads the queries' texts, which no policy does"
-        if self.sees_labels:
-            return "needs the labels"
-        return "gives a row another row's confidence" if self.name == "shuffled" else None
 
     def load(self) -> Callable[[Fitting], Fitted]:
         """Return the function that fits it, importing its packages, such as torch."""
@@ -207,8 +200,9 @@ class Thresholded:
             rule = ThresholdRule(threshold=self.given)
         encoded = self.policy.encoder is not None
         names = [stage.name for stage in self.policy.answering]
-        splits = (each.own_chain(names, encoded=encoded) for each in (fitting.calibration, fitting.validation))
-        return choose_threshold(self.policy.model_copy(update={"budget": rule.budget}), *splits, rule)
+        calibration = fitting.calibration.own_chain(names, encoded=encoded)
+        validation = fitting.validation.own_chain(names, encoded=encoded)
+        return choose_threshold(self.policy.model_copy(update={"budget": rule.budget}), calibration, validation, rule)
 
     @cached_property
     def points(self) -> OperatingPoints:
@@ -251,9 +245,13 @@ def _last_share(trace: Trace, settings: Floats) -> Floats:
 
 _OURS = "cauc_ray.policies.methods"
 _OTHERS = "cauc_ray.policies.baselines"
+_EXPERT = f"{_OTHERS}.label_expert:fit_embedding"
 _SKLEARN: dict[str, Any] = {"packages": ("sklearn",), "extra": "baselines"}
 _TORCH: dict[str, Any] = {"packages": ("torch", "sklearn"), "extra": "baselines"}
 _TEXTS: dict[str, Any] = {"packages": ("torch", "transformers"), "extra": "text-routers", "needs_texts": True}
+_TEXTS["unpublished"] = "reads the queries' texts, which no policy does"
+
+_SHUFFLED = "gives a row another row's confidence"
 
 # In the order in which tables list them.
 METHODS: Mapping[str, Method] = {
@@ -261,7 +259,7 @@ METHODS: Mapping[str, Method] = {
     for method in (
         Method("base", "ours", f"{_OURS}:fit_cauc_base"),
         Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
-        Method("rf-shared", "ours", f"{_OURS}:fit_cauc_rf_shared"),
+        Method("rf-shared", "ours", f"{_OURS}:fit_cauc_rf_shared", unpublished="is rf at the threshold of base"),
         Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
@@ -275,11 +273,11 @@ METHODS: Mapping[str, Method] = {
         Method("routellm-causal", "router", "cauc_ray.text_routers:fit_routellm_causal", **_TEXTS),
         Method("graphrouter", "router", f"{_OTHERS}.graphrouter:fit_graphrouter", **_TORCH),
         Method("embedllm", "router", f"{_OTHERS}.model_vectors:fit_embedllm", **_TORCH),
-        Method("embedding", "control", f"{_OTHERS}.label_expert:fit_embedding", needs_embedding=True),
+        Method("embedding", "control", _EXPERT, needs_embedding=True, unpublished="calls no model of the chain"),
         Method("random", "control", f"{_OTHERS}.simple:fit_random", spends_budget=True),
-        Method("shuffled", "control", f"{_OTHERS}.simple:fit_shuffled", spends_budget=True),
+        Method("shuffled", "control", f"{_OTHERS}.simple:fit_shuffled", spends_budget=True, unpublished=_SHUFFLED),
         Method("max-probability", "control", f"{_OTHERS}.simple:fit_max_probability"),
-        Method("oracle", "control", f"{_OTHERS}.simple:fit_oracle", sees_labels=True),
+        Method("oracle", "control", f"{_OTHERS}.simple:fit_oracle", sees_labels=True, unpublished="needs the labels"),
     )
 }
 

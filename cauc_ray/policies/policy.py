@@ -148,6 +148,7 @@ class Policy(Shown, FrozenModel):
 
     scored: ClassVar[bool] = False
     by_id: ClassVar[bool] = False
+    lowest_threshold: ClassVar[float] = 0.0
     one_threshold: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
@@ -374,9 +375,10 @@ class Policy(Shown, FrozenModel):
         return np.tri(len(self.stages), dtype=bool)
 
     def require_threshold(self, threshold: float) -> None:
-        """Raise ConfigError unless the method can take a threshold, a finite number."""
-        if not threshold >= 0:
-            raise ConfigError(f"a threshold must be a number of at least 0, got {threshold}")
+        """Raise ConfigError unless a threshold is a finite number that the method can take."""
+        check_threshold(threshold)
+        if threshold < self.lowest_threshold:
+            raise ConfigError(f"a threshold must be a number of at least {self.lowest_threshold:g}, got {threshold}")
 
     def check_chain(self, chain: Chain) -> None:
         """Raise PolicyError unless the chain is this policy's; warn if its logits are of another kind."""
@@ -393,7 +395,6 @@ class Policy(Shown, FrozenModel):
 
     def with_threshold(self, threshold: float) -> Self:
         """Return the policy at the given threshold. Raises ConfigError unless the method takes it."""
-        check_threshold(threshold)
         self.require_threshold(threshold)
         objective = self.threshold_choice.objective
         still_said = None if objective == "accuracy" else objective

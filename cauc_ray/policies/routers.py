@@ -12,11 +12,11 @@ from pydantic import Field
 from cauc_ray.errors import ConfigError
 from cauc_ray.numbers.logits import real_options, softmax
 from cauc_ray.numbers.products import products
+from cauc_ray.numbers.sweep import stops_of
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.features import Scaler, answer_features, unit_rows
 from cauc_ray.policies.policy import Stage, Step
 from cauc_ray.policies.scored import MethodPolicy
-from cauc_ray.policies.trace import stops_of
 
 # Cosines of float32 vectors are known to about this.
 _COSINE_ROUNDING = 1e-6
@@ -68,17 +68,14 @@ class RouterPolicy(ChoosingPolicy):
     """
 
     OWN: ClassVar[tuple[str, ...]] = (*MethodPolicy.OWN, "n_options", "k", "sharpness")
+    NEEDS_ARRAYS: ClassVar[bool] = True
+    lowest_threshold: ClassVar[float] = -np.inf  # a price may be of either sign
 
     method: Literal["routerdc", "benchmark-routing", "routellm-mf", "routellm-sw", "graphrouter", "embedllm"]
     threshold: float
     n_options: int | None = Field(ge=1)
     k: int | None = Field(default=None, ge=1)
     sharpness: float | None = Field(default=None, ge=0)
-
-    @property
-    def needed_arrays(self) -> tuple[str, ...]:
-        """Return the arrays of its method, and those that standardise outputs."""
-        return (*ARRAYS[self.method], *(() if self.n_options is None else ("means", "scales")))
 
     @property
     def ends(self) -> Ints:
@@ -92,9 +89,6 @@ class RouterPolicy(ChoosingPolicy):
         calls = super().calls
         calls[:, 0] = True
         return calls
-
-    def require_threshold(self, threshold: float) -> None:
-        """Take any threshold: a price may be of either sign."""
 
     def vectors(self, first: Floats) -> Floats:
         """Return what it reads of rows, float32 (n, d).   first: what the first stage gives, float (n, K)."""
@@ -159,7 +153,7 @@ def sigmoid(logits: Floats) -> Floats:
 
 
 def _logistic(policy: RouterPolicy, vectors: Floats) -> Floats:
-    return sigmoid(products(vectors, policy.arrays["weights"]) + np.float64(policy.arrays["offsets"]))
+    return sigmoid(products(vectors, policy.arrays["weights"]) + np.asarray(policy.arrays["offsets"], np.float64))
 
 
 def _wins(policy: RouterPolicy, vectors: Floats) -> Floats:
@@ -175,11 +169,12 @@ def _near(policy: RouterPolicy, vectors: Floats) -> Floats:
     assert policy.k is not None
     assert policy.sharpness is not None
     known, correct = policy.arrays["known"], policy.arrays["correct"]
-    return near_shares(vectors, known, correct, (policy.k,), (policy.sharpness,))[0, 0]
+    shares: Floats = near_shares(vectors, known, correct, (policy.k,), (policy.sharpness,))[0, 0]
+    return shares
 
 
 def near_shares(
-    vectors: Floats, known: Floats, correct: Floats, sizes: Sequence[int], sharpnesses: Sequence[float]
+    vectors: Floats, known: Floats, correct: Floats | Bools, sizes: Sequence[int], sharpnesses: Sequence[float]
 ) -> Floats:
     """Return the shares of right answers on the nearest known queries, float64 (B, S, N, M).
 
@@ -218,7 +213,7 @@ def _similar(policy: RouterPolicy, vectors: Floats) -> Floats:
     return found
 
 
-# What a router expects of rows by their vectors, and the arrays of that.
+# What a router expects of rows by their vectors.
 VALUES: Mapping[str, Callable[[RouterPolicy, Floats], Floats]] = {
     "routerdc": _cosines,
     "benchmark-routing": _near,
@@ -226,14 +221,6 @@ VALUES: Mapping[str, Callable[[RouterPolicy, Floats], Floats]] = {
     "routellm-sw": _similar,
     "graphrouter": _logistic,
     "embedllm": _logistic,
-}
-ARRAYS: Mapping[str, tuple[str, ...]] = {
-    "routerdc": ("projection", "models"),
-    "benchmark-routing": ("known", "correct"),
-    "routellm-mf": ("weights",),
-    "routellm-sw": ("known", "outcomes"),
-    "graphrouter": ("weights", "offsets"),
-    "embedllm": ("weights", "offsets"),
 }
 
 
@@ -267,7 +254,8 @@ class RandomPolicy(ChoosingPolicy):
     def _worth(self, ids: Sequence[str]) -> Floats:
         """Return one number for each model, in the order in which they are left, float64 (n, M)."""
         n_models = len(self.stages)
-        return (random_numbers(ids, self.seed)[:, None] + np.arange(n_models)) / n_models
+        worth: Floats = (random_numbers(ids, self.seed)[:, None] + np.arange(n_models)) / n_models
+        return worth
 
 
 def random_numbers(ids: Sequence[str], seed: int) -> Floats:

@@ -22,7 +22,7 @@ from cauc_ray.numbers.chain import LARGEST
 from cauc_ray.numbers.logits import log_softmax, real_options, top_option
 from cauc_ray.numbers.products import products
 from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.arrays import NO_ARRAYS, SUFFIX, Arrays
+from cauc_ray.policies.arrays import SUFFIX, Arrays
 from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.policy import Policy, Stage, Step
@@ -40,9 +40,10 @@ class MethodPolicy(Policy):
     scored: ClassVar[bool] = True
     # Its fields, next to every policy's, that enter its id.
     OWN: ClassVar[tuple[str, ...]] = ("arrays_sha256",)
+    NEEDS_ARRAYS: ClassVar[bool] = False
 
     arrays_sha256: str | None = None
-    arrays: SkipJsonSchema[InstanceOf[Arrays]] = Field(default=NO_ARRAYS, exclude=True, repr=False)
+    arrays: SkipJsonSchema[InstanceOf[Arrays]] = Field(default_factory=Arrays, exclude=True, repr=False)
 
     def contradictions(self) -> Iterator[str]:
         """Yield the contradictions in the policy."""
@@ -56,15 +57,6 @@ class MethodPolicy(Policy):
         """Return what affects answers."""
         return super().decides() | self.model_dump(mode="json", include={*self.OWN})
 
-    def worth(self, stage: int, confidences: Floats) -> Floats:
-        """Return that every answer counts as the policy's own: confidences do not say what the score was."""
-        return np.full(len(confidences), np.inf)
-
-    @property
-    def needed_arrays(self) -> tuple[str, ...]:
-        """Return the names of the arrays that its steps use."""
-        return ()
-
     @property
     def ends(self) -> Ints:
         """Return the stages that answer, int (S,)."""
@@ -76,8 +68,10 @@ class MethodPolicy(Policy):
         packed = content.get(_PACKED)
         policy = super().parsed({key: value for key, value in content.items() if key != _PACKED}, source, file)
         if policy.arrays_sha256 is None:
-            held = NO_ARRAYS
-        elif isinstance(packed, str):
+            if cls.NEEDS_ARRAYS:
+                raise PolicyError(f"{source}: its arrays_sha256 is null, but method {policy.method} needs arrays")
+            return policy
+        if isinstance(packed, str):
             held = Arrays.of_file(base64.b64decode(packed), policy.arrays_sha256, f"{source}: {_PACKED}")
         elif file is None:
             raise PolicyError(f"{source} has arrays in a file next to it: give it by its path")
@@ -86,14 +80,11 @@ class MethodPolicy(Policy):
             if not place.is_file():
                 raise PolicyError(f"{source} has arrays in {place}, which does not exist: keep the two files together")
             held = Arrays.of_file(place.read_bytes(), policy.arrays_sha256, str(place))
-        missing = sorted({*policy.needed_arrays} - held.keys())
-        if missing:
-            raise PolicyError(f"{source}: its arrays lack {missing[0]!r}")
         return policy.with_arrays(held)
 
     def with_arrays(self, arrays: Mapping[str, Floats]) -> Self:
         """Return the policy with other arrays."""
-        held = arrays if isinstance(arrays, Arrays) else Arrays(arrays)
+        held = Arrays(arrays)
         return self.model_copy(update={"arrays": held, "arrays_sha256": held.sha256 if held else None})
 
     def save(self, path: str | AnyPath) -> None:
@@ -177,10 +168,6 @@ class ScoredPolicy(MethodPolicy):
         own = embeddings[:, :width] if width else None  # rows of other policies in the call may be wider
         return Scaler(means, scales)(answer_features(logits, numbers.n_options, own, with_answer=with_answer))
 
-    def _arrays_of_scorers(self, *names: str) -> tuple[str, ...]:
-        models = [stage.name for stage in self.answering[:-1]]
-        return tuple(f"{model}/{name}" for model in models for name in ("means", "scales", *names))
-
 
 class RawPolicy(ScoredPolicy):
     """The cascades of raw probabilities, which train nothing, and a single model."""
@@ -208,12 +195,8 @@ class PostHocEmbedPolicy(ScoredPolicy):
     Arrays of each model: layers, (d_in + 1, d_out), with biases in the last row.
     """
 
+    NEEDS_ARRAYS: ClassVar[bool] = True
     method: Literal["post-hoc-embed"] = "post-hoc-embed"
-
-    @property
-    def needed_arrays(self) -> tuple[str, ...]:
-        """Return the scalers, and the layers of each network."""
-        return self._arrays_of_scorers("layer0", "layer1", "layer2")
 
     def score(self, stage: int, logits: Floats, embeddings: Floats) -> Floats:
         """Return 1 / (1 + exp(g)) of the predicted gain g: the less deferring gains, the higher."""
@@ -238,6 +221,7 @@ class FrugalGPTPolicy(ScoredPolicy):
     solutions: for each point of the curve the thresholds of all stages but the last; at 0 none is taken, at 2 all are.
     """
 
+    NEEDS_ARRAYS: ClassVar[bool] = True
     one_threshold: ClassVar[bool] = False
     method: Literal["frugalgpt"] = "frugalgpt"
     solutions: tuple[tuple[float, ...], ...]
@@ -247,11 +231,6 @@ class FrugalGPTPolicy(ScoredPolicy):
         yield from super().contradictions()
         if len(self.solutions) != len(self.curve) or {*map(len, self.solutions)} - {len(self.answering) - 1}:
             yield "solutions must be of the curve's points, with a threshold for each model but the last"
-
-    @property
-    def needed_arrays(self) -> tuple[str, ...]:
-        """Return the scalers and weights."""
-        return self._arrays_of_scorers("weights")
 
     def decides(self) -> dict[str, Any]:
         """Return what affects answers: not the budget, but what it chooses."""
@@ -272,8 +251,8 @@ class FrugalGPTPolicy(ScoredPolicy):
         """Return 1 less the probability that the stage's answer is right, float64 (n,)."""
         numbers = self.stages[stage]
         inputs = self.read(stage, logits, embeddings, with_answer=True)
-        weights = self.arrays[f"{numbers.name}/weights"]
-        found: Floats = np.exp(-np.logaddexp(0.0, products(inputs, weights[None])[:, 0] + numbers.offset))
+        logits = products(inputs, self.arrays[f"{numbers.name}/weights"][None])[:, 0] + (numbers.offset or 0.0)
+        found: Floats = np.exp(-np.logaddexp(0.0, logits))
         return found
 
 
@@ -295,7 +274,7 @@ class DuoPolicy(MethodPolicy):
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Add the stage's logits to the sum; the last stage's answers are taken."""
         numbers, last = self.stages[stage], stage == len(self.stages) - 1
-        own = numbers.weight * np.float64(real_options(logits))
+        own: Floats = numbers.weight * real_options(logits).astype(np.float64)
         if state is not None:
             own, before = same_width(own, state, (numbers.name, "the stages before"))
             own = own + before

@@ -106,8 +106,9 @@ def choose_threshold(
         choice = ThresholdChoice(rule="certified", objective=None, split=split, certificate=certificate)
     else:
         assert frontier is not None
-        spends = policy.spends_budget and rule.budget is not None
-        point = frontier.index_of_most_expensive(rule.budget) if spends else frontier.index_of_best(rule.budget)
+        point = frontier.index_of_best(rule.budget)
+        if policy.spends_budget and rule.budget is not None:
+            point = frontier.index_of_most_expensive(rule.budget)
         threshold = float(frontier.settings[point])
         choice = ThresholdChoice(
             rule="best" if rule.budget is None else "budget", objective=rule.objective, split=split

@@ -15,7 +15,7 @@ from cauc_ray.numbers.chain import UNKNOWN_LABEL, Chain, ChainLogits, ChainPart,
 from cauc_ray.numbers.guarantees import StageGuarantees, stage_guarantees
 from cauc_ray.numbers.intervals import share, share_to_come
 from cauc_ray.numbers.metrics import macro_f1
-from cauc_ray.numbers.sweep import Frontier, Objective, sweep
+from cauc_ray.numbers.sweep import Frontier, Objective, stops_of, sweep
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.evidence import Measures, OfflineAccuracy, StageShare
 from cauc_ray.policies.policy import Policy, Stage, Step, joined_states
@@ -71,7 +71,8 @@ class Examples:
         if not encoded:
             return chain
         assert self.embeddings is not None
-        call, paid = self.embedding_call, 0.0
+        call = self.embedding_call
+        paid: Floats | float = 0.0
         if call is not None:
             paid = call.costs if call.index is None else self.chain.costs.per_call[..., call.index]
         to_come = replace(chain, costs=costs_to_come(self).of_models(indices))
@@ -157,16 +158,6 @@ class Trace:
         return Answered(self.predictions[at], self.confidences[at], ends.astype(np.int8), costs, codes, calls)
 
 
-def stops_of(worth: Floats, threshold: float) -> Ints:
-    """Return the first step whose worth reaches a threshold, else the last, int (n,).   worth: float (n, S)."""
-    stops = np.zeros(len(worth), dtype=np.int64)
-    goes_on = np.ones(len(stops), dtype=bool)
-    for own in worth[:, :-1].T:
-        goes_on &= own < threshold
-        stops += goes_on
-    return stops
-
-
 @dataclass(frozen=True, slots=True)
 class Answered:
     """A cascade's answers, replayed or live; all arrays (N,).
@@ -234,28 +225,17 @@ def own_answers(chain: ChainLogits, models: Iterable[int] | None = None) -> Ints
     return np.stack([chain.logits[model].argmax(axis=1) for model in chosen], axis=1).astype(np.int32)
 
 
-def calls_in_turn(n_models: int) -> Bools:
-    """Return the calls of a cascade, bool (M, M): each step's own model and all before it."""
-    return np.tri(n_models, dtype=bool)
-
-
 def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Trace:
     """Take every step of a policy for every example of a chain.   likeliest: whether to record it."""
-    wanted = _WANTED[:2] + _WANTED[2:3] * likeliest + _WANTED[3:] * policy.scored
-    arrays = of_rows(chain, partial(_trace_block, policy, wanted, _ids(policy, chain)))
-    found = dict(zip(wanted, arrays, strict=True))
+    wanted = ("predictions", "confidences", *["likeliest"] * likeliest, *["worth"] * policy.scored)
+    ids = chain.example_ids if policy.by_id else None
+    arrays = of_rows(chain, partial(_trace_block, policy, wanted, ids))
+    found: dict[str, Array | None] = dict(zip(wanted, arrays, strict=True))
     if not policy.scored:
-        worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(found["confidences"].T)], axis=1)
-        found["worth"] = None if np.array_equal(worth, found["confidences"]) else worth
-    return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)
-
-
-# What is asked of every step for a trace.
-_WANTED = ("predictions", "confidences", "likeliest", "worth")
-
-
-def _ids(policy: Policy, chain: Chain) -> Sequence[str] | None:
-    return chain.example_ids if policy.by_id else None
+        confidences = arrays[1]
+        worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(confidences.T)], axis=1)
+        found["worth"] = None if np.array_equal(worth, confidences) else worth
+    return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)  # type: ignore[arg-type]
 
 
 def _ids_of(ids: Sequence[str] | None, part: ChainPart, rows: slice) -> Sequence[str] | None:
@@ -275,7 +255,8 @@ def _trace_block(
 def replay(policy: Policy, chain: Chain) -> Answered:
     """Run a policy on saved logits, calling each stage for the deferred examples only."""
     policy.check_chain(chain)
-    predictions, confidences, stages, *calls = of_rows(chain, partial(_replay_block, policy, _ids(policy, chain)))
+    ids = chain.example_ids if policy.by_id else None
+    predictions, confidences, stages, *calls = of_rows(chain, partial(_replay_block, policy, ids))
     if policy.in_turn:
         return Answered(predictions, confidences, stages, chain.costs.of_stops(stages))
     costs = Answers(predictions, calls[0]).costs(chain)

@@ -16,12 +16,14 @@ from cauc_ray.errors import DataError
 from cauc_ray.files.documents import read_json
 from cauc_ray.files.parquet import read_parquet
 from cauc_ray.files.paths import AnyPath
+from cauc_ray.numbers.chain import ChainLogits
 from cauc_ray.numbers.intervals import Share, share
 from cauc_ray.numbers.sweep import COST_TOLERANCE, OperatingPoints, most_within
 from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.evidence import Measures
 from cauc_ray.policies.methods import METHODS, Fitted, Fitting, Thresholded, cascade_of
-from cauc_ray.policies.trace import Examples, measure, trace_policy
+from cauc_ray.policies.scored import FrugalGPTPolicy
+from cauc_ray.policies.trace import EmbeddingCall, Examples, measure, trace_policy
 from cauc_ray.reporting.measured import Measured
 
 # A number as the library has it, None where there is none, and the text in which it is shown.
@@ -87,7 +89,7 @@ def find_budgets(measured: Measured) -> Budgets | None:
     The points are all that validation tells apart, not the thinned curve in the policy's file.
     """
     policy, validation, test = measured.policy, measured.validation, measured.test
-    if validation is None:
+    if validation is None or isinstance(policy, FrugalGPTPolicy):  # whose points are not those of one threshold
         return None
     objective = policy.threshold_choice.objective or "accuracy"
     on_validation, on_test = trace_policy(policy, validation), trace_policy(policy, test)
@@ -182,6 +184,15 @@ def title_of(method: str) -> str:
     return _TITLES.get(method) or paper_name(method)
 
 
+def _examples(measured: Measured, chain: ChainLogits) -> Examples:
+    """Return the examples of a policy's chain, whose embeddings are not a model's answers."""
+    name, first = measured.policy.encoder, measured.policy.stages[0]
+    if name is None:
+        return Examples(chain)
+    models = chain.of_models(range(1, len(chain.models)))
+    return Examples(models, chain.logits[0], None, EmbeddingCall(name, None, first.cost), name)
+
+
 def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
     """Fit methods that need no more than logits; the policy's own is the first.
 
@@ -189,12 +200,12 @@ def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
     """
     if measured.validation is None:
         return ()
-    validation, test = Examples(measured.validation), Examples(measured.test)
+    validation, test = _examples(measured, measured.validation), _examples(measured, measured.test)
     own_method, threshold = measured.policy.method, measured.policy.threshold
-    own = Thresholded(cascade_of(measured.policy), validation, given=threshold)
+    own: Fitted = Thresholded(cascade_of(measured.policy), validation, given=threshold)
     fitted: dict[str, Fitted] = {own_method: own}
     if len(test.chain.models) > 1:
-        fitting = Fitting(Examples(measured.calibration), validation)
+        fitting = Fitting(_examples(measured, measured.calibration), validation)
         fitted |= {name: METHODS[name].load()(fitting) for name in FITTED_HERE if name != own_method}
     curves = []
     for name, of_fit in fitted.items():

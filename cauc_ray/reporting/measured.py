@@ -18,6 +18,8 @@ from cauc_ray.numbers.intervals import Difference, Share, paired_difference, sha
 from cauc_ray.numbers.metrics import Reliability, calibration_error, reliability_bins
 from cauc_ray.numbers.types import Bools, Floats
 from cauc_ray.policies.policy import Policy, Stage
+from cauc_ray.policies.routers import ChoosingPolicy
+from cauc_ray.policies.scored import DuoPolicy
 from cauc_ray.policies.trace import own_answers, replay
 from cauc_ray.reporting.finding import Found
 
@@ -41,7 +43,8 @@ class Measured:
     """A policy on its splits.
 
     validation: None where the policy had none, or one without all labels.   expected_cost: mean of the policy there.
-    split: what test is called.   alone: bool (N, M), which models' own answers are right on test.
+    split: what test is called.   alone: bool (N, M), which models' own answers are right on test.   singles: M. An
+    encoder is not among these models.
     """
 
     policy: Policy
@@ -53,6 +56,21 @@ class Measured:
     split: str
     alone: Bools
     singles: tuple[SingleModel, ...]
+
+    @property
+    def n_encoders(self) -> int:
+        """Return how many of the policy's stages, the first ones, give no answers."""
+        return len(self.policy.stages) - len(self.policy.answering)
+
+    @property
+    def chooses(self) -> bool:
+        """Return whether the policy chooses one model for each example."""
+        return isinstance(self.policy, ChoosingPolicy)
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether its answers may be others than those of its models."""
+        return not self.policy.scored or isinstance(self.policy, DuoPolicy)
 
 
 def measure_policy(found: Found, split: str) -> Measured:
@@ -69,11 +87,14 @@ def measure_policy(found: Found, split: str) -> Measured:
     for chain, at in zip(chains, fitted_on, strict=True):
         _require_same(f"split {at.split!r}", at.examples_fingerprint, chain.examples_fingerprint(), found)
     for place, stage in enumerate(policy.stages):
-        here = chains[0].logits_fingerprint(place)
-        _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, here, found)
+        if stage.diagnostics is not None:
+            here = chains[0].logits_fingerprint(place)
+            _require_same(f"model {stage.name!r}", stage.diagnostics.logits_fingerprint, here, found)
     test = read_policy_chain(found.logits, policy, split)
     test.require_labels("a report")
-    alone = own_answers(test) == test.labels[:, None]
+    models = range(len(policy.stages) - len(policy.answering), len(policy.stages))
+    alone = own_answers(test, models) == test.labels[:, None]
+    costs = test.costs.means[models.start :].tolist()
     shares = [share(int(own.sum()), len(test)) for own in alone.T]
     validation = chains[1] if len(chains) > 1 and chains[1].labelled.all() else None
     return Measured(
@@ -85,7 +106,7 @@ def measure_policy(found: Found, split: str) -> Measured:
         evaluation=Evaluation.of(policy, test),
         split=split,
         alone=alone,
-        singles=tuple(map(SingleModel, test.models, test.costs.means.tolist(), shares)),
+        singles=tuple(map(SingleModel, test.models[models.start :], costs, shares)),
     )
 
 
@@ -138,7 +159,7 @@ class StageMistakes:
 def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
     """Find what went wrong on test among a stage's answers."""
     chain, replay, alone = measured.test, measured.evaluation.replay, measured.alone
-    rows = np.flatnonzero(replay.stages == stage)
+    rows, own = np.flatnonzero(replay.stages == stage), stage - measured.n_encoders
     right = replay.predictions[rows] == chain.labels[rows]
     wrong = rows[~right]
     labels, answers, confidences = (of[wrong] for of in (chain.labels, replay.predictions, replay.confidences))
@@ -150,9 +171,9 @@ def find_mistakes(measured: Measured, stage: int) -> StageMistakes:
         "last model right": by_last,
         "another right": by_any & ~by_last,
         "no model right": ~by_any,
-        "broken by fusion": alone[wrong, stage],
-        "fixed by fusion": ~alone[rows[right], stage],
     }
+    if measured.fuses:
+        counted |= {"broken by fusion": alone[wrong, own], "fixed by fusion": ~alone[rows[right], own]}
     return StageMistakes(
         name=chain.models[stage],
         n=len(rows),

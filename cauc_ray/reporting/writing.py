@@ -154,7 +154,7 @@ def report(
 def render(report: Report) -> tuple[str, str]:
     """Return the page, one HTML file that needs nothing else, and the policy card, in Markdown as GitHub has it."""
     found, measured, split = report.found, report.measured, report.measured.split
-    models = list(enumerate(zip(found.policy.stages, measured.test.logits, strict=True)))
+    models = list(enumerate(zip(found.policy.stages, measured.test.logits, strict=True)))[measured.n_encoders :]
     calibration = [measure_calibration(measured, *model) for _, model in models]
     mistakes = [find_mistakes(measured, stage) for stage, _ in models]
     policy = ["--policy", found.policy_name, *([] if split == "test" else ["--split", split])]
@@ -225,15 +225,19 @@ def _fit_command(found: Found, *, for_budget: bool) -> list[str]:
     policy, choice = found.policy, found.policy.threshold_choice
     declared = LogitTable(found.logits).declared_costs
     given: dict[str, Any] = {
-        "models": policy.models,
-        "method": policy.method,
+        "models": tuple(stage.name for stage in sorted(policy.answering, key=lambda stage: stage.cost)),
+        "method": f"single:{policy.models[0]}" if policy.method == "single" else policy.method,
+        "embedding": policy.encoder,
+        "seed": getattr(policy, "seed", None),
         "calibrator": getattr(policy, "calibrator", None),
         "calibration_split": policy.calibration.split,
         "validation_split": policy.validation and policy.validation.split,
         "objective": choice.objective,
     }
-    if policy.costs == "per-model" and any(declared.get(stage.name) != stage.cost for stage in policy.stages):
-        given["costs"] = tuple(repr(stage.cost) for stage in policy.stages)
+    if not policy.scored:
+        given["models"] = policy.models
+    if policy.costs == "per-model" and any(declared.get(stage.name, 0.0) != stage.cost for stage in policy.stages):
+        given["costs"] = tuple(f"{stage.name}={stage.cost!r}" for stage in policy.stages)
     if not for_budget:
         if policy.search is not None:
             given |= {"models": policy.search.pool, "search": True, "costs": None}

@@ -27,8 +27,8 @@ CONFIGS = ("collect", "fit", "evaluate", "compare", "sweep", "run", "serve", "pl
 
 
 def _policy() -> dict[str, Any]:
-    kinds = tuple(getattr(policies, name) for name in policies.__all__)
-    either: TypeAdapter[Any] = TypeAdapter(Annotated[Union[kinds], Field(discriminator="method")])  # noqa: UP007
+    kinds: Any = Union[tuple(getattr(policies, name) for name in policies.__all__)]  # noqa: UP007
+    either: TypeAdapter[Any] = TypeAdapter(Annotated[kinds, Field(discriminator="method")])
     return either.json_schema()
 
 

@@ -124,6 +124,8 @@ class Feedback:
 
     def given_by(self, policy: Policy) -> Feedback:
         """Return the answers that the policy gave by itself: not those that a request's cap or a fault cut short."""
+        if policy.scored:  # confidences do not say what was compared with the threshold: all count
+            return self
         accepted = self.stages == len(policy.stages) - 1
         for stage in range(len(policy.stages) - 1):
             own = self.stages == stage

@@ -130,7 +130,7 @@ def answered(workers: Sequence[PreparingWorker], policy: Policy, columns: Batch,
     results: list[list[CallResult]] = [[] for _ in workers]
     with ThreadPoolExecutor(2 * len(workers)) as senders:
         began = time.perf_counter()
-        scheduler.submit(Owner(0, n), [Chunk(0, n, 0.0)], time.time(), policy.first(n))
+        scheduler.submit(Owner(0, n), [Chunk(0, n, 0.0)], time.time(), policy.first(n, None))
         scheduler.end_input()
         while not scheduler.finished:
             while (call := scheduler.next_call(time.time())) is not None:

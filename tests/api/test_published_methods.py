@@ -161,7 +161,7 @@ def test_a_service_takes_another_budget_and_a_policy_with_its_arrays(home, polic
     with cauc_ray.serve(write_pool(home, first.models), first, port=0, local=True) as service:
         for change in ({"budget": 20.0}, {"policy": first}, {"threshold": second.threshold}):
             now = first if "policy" in change else second
-            assert cauc_ray.set_policy(service.url, **change)["policy_id"] == now.id
+            assert cauc_ray.set_policy(url=service.url, **change)["policy_id"] == now.id
             expected = cauc_ray.evaluate(home / "LOGITS", now).predictions
             _, content = infer(service.url, "test", {"example_id": asked}, ("prediction", "stage"))
             assert (outputs_of(content)["stage"] == expected.stage[:60]).all()
@@ -321,5 +321,7 @@ def test_a_plan_is_for_policies_that_call_models_in_turn(home, policies, method)
 def test_reports_take_every_policy(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     policy.save(tmp_path / "policy.json")
-    cauc_ray.report(home / "LOGITS", tmp_path / "policy.json", out=tmp_path / "report")
-    assert (tmp_path / "report").is_dir()
+    cauc_ray.report(tmp_path, logits=home / "LOGITS")
+    page = (tmp_path / "report.html").read_text()
+    assert policy.id in page
+    assert (tmp_path / "policy-card.md").is_file()

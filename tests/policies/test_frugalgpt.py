@@ -12,8 +12,8 @@ from sklearn.preprocessing import StandardScaler
 from synthetic import seeds
 
 from cauc_ray.policies.baselines import frugalgpt
-from cauc_ray.policies.baselines.frugalgpt import Solution, fit_frugalgpt, search
-from cauc_ray.policies.baselines.routing import option_features
+from cauc_ray.policies.baselines.frugalgpt import Solution, distances_of, fit_frugalgpt, search
+from cauc_ray.policies.features import option_features
 
 
 def table(seed, n, m, *, levels=6, per_call=False):
@@ -112,7 +112,8 @@ def known(part, model):
 
 def test_scores_are_the_likeliest_of_the_penalties_on_validation():
     fitting, _ = problem(5, n=200, n_test=1, embedded=True)
-    for model, scorer in enumerate(fit_frugalgpt(fitting).scorers):
+    distances = distances_of(fit_frugalgpt(fitting).scorers, fitting.validation)
+    for model in range(2):
         rows = [known(part, model) for part in (fitting.calibration, fitting.validation)]
         right = [part.correct()[:, model] for part in (fitting.calibration, fitting.validation)]
         scaler = StandardScaler().fit(np.float64(rows[0]))
@@ -120,7 +121,7 @@ def test_scores_are_the_likeliest_of_the_penalties_on_validation():
         for c in frugalgpt.INVERSE_PENALTIES:
             fit = LogisticRegression(C=c, max_iter=1000).fit(scaler.transform(rows[0]), right[0])
             losses.append(log_loss(right[1], fit.predict_proba(scaler.transform(rows[1]))))
-        assert log_loss(right[1], 1 - scorer(fitting.validation)) == pytest.approx(min(losses), abs=1e-4)
+        assert log_loss(right[1], 1 - distances[:, model]) == pytest.approx(min(losses), abs=1e-4)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -133,7 +134,7 @@ def test_a_model_that_is_always_right_or_never(right):
         return replace(part, chain=replace(part.chain, logits=logits))
 
     fitted = fit_frugalgpt(changed(fitting, made))
-    distances = fitted.scorers[1](made(test))
+    distances = distances_of(fitted.scorers, made(test))[:, 1]
     assert (distances == distances[0]).all()
     assert distances[0] == pytest.approx(0.0 if right else 1.0, abs=0.01)
     answers = fitted.answers(made(test).without_labels(), fitted.default)

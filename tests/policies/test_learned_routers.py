@@ -8,14 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import changed, examples, of_rows, problem, scaled
+from planted import changed, examples, of_rows, problem, scaled, values_of, vectors_of
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import adjusted_rand_score
 from synthetic import seeds, softmax
 
 from cauc_ray.numbers.chain import Costs
 from cauc_ray.policies.baselines import graphrouter, model_vectors
-from cauc_ray.policies.baselines.graphrouter import Graph, GraphRouter, Network, fit_graphrouter
+from cauc_ray.policies.baselines.graphrouter import Graph, Network, fit_graphrouter
 from cauc_ray.policies.baselines.model_vectors import (
     Neighbours,
     clusters,
@@ -23,15 +23,10 @@ from cauc_ray.policies.baselines.model_vectors import (
     sample_model_loss,
     sample_sample_loss,
 )
+from cauc_ray.policies.baselines.neighbours import fit_routellm_sw
 from cauc_ray.policies.baselines.post_hoc_embed import GainNetwork, fit_post_hoc_embed
-from cauc_ray.policies.baselines.routing import (
-    LOWEST_LOG_PROBABILITY,
-    QueryVectors,
-    option_features,
-    scaler_of,
-    unit_rows,
-)
 from cauc_ray.policies.baselines.training import Schedule, batches, one_thread, train
+from cauc_ray.policies.features import LOWEST_LOG_PROBABILITY, Scaler, option_features, unit_rows
 
 
 def generator(seed=0):
@@ -117,17 +112,17 @@ def test_the_number_of_threads_is_given_back_whatever_happens():
 
 @pytest.mark.parametrize("value", [LOWEST_LOG_PROBABILITY, 0.1, 1 / 3, 12345.678])
 def test_a_feature_that_never_changed_is_not_blown_up_when_it_does(value):
-    scaler = scaler_of(np.full((1000, 1), value, dtype=np.float32))
+    scaler = Scaler.of(np.full((1000, 1), value, dtype=np.float32))
     changed = np.float32(value) * np.float32(1.01)
-    assert abs(scaler.transform(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
+    assert abs(scaler(np.array([[changed]]))[0, 0]) == pytest.approx(0.01 * abs(value), rel=1e-2)
 
 
 def test_embeddings_have_length_one_whatever_their_encoder_gives():
-    calibration, test = examples(0, 0, n=50), examples(0, 1, n=50)
-    vectors = QueryVectors.of(calibration)
-    np.testing.assert_allclose(vectors(test), test.embeddings, rtol=1e-5)
-    np.testing.assert_allclose(vectors(scaled(test, 40)), test.embeddings, rtol=1e-5)
-    assert vectors(test).dtype == np.float32
+    fitting, test = problem(0, n=50, n_test=50)
+    router = fit_routellm_sw(fitting)
+    np.testing.assert_allclose(vectors_of(router, test), test.embeddings, rtol=1e-5)
+    np.testing.assert_allclose(vectors_of(router, scaled(test, 40)), test.embeddings, rtol=1e-5)
+    assert vectors_of(router, test).dtype == np.float32
 
 
 def test_a_vector_without_a_length_stays():
@@ -136,21 +131,21 @@ def test_a_vector_without_a_length_stays():
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_first_models_outputs_are_standardised_by_calibration(ragged):
-    calibration, test = (examples(0, split, n=200, ragged=ragged, embedded=False) for split in (0, 1))
-    vectors = QueryVectors.of(calibration)
-    of_calibration = vectors(calibration)
+    fitting, test = problem(0, n=200, n_test=200, ragged=ragged, embedded=False)
+    router, calibration = fit_routellm_sw(fitting), fitting.calibration
+    of_calibration = vectors_of(router, calibration)
     np.testing.assert_allclose(of_calibration.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(of_calibration.std(axis=0), 1, atol=1e-3)
     own = option_features(calibration.chain.logits[0]).astype(np.float64)
     expected = (option_features(test.chain.logits[0]) - own.mean(axis=0)) / own.std(axis=0)
-    np.testing.assert_allclose(vectors(test), expected, atol=1e-3)
+    np.testing.assert_allclose(vectors_of(router, test), expected, atol=1e-3)
 
 
 def test_its_probabilities_are_those_of_a_logistic_regression_for_each_model(monkeypatch):
     monkeypatch.setattr(model_vectors, "EMBED_RATE", 1e-3)
     monkeypatch.setattr(model_vectors, "EMBED_STEPS", 300)
     fitting, test = problem(1)
-    values = fit_embedllm(fitting).cascade.values(test)
+    values = values_of(fit_embedllm(fitting), test)
     for model, right in enumerate(fitting.calibration.correct().T):
         oracle = LogisticRegression(C=10.0).fit(fitting.calibration.embeddings, right)
         expected = oracle.predict_proba(test.embeddings)[:, 1]
@@ -244,18 +239,16 @@ def message_passing(network, graph, new):
 @settings(max_examples=10)
 def test_scores_are_those_of_message_passing_with_new_queries_in_the_graph(seed, m):
     known, new = examples(seed, 0, n=25, m=m), examples(seed, 1, n=7, m=m)
-    vectors = QueryVectors.of(known)
-    scaler = scaler_of(vectors(known))
-    graph = Graph.of(known, scaler.transform(vectors(known)))
+    scaler = Scaler.of(known.embeddings)
+    graph = Graph.of(known, scaler(known.embeddings))
     generator = torch.Generator().manual_seed(seed)
     network = Network(graph, generator)
     for _ in range(3):  # so that the norms have statistics of their own
         network.models(graph, network.queries(graph), torch.randperm(25 * m, generator=generator)[: 12 * m])
     network.eval()
     weights, offsets = (numbers.detach().numpy() for numbers in network.linear(graph))
-    values = GraphRouter(vectors, scaler, weights, offsets)(new)
-    assert values.dtype == np.float64
-    assert values == pytest.approx(message_passing(network, graph, scaler.transform(vectors(new))), abs=1e-4)
+    logits = scaler(new.embeddings) @ weights.T + offsets
+    assert 1 / (1 + np.exp(-logits)) == pytest.approx(message_passing(network, graph, scaler(new.embeddings)), abs=1e-4)
 
 
 @given(seeds, st.sampled_from([1, 2, 4]), st.booleans(), st.booleans())
@@ -292,18 +285,20 @@ def test_models_that_cost_nothing_divide_nothing_by_zero():
 @pytest.mark.parametrize("embedded", [False, True])
 def test_a_querys_values_do_not_depend_to_the_bit_on_those_asked_with_it(embedded):
     fitting, test = problem(4, n=60, n_test=60, m=3, d=37, embedded=embedded)
-    router = fit_graphrouter(fitting).cascade.values
-    together = router(test)
+    router = fit_graphrouter(fitting)
+    together = values_of(router, test)
 
     @given(st.lists(st.integers(0, 59), min_size=1, max_size=60))
     def asked(rows):
-        assert (router(of_rows(test, rows)) == together[rows]).all()
+        assert (values_of(router, of_rows(test, rows)) == together[rows]).all()
 
     asked()
 
 
 def predicted_gains(fitted, test):
-    return -fitted.cascade(test.without_labels()).confidences
+    """Return the gains of which the policy compares 1 / (1 + exp(g)), float (N, stages - 1)."""
+    worth = fitted.cascade(test.without_labels()).compared[:, :-1]
+    return np.log(1 / worth - 1)
 
 
 def test_the_network_is_the_one_that_torch_would_build_of_its_layers():
@@ -336,7 +331,7 @@ def test_every_stage_predicts_the_gain_of_the_last_model():
         return replace(part, chain=replace(part.chain, logits=(first, first, last)))
 
     fitting, test = problem(3, n=1000, m=3)
-    gains = predicted_gains(fit_post_hoc_embed(changed(fitting, made)), made(test))[:, :2]
+    gains = predicted_gains(fit_post_hoc_embed(changed(fitting, made)), made(test))
     right = test.correct().astype(float)
     for stage in (0, 1):
         assert np.corrcoef(gains[:, stage], right[:, 2] - right[:, 0])[0, 1] > 0.4

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import alike, changed, problem
+from planted import alike, changed, of_rows, problem, values_of
 from scipy.optimize import minimize_scalar
 from scipy.stats import spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics.pairwise import cosine_similarity
 from synthetic import seeds
 
-from cauc_ray.policies.baselines import neighbours
 from cauc_ray.policies.baselines.model_vectors import fit_routellm_mf
 from cauc_ray.policies.baselines.neighbours import SHARPNESSES, fit_benchmark_routing, fit_routellm_sw, sizes_to_try
+from cauc_ray.policies.routers import near_shares
 
 
 def slow_estimates(known, correct, vectors, k, sharpness):
@@ -28,18 +28,14 @@ def slow_estimates(known, correct, vectors, k, sharpness):
     return estimates
 
 
-def values_of(fitted):
-    return fitted.cascade.values
-
-
 @given(seeds, st.integers(1, 40), st.sampled_from(SHARPNESSES), st.integers(2, 4))
 @settings(max_examples=30)
 def test_estimates_are_those_of_a_slow_loop(seed, k, sharpness, m):
     fitting, test = problem(seed, n=40, n_test=20, m=m)
-    nearest = replace(values_of(fit_benchmark_routing(fitting)), k=k, sharpness=sharpness)
     known = fitting.calibration
     expected = slow_estimates(known.embeddings, known.correct(), test.embeddings, k, sharpness)
-    np.testing.assert_allclose(nearest(test.without_labels()), expected, atol=1e-5)
+    found = near_shares(test.embeddings, known.embeddings, known.correct(), (k,), (sharpness,))[0, 0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @given(seeds)
@@ -47,7 +43,7 @@ def test_estimates_are_those_of_a_slow_loop(seed, k, sharpness, m):
 def test_no_other_size_and_weight_are_better_on_validation(seed):
     fitting, _ = problem(seed, n=60, n_test=1)
     known, validation = fitting.calibration, fitting.validation
-    chosen = values_of(fit_benchmark_routing(fitting))
+    chosen = fit_benchmark_routing(fitting).policy
 
     def loss(k, sharpness):
         estimates = slow_estimates(known.embeddings, known.correct(), validation.embeddings, k, sharpness)
@@ -65,7 +61,7 @@ def test_models_that_never_disagree_have_even_odds(fit):
     fitting, test = problem(5, n=60, n_test=40)
     same = changed(fitting, alike)
     fitted = fit(same)
-    assert (fitted.cascade(test).confidences[:, 0] == 0.5).all()
+    assert (fitted.cascade(test).compared[:, 0] == 0.5).all()
     assert fitted.answers(same.validation, fitted.default).costs(same.validation.chain).max() == 1.0
 
 
@@ -74,13 +70,13 @@ def test_matrix_factorisation_ranks_as_a_logistic_regression_on_the_disagreement
     right = fitting.calibration.correct()
     apart = right[:, 0] != right[:, 1]
     oracle = LogisticRegression(fit_intercept=False).fit(fitting.calibration.embeddings[apart], right[apart, 1])
-    wins = fit_routellm_mf(fitting).cascade.wins(test)
+    wins = values_of(fit_routellm_mf(fitting), test)
     assert spearmanr(wins, oracle.decision_function(test.embeddings)).statistic > 0.9
 
 
 def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
     fitting, test = problem(10, n=50, n_test=8)
-    wins = fit_routellm_sw(fitting).cascade.wins(test)
+    wins = values_of(fit_routellm_sw(fitting), test)
     right = fitting.calibration.correct().astype(float)
     last_wins = np.select([right[:, 1] > right[:, 0], right[:, 1] < right[:, 0]], [1.0, 0.0], 0.5)
     for query, found in zip(test.embeddings.astype(float), wins, strict=True):
@@ -96,14 +92,12 @@ def test_similarity_weighting_is_the_bradley_terry_regression_of_each_query():
         assert found == pytest.approx(1 - 1 / (1 + 10 ** (ratings_apart / 400)), abs=1e-5)
 
 
-def test_similarities_are_the_same_block_by_block(monkeypatch):
-    fitting, test = problem(11, n=70, n_test=33)
-    router = fit_routellm_sw(fitting).cascade
-    whole = router.wins(test)
-    monkeypatch.setattr(neighbours, "SIMILARITIES_AT_ONCE", 200)
-    np.testing.assert_allclose(router.wins(test), whole, rtol=1e-5)
-    monkeypatch.setattr(neighbours, "SIMILARITIES_AT_ONCE", 1)
-    np.testing.assert_allclose(router.wins(test), whole, rtol=1e-5)
+def test_similarities_are_the_same_however_many_queries_come_together():
+    fitting, test = problem(11, n=70, n_test=1100)
+    router = fit_routellm_sw(fitting)
+    whole = values_of(router, test)
+    for rows in (np.arange(1), np.arange(1000, 1100), np.arange(1030)):
+        assert (values_of(router, of_rows(test, rows)) == whole[rows]).all()
 
 
 def test_a_query_that_resembles_none_has_the_share_of_all():
@@ -112,4 +106,4 @@ def test_a_query_that_resembles_none_has_the_share_of_all():
     behind = replace(test, embeddings=-np.abs(test.embeddings))
     fitted = fit_routellm_sw(replace(fitting, calibration=replace(fitting.calibration, embeddings=ahead)))
     right = fitting.calibration.correct().astype(float)
-    np.testing.assert_allclose(fitted.cascade.wins(behind), np.mean(1 + right[:, 1] - right[:, 0]) / 2, rtol=1e-5)
+    np.testing.assert_allclose(values_of(fitted, behind), np.mean(1 + right[:, 1] - right[:, 0]) / 2, rtol=1e-5)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from typing import Literal
+from typing import Any
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
@@ -118,35 +118,30 @@ class Searched:
         if rule.certify is not None or rule.objective != "accuracy":
             raise ConfigError("method frugalgpt chooses the most accurate solution within a budget, and nothing else")
         point = self.points.index_of_best(rule.budget if rule.threshold is None else rule.threshold)
-        order = self.solutions[point].order
-        same = np.array([own.order == order for own in self.solutions]).nonzero()[0]
-        columns = self.points.settings, self.points.cost, self.points.quality
-        kept = OperatingPoints(*(of[same] for of in columns), self.points.unit).pareto(MOST_CURVE_POINTS - 1)
-        at = np.flatnonzero(np.isin(self.points.settings, kept.settings) | (np.arange(len(columns[0])) == point))
-        at = at[np.isin(at, same)]
-        encoder, models = self.scorers.stages[: -len(self.scorers.answering)], self.scorers.answering
-        stages = (*encoder, *(models[model] for model in order))
-        rule_name: Literal["given", "budget", "best"] = "best" if rule.budget is None else "budget"
-        choice = ThresholdChoice(rule=rule_name, objective="accuracy", split=fitting.names[1])
+        order, split = self.solutions[point].order, fitting.names[1]
+        of_order = np.array([own.order == order for own in self.solutions])
+        kept = self.points.some(of_order).pareto(MOST_CURVE_POINTS - 1).settings
+        on_curve = of_order & np.isin(self.points.settings, [*kept, self.points.settings[point]])
+        choice = ThresholdChoice(rule="best" if rule.budget is None else "budget", objective="accuracy", split=split)
         if rule.threshold is not None:
             choice = ThresholdChoice(rule="given", objective=None, split=None)
-        curve = curve_points(OperatingPoints(*(of[at] for of in columns), self.points.unit))
-        policy = type(self.scorers)(
-            **dict(self.scorers)
-            | {
-                "stages": stages,
-                "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
-                "threshold": float(self.points.settings[point]),
-                "threshold_choice": choice,
-                "budget": rule.budget,
-                "curve": curve,
-                "solutions": tuple(tuple(np.clip(self.solutions[p].thresholds, 0.0, 2.0).tolist()) for p in at),
-            }
-        )
-        names = [stage.name for stage in policy.answering]
-        splits = [each.own_chain(names, encoded=bool(encoder)) for each in (fitting.calibration, fitting.validation)]
-        trace = trace_policy(policy, splits[1], likeliest=True)
-        return measured(policy, trace, splits[1], fitting.names[1], splits[0], curve)
+        encoder, models = self.scorers.stages[: -len(self.scorers.answering)], self.scorers.answering
+        stages, curve = (*encoder, *(models[model] for model in order)), curve_points(self.points.some(on_curve))
+        thresholds = [np.clip(self.solutions[at].thresholds, 0.0, 2.0).tolist() for at in np.flatnonzero(on_curve)]
+        chosen: dict[str, Any] = {
+            "stages": stages,
+            "logit_kind": joint_kind([stage.logit_kind or "raw" for stage in stages[len(encoder) :]]),
+            "threshold": float(self.points.settings[point]),
+            "threshold_choice": choice,
+            "budget": rule.budget,
+            "curve": curve,
+            "solutions": tuple(map(tuple, thresholds)),
+        }
+        policy = FrugalGPTPolicy(**dict(self.scorers) | chosen)
+        names, encoded = [stage.name for stage in policy.answering], bool(encoder)
+        validation = fitting.validation.own_chain(names, encoded=encoded)
+        trace = trace_policy(policy, validation, likeliest=True)
+        return measured(policy, trace, validation, split, fitting.calibration.own_chain(names, encoded=encoded), curve)
 
 
 def fit_frugalgpt(fitting: Fitting) -> Fitted:
@@ -175,7 +170,8 @@ def fit_scorers(fitting: Fitting) -> FrugalGPTPolicy:
 
     The penalty is the one that gives validation the highest likelihood.
     """
-    splits, arrays, of_stages = (fitting.calibration, fitting.validation), {}, []
+    splits = fitting.calibration, fitting.validation
+    arrays, of_stages = dict[str, Floats](), list[dict[str, Any]]()
     for model, name in enumerate(fitting.calibration.chain.models):
         n_options = fitting.calibration.chain.logits[model].shape[1]
         features = [
@@ -207,8 +203,7 @@ def _logistic(inputs: Floats, right: Bools, unseen: Floats, known: Bools) -> tup
 
 def distances_of(scorers: FrugalGPTPolicy, examples: Examples) -> Floats:
     """Return each model's distances on examples, float64 (N, M)."""
-    embeddings = np.zeros((len(examples), 0)) if scorers.encoder is None else examples.embeddings
-    assert embeddings is not None
+    embeddings = np.zeros((len(examples), 0)) if examples.embeddings is None else examples.embeddings
     first = len(scorers.stages) - len(scorers.answering)
     own = [scorers.distances(first + model, logits, embeddings) for model, logits in enumerate(examples.chain.logits)]
     return np.stack(own, axis=1)

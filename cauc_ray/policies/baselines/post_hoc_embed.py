@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.baselines.routing import fit_single
 from cauc_ray.policies.baselines.training import Schedule, array_of, one_thread, train
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
@@ -58,8 +59,10 @@ def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
     """
     calibration = fitting.calibration
     models, embeddings = calibration.chain.models, calibration.embeddings
+    if len(models) == 1:
+        return fit_single(fitting, 0)
     correct = calibration.correct().astype(np.float32)
-    arrays, read, encoded = {}, list[dict[str, Any]](), embeddings is not None and len(models) > 1
+    arrays, read = dict[str, Floats](), list[dict[str, Any]]()
     for stage, (name, logits) in enumerate(zip(models[:-1], calibration.chain.logits, strict=False)):
         read.append({"n_options": logits.shape[1]})
         features = answer_features(logits, logits.shape[1], embeddings)
@@ -67,9 +70,10 @@ def fit_post_hoc_embed(fitting: Fitting) -> Fitted:
         network = _trained(scaler(features), correct[:, -1] - correct[:, stage], (fitting.seed, stage))
         layers = {f"{name}/layer{index}": array_of(layer) for index, layer in enumerate(network.layers)}
         arrays |= {f"{name}/means": scaler.means, f"{name}/scales": scaler.scales, **layers}
+    encoded = embeddings is not None
     policy = fitting.policy(PostHocEmbedPolicy, encoded=encoded, of_stages=[*read, {}]).with_arrays(arrays)
     seen = "log-probabilities" if embeddings is None else "log-probabilities and the embedding"
-    notes = f"{seen} in place of hidden states", calibration.embedding_note if len(models) > 1 else ""
+    notes = f"{seen} in place of hidden states", calibration.embedding_note
     return Thresholded.of(policy, fitting, note="; ".join(filter(None, notes)))
 
 

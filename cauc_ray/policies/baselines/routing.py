@@ -22,13 +22,13 @@ Read: TypeAlias = Callable[[Examples], Floats]
 Learn: TypeAlias = Callable[[Fitting, Read], tuple[Mapping[str, Any], Mapping[str, Any]]]
 
 
-def routed(values: Floats, prices: Floats, chain: ChainLogits, *, paid: bool) -> Trace:
+def routed(values: Floats, prices: Floats, chain: ChainLogits) -> Trace:
     """Return a router's choices argmax_j (value_j - price x cost_j) at every price.
 
-    values: float (N, M).   prices: float (M,), of a call of each model.   paid: whether every row calls the first.
+    values: float (N, M).   prices: float (M,), of a call of each model.
     """
     order = np.argsort(prices, kind="stable")
-    return Trace(own_answers(chain, order), choices(values, prices), chosen_calls(order, len(order), paid=paid))
+    return Trace(own_answers(chain, order), choices(values, prices), chosen_calls(order, len(order)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class FirstOrLast:
         chain = examples.chain
         ends = np.array([0, len(chain.models) - 1])
         confidences = np.column_stack([1.0 - self.wins(examples), np.ones(len(examples))])
-        return Trace(own_answers(chain, ends), confidences, chosen_calls(ends, len(chain.models), paid=False))
+        return Trace(own_answers(chain, ends), confidences, chosen_calls(ends, len(chain.models)))
 
 
 def note_on_the_middle(n_models: int) -> str:
@@ -53,10 +53,9 @@ def note_on_the_middle(n_models: int) -> str:
     return "first and last model only" if n_models > 2 else ""
 
 
-def chosen_calls(order: Ints | Sequence[int], n_models: int, *, paid: bool) -> Bools:
+def chosen_calls(order: Ints, n_models: int) -> Bools:
     """Return the calls of a router whose steps are models in an order, bool (S, M)."""
-    calls: Bools = np.asarray(order)[:, None] == np.arange(n_models)
-    calls[:, 0] |= paid
+    calls: Bools = order[:, None] == np.arange(n_models)
     return calls
 
 

