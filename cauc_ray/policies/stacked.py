@@ -82,7 +82,8 @@ class StackedStage(Stage):
     """A stage of a stacked policy.
 
     state_weight: a, of the scores before it; null for the first.   logit_weight: c, of its log probabilities.
-    answer: what q is.   answer_weight: v.   biases: b, one for each option; null for none.   matrix: A, a row for each
+    answer: what q is.   answer_weight: v.   competence_weight: d, of g l; null without an expert.
+    prior_weight: w, of s_0, for the first stage; null without one.   biases: b, one for each option; null for none.   matrix: A, a row for each
     option of pi; null for none.   gain: what going on is worth; null where the confidence decides, and for the last.
     """
 
@@ -91,15 +92,19 @@ class StackedStage(Stage):
         "logit_weight",
         "answer",
         "answer_weight",
+        "competence_weight",
+        "prior_weight",
         "biases",
         "matrix",
         "gain",
     }
 
-    state_weight: float | None = Field(gt=0, le=LARGEST)
+    state_weight: float | None = Field(default=None, gt=0, le=LARGEST)
     logit_weight: float = Field(gt=0, le=LARGEST)
     answer: OwnAnswer = "none"
     answer_weight: float = Field(default=0.0, ge=0, le=LARGEST)
+    competence_weight: float | None = Field(default=None, ge=-LARGEST, le=LARGEST)
+    prior_weight: float | None = Field(default=None, ge=0, le=LARGEST)
     biases: tuple[float, ...] | None = None
     matrix: tuple[tuple[float, ...], ...] | None = None
     gain: Gain | None = None
@@ -110,16 +115,23 @@ class StackedStage(Stage):
             raise ValueError("the matrix must have as many columns as rows")
         return self
 
-    def scores_after(self, logits: Floats, state: Floats | None) -> Floats:
-        """Return r after the stage, float64 (n, K).   logits: of its model, float (n, K).   state: r before it."""
+    def scores_after(self, logits: Floats, state: Floats | None, competence: Floats | None = None) -> Floats:
+        """Return r after the stage, float64 (n, K).
+
+        logits: of its model, float (n, K).   state: r before it; for the first stage s_0.   competence: g, (n,).
+        """
         logits = real_options(logits)
-        beyond = self.answer != "none" or self.biases is not None or self.matrix is not None
+        terms = self.competence_weight, self.prior_weight, self.biases, self.matrix
+        beyond = self.answer != "none" or any(term is not None for term in terms)
         logs = log_probabilities(logits, floored=beyond)
         if state is not None:
             logs, state = same_width(logs, state, (self.name, "the stages before"))
         scores: Floats = self.logit_weight * logs
-        if state is not None and self.state_weight is not None:
-            scores += self.state_weight * state
+        of_state = self.prior_weight if self.state_weight is None else self.state_weight
+        if state is not None and of_state is not None:
+            scores += of_state * state
+        if competence is not None and self.competence_weight is not None:
+            scores += self.competence_weight * competent(logs, competence)
         if self.answer != "none":
             own = answer_of(logits, self.answer)
             scores[:, : own.shape[1]] += self.answer_weight * own
@@ -179,6 +191,12 @@ def log_probabilities(logits: Floats, *, floored: bool) -> Floats:
     if floored:
         logs = np.where(np.isneginf(logs), logs, np.maximum(logs, LOWEST_LOG))
     return logs
+
+
+def competent(logs: Floats, competence: Floats) -> Floats:
+    """Return g l, float64 (n, K), 0 where there is no option.   logs: l.   competence: g, float64 (n,)."""
+    found: Floats = np.where(np.isfinite(logs), logs, 0.0) * competence[:, None]
+    return found
 
 
 def answer_of(logits: Floats, answer: OwnAnswer) -> Floats:

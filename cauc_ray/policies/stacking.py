@@ -19,6 +19,7 @@ from cauc_ray.numbers.sweep import STOP_NONE, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.cauc import RFStage
+from cauc_ray.policies.experts import Told
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import Curve, Fitting, curve_of
 from cauc_ray.policies.policy import Policy, Stage
@@ -28,6 +29,7 @@ from cauc_ray.policies.stacked import (
     StackedPolicy,
     StackedStage,
     answer_of,
+    competent,
     features_of,
     log_probabilities,
 )
@@ -62,10 +64,15 @@ class Terms:
 
 
 class _Model:
-    """What a fit needs of one model's logits, float (n, K), each computed once."""
+    """What a fit needs of one model's logits, float (n, K), each computed once.
 
-    def __init__(self, logits: Floats) -> None:
+    competence: what an embedding tells of the model, float64 (n,); None for nothing.   prior: what it tells of the
+    labels, float64 (n, K), for the first model only.
+    """
+
+    def __init__(self, logits: Floats, competence: Floats | None = None, prior: Floats | None = None) -> None:
         self.logits = real_options(logits)
+        self.competence, self.prior = competence, prior
         self._answers: dict[OwnAnswer, Floats] = {}
 
     @cached_property
@@ -93,18 +100,25 @@ def calibrator_for(logits: Floats, labels: Ints) -> Calibrator:
 
 @dataclass(frozen=True, slots=True)
 class _StageFit:
-    """A stage's weights, in the order c, a, v, and biases.   calibrator: of pi, None where no matrix was fitted."""
+    """A stage's weights, by the names of StackedStage, and biases.   calibrator: of pi, None without a matrix."""
 
+    names: tuple[str, ...]
     linear: LinearFit
     calibrator: Calibrator | None
 
 
-def _sources(model: _Model, terms: Terms, state: Floats | None, rows: Ints) -> list[Floats]:
-    found = [(model.logs if terms.none else model.floored)[rows]]
+def _sources(model: _Model, terms: Terms, state: Floats | None, rows: Ints) -> dict[str, Floats]:
+    """Return what a stage weighs, by the names of StackedStage's weights."""
+    plain = terms.none and model.competence is None and model.prior is None
+    found = {"logit_weight": (model.logs if plain else model.floored)[rows]}
     if state is not None:
-        found.append(state)
+        found["state_weight"] = state
     if terms.answer != "none":
-        found.append(model.answer(terms.answer)[rows])
+        found["answer_weight"] = model.answer(terms.answer)[rows]
+    if model.competence is not None:
+        found["competence_weight"] = competent(found["logit_weight"], model.competence[rows])
+    if model.prior is not None:
+        found["prior_weight"] = model.prior[rows]
     return found
 
 
@@ -135,13 +149,14 @@ def _fitted(
     shape = (len(sources), len(precisions))
     if near is not None and (len(near.weights), len(near.biases)) != shape:
         near = None
-    linear = fit_linear(sources, labels[rows], _features(model, terms, calibrator, rows), precisions, start=near)
-    return _StageFit(linear, calibrator)
+    free, features = [name == "competence_weight" for name in sources], _features(model, terms, calibrator, rows)
+    linear = fit_linear([*sources.values()], labels[rows], features, precisions, free=free, start=near)
+    return _StageFit(tuple(sources), linear, calibrator)
 
 
 def _applied(model: _Model, terms: Terms, state: Floats | None, rows: Ints, fit: _StageFit) -> Floats:
     """Return r of some rows after a stage."""
-    weighted = zip(fit.linear.weights, _sources(model, terms, state, rows), strict=True)
+    weighted = zip(fit.linear.weights, _sources(model, terms, state, rows).values(), strict=True)
     r: Floats = np.sum([weight * source for weight, source in weighted], axis=0)
     features = _features(model, terms, fit.calibrator, rows)
     if len(fit.linear.biases):
@@ -167,11 +182,13 @@ class _Validated:
 class Stacking:
     """The fit of a chain's stages on labelled rows.
 
-    logits: M arrays, float (N, K).   labels: int (N,).
+    logits: M arrays, float (N, K).   labels: int (N,).   told: what experts tell of the rows.
     """
 
-    def __init__(self, logits: Sequence[Floats], labels: Ints, seed: int = 0) -> None:
-        self._models = [_Model(own) for own in logits]
+    def __init__(self, logits: Sequence[Floats], labels: Ints, told: Told | None = None, seed: int = 0) -> None:
+        competences = (None,) * len(logits) if told is None else told.competences
+        priors = (None if told is None else told.prior, *(None,) * (len(logits) - 1))
+        self._models = [_Model(*own) for own in zip(logits, competences, priors, strict=True)]
         self._labels = labels
         n, k = logits[0].shape
         order = np.random.default_rng(seed).permutation(n)
@@ -289,7 +306,9 @@ def _ridge(x: Floats, targets: Floats, order: Ints) -> tuple[Floats, Floats]:
     return solved(order, best)
 
 
-def variants_of(calibration: Chain, validation: Chain | None, names: tuple[str, str] = SPLITS) -> list[StackedPolicy]:
+def variants_of(
+    calibration: Chain, validation: Chain | None, names: tuple[str, str] = SPLITS, told: Told | None = None
+) -> list[StackedPolicy]:
     """Return the policies among which validation chooses, at a threshold that no row reaches.
 
     First CAUC-RF's own numbers; then, where cross-validation chooses terms beyond them, these; and with the same terms
@@ -303,9 +322,9 @@ def variants_of(calibration: Chain, validation: Chain | None, names: tuple[str, 
     of_models = [{name: getattr(stage, name) for name in Stage.model_fields} for stage in rf.stages]
     stages = [_of_rf(own, stage) for own, stage in zip(of_models, rf.stages, strict=True)]
     found = [StackedPolicy(**common, variant="rf", stages=tuple(stages))]
-    stacking = Stacking(calibration.logits, calibration.labels)
+    stacking = Stacking(calibration.logits, calibration.labels, told)
     chosen = stacking.chosen()
-    if not chosen.terms.none:
+    if told is not None or not chosen.terms.none:
         stages = [
             _stage(own, chosen.terms, fit) for own, fit in zip(of_models, stacking.whole(chosen.terms), strict=True)
         ]
@@ -326,18 +345,14 @@ def _of_rf(of_model: dict[str, Any], stage: RFStage) -> StackedStage:
 
 
 def _stage(of_model: dict[str, Any], terms: Terms, fit: _StageFit) -> StackedStage:
-    logit_weight, *others = fit.linear.weights.tolist()
-    answer_weight = others.pop() if terms.answer != "none" else 0.0
     biases = fit.linear.biases.tolist()
     own = tuple(biases.pop(0)) if math.isfinite(terms.bias_precision) else None
     if fit.calibrator is not None:
         of_model = {**of_model, "temperature": fit.calibrator.temperature, "offsets": fit.calibrator.offsets}
     return StackedStage(
         **of_model,
-        state_weight=others[0] if others else None,
-        logit_weight=logit_weight,
+        **dict(zip(fit.names, fit.linear.weights.tolist(), strict=True)),
         answer=terms.answer,
-        answer_weight=answer_weight,
         biases=own,
         matrix=tuple(map(tuple, biases)) if fit.calibrator is not None else None,
     )
