@@ -84,7 +84,7 @@ CONVENTIONS: Mapping[str, str] = {
 
 def recalibrates(method: Method) -> bool:
     """Return whether a method is also measured on recalibrated logits: not controls, nor what recalibrates itself."""
-    return method.paradigm != "control" and method.name not in ("stacked", "rf-shared")
+    return method.paradigm != "control" and method.name != "rf-shared" and not method.name.startswith("stacked")
 
 
 def require_methods(names: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ def choose_methods(
         if method.needs_texts and name not in trainable:
             why = "trains a model on the queries' texts: give texts, and its checkpoint"
         elif method.needs_embedding and embedding is None:
-            why = "reads the queries' embeddings and nothing else: give their encoder"
+            why = "reads the queries' embeddings: give their encoder"
         elif method.absent:
             why = f"needs {', '.join(method.absent)}: pip install 'cauc-ray[{method.extra}]'"
         if why is None:

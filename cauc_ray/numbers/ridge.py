@@ -26,6 +26,12 @@ class RidgeFit:
     penalty: float
     held_out: Floats
 
+    @property
+    def offsets(self) -> Floats:
+        """Return what is added to products of features and weights, float64 (T,)."""
+        found: Floats = self.level - self.centre @ self.weights
+        return found
+
     def predict(self, features: Floats) -> Floats:
         """Return predictions, float64 (n, T).   features: float (n, d)."""
         found: Floats = self.level + (features - self.centre) @ self.weights

@@ -55,7 +55,7 @@ def _guards(
         yield from _fusions_within_noise(policy, stepwise, alone, split)
         for index in _fusing(policy):
             reached = stops >= index
-            yield _fusion_hurts(policy.models[index], stepwise[reached, index], alone[reached, index], split)
+            yield _fusion_hurts(policy.answering[index].name, stepwise[reached, index], alone[reached, index], split)
     yield _few_examples(policy.calibration)
     for stage in policy.answering:
         yield from _temperature(stage)
@@ -109,11 +109,11 @@ def _worse_than_part(policy: Policy, expected: Measures, chain: Chain, correct: 
 
     The threshold and all numbers of the other stages stay; a new fit of fewer models, or `--search`, may be better
     still. None for chains of one or two models, which below-single-model covers, and where what decides at a stage is
-    what later ones gain, or another score.
+    what later ones gain, or another score, or an embedding tells of the models.
     """
     indices, cost, split = range(len(policy.stages)), expected.cost, expected.split
     gains = isinstance(policy, StackedPolicy) and policy.variant == "stacked-gain"
-    if len(indices) < 3 or gains or policy.scored:
+    if len(indices) < 3 or gains or policy.scored or policy.encoder is not None:
         return None
     parts = [
         replay(_without(policy, index), chain.of_models([other for other in indices if other != index]))
@@ -145,14 +145,14 @@ def _without(policy: Policy, index: int) -> Policy:
 
 
 def _fusing(policy: Policy) -> list[int]:
-    """Return the stages with fused answers: Base's and Duo's last stage, RF's later stages except those not fused."""
+    """Return the fused ones of the stages that answer: Base's and Duo's last, RF's later ones but those not fused."""
     if isinstance(policy, BasePolicy):
         return [len(policy.stages) - 1] if any(stage.fused for stage in policy.stages[:-1]) else []
     if policy.scored:
         return [len(policy.stages) - 1] if isinstance(policy, DuoPolicy) else []
     return [
         index
-        for index, stage in enumerate(policy.stages)
+        for index, stage in enumerate(policy.answering)
         if index and not (isinstance(stage, RFStage) and not stage.fused)
     ]
 
@@ -176,7 +176,7 @@ def _fusions_within_noise(policy: Policy, fused: Bools, alone: Bools, split: str
             yield _guard("fusion-within-noise", stage.name, found.open, says, **asdict(found))
         return
     for index in _fusing(policy):
-        found, name = signs_of(fused[:, index], alone[:, index]), policy.models[index]
+        found, name = signs_of(fused[:, index], alone[:, index]), policy.answering[index].name
         fired = found.n_gain + found.n_loss > 0 and not found.gains
         word = "breaks more than it fixes of" if found.loses else "is within its noise on" if fired else "fixes"
         says = f"{name}: fusion with the stages before {word} its answers on {split} ({_words(found)})"

@@ -6,12 +6,12 @@ labels. An expert that does not predict rows that it has not seen is left out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from cauc_ray.numbers.products import products
-from cauc_ray.numbers.ridge import fit_ridge
+from cauc_ray.numbers.ridge import RidgeFit, fit_ridge
 from cauc_ray.numbers.types import Bools, Floats, Ints
 from cauc_ray.policies.features import unit_rows
 
@@ -32,17 +32,18 @@ class Experts:
     of_labels: Floats | None = None
     label_offsets: Floats | None = None
 
-    def competences(self, embeddings: Floats) -> Floats:
-        """Return g, float64 (n, M).   embeddings: float (n, d)."""
-        found: Floats = products(unit_rows(embeddings), self.of_models) + self.model_offsets
-        return found
+    @property
+    def arrays(self) -> dict[str, Floats]:
+        """Return the arrays by the names of the fields, without those that there are not."""
+        return {name: own for name in self.__slots__ if (own := getattr(self, name)) is not None}
 
-    def priors(self, embeddings: Floats) -> Floats | None:
-        """Return s_0, float64 (n, K), None without a label expert."""
-        if self.of_labels is None:
-            return None
-        found: Floats = products(unit_rows(embeddings), self.of_labels) + self.label_offsets
-        return found
+    def tell(self, embeddings: Floats) -> Floats:
+        """Return g and, with a label expert, s_0, float64 (n, M) or (n, M + K).   embeddings: float (n, d)."""
+        vectors = unit_rows(np.asarray(embeddings, dtype=np.float32))
+        told = products(vectors, self.of_models) + self.model_offsets
+        if self.of_labels is None or self.label_offsets is None:
+            return told
+        return np.column_stack([told, products(vectors, self.of_labels) + self.label_offsets])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +64,22 @@ def fit_experts(
 
     embeddings: float (N, d).   correct: bool (N, M).   labels: int (N,).   with_labels: whether to fit one of labels.
     """
-    vectors = unit_rows(np.asarray(embeddings, dtype=np.float32))
-    of_models = [_expert(vectors, right[:, None], LEAST_OF_MODELS) for right in np.float64(correct).T]
-    weights = np.stack([np.zeros(vectors.shape[1]) if one is None else one[0][:, 0] for one in of_models])
-    offsets = np.array([0.0 if one is None else one[1][0] - own.mean() for one, own in zip(of_models, correct.T)])
-    told = tuple(None if one is None else one[2][:, 0] - own.mean() for one, own in zip(of_models, correct.T))
+    vectors = unit_rows(np.asarray(embeddings, dtype=np.float32)).astype(np.float64)
+    right = correct - correct.mean(axis=0)
+    of_models = [_expert(vectors, own[:, None], LEAST_OF_MODELS) for own in right.T]
+    experts = Experts(
+        np.stack([np.zeros(vectors.shape[1]) if one is None else one.weights[:, 0] for one in of_models]),
+        np.array([0.0 if one is None else one.offsets[0] for one in of_models]),
+    )
+    told = tuple(None if one is None else one.held_out[:, 0] for one in of_models)
     label = _expert(vectors, np.eye(n_options)[labels], LEAST_OF_LABELS) if with_labels else None
     if label is None:
-        return Experts(weights, offsets), Told(told, None)
-    return Experts(weights, offsets, label[0].T, label[1]), Told(told, label[2])
+        return experts, Told(told, None)
+    return replace(experts, of_labels=label.weights.T, label_offsets=label.offsets), Told(told, label.held_out)
 
 
-def _expert(vectors: Floats, targets: Floats, least: float) -> tuple[Floats, Floats, Floats] | None:
-    """Return weights (d, T), offsets (T,) and held-out predictions (N, T); None where these explain too little."""
-    fit = fit_ridge(vectors.astype(np.float64), targets)
+def _expert(vectors: Floats, targets: Floats, least: float) -> RidgeFit | None:
+    """Return a fit of targets, float64 (N, T); None where it explains too little of rows that it has not seen."""
+    fit = fit_ridge(vectors, targets)
     explained = 1 - ((targets - fit.held_out) ** 2).sum() / ((targets - fit.level) ** 2).sum()
-    if not explained > least:
-        return None
-    return fit.weights, fit.level - fit.centre @ fit.weights, fit.held_out
+    return fit if explained > least else None

@@ -261,6 +261,8 @@ METHODS: Mapping[str, Method] = {
         Method("rf", "ours", f"{_OURS}:fit_cauc_rf"),
         Method("rf-shared", "ours", f"{_OURS}:fit_cauc_rf_shared", unpublished="is rf at the threshold of base"),
         Method("stacked", "ours", "cauc_ray.policies.stacking:fit_method"),
+        Method("stacked-competence", "ours", "cauc_ray.policies.stacking:fit_with_competences", needs_embedding=True),
+        Method("stacked-both", "ours", "cauc_ray.policies.stacking:fit_with_experts", needs_embedding=True),
         Method("duo", "ensemble", f"{_OTHERS}.simple:fit_duo"),
         Method("frugalgpt", "cascade", f"{_OTHERS}.frugalgpt:fit_frugalgpt", **_SKLEARN),
         Method("margin", "cascade", f"{_OTHERS}.simple:fit_margin"),

@@ -362,17 +362,17 @@ class Policy(Shown, FrozenModel):
         steps: list[Step] = []
         for stage, own in enumerate(logits):
             steps.append(self.step(stage, own, steps[-1].state if steps else None))
-        return steps
+        return steps[self.ends[0] :]
 
     @property
     def ends(self) -> Ints:
         """Return the stage that answers at each step of every_step(), int (S,)."""
-        return np.arange(len(self.stages))
+        return np.arange(len(self.stages) - len(self.answering), len(self.stages))
 
     @property
     def calls(self) -> Bools:
         """Return the stages that are called for a row that stops at each step of every_step(), bool (S, M)."""
-        return np.tri(len(self.stages), dtype=bool)
+        return np.tri(len(self.stages), dtype=bool)[self.ends]
 
     def require_threshold(self, threshold: float) -> None:
         """Raise ConfigError unless a threshold is a finite number that the method can take."""

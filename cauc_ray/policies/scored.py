@@ -6,97 +6,33 @@ the threshold is the method's. Where there is an embedding, an encoder is the fi
 
 from __future__ import annotations
 
-import base64
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, InstanceOf
-from pydantic.json_schema import SkipJsonSchema
+from pydantic import Field
 
-from cauc_ray.errors import PolicyError
-from cauc_ray.files.documents import write_bytes
-from cauc_ray.files.paths import AnyPath, path_of
 from cauc_ray.numbers.chain import LARGEST
 from cauc_ray.numbers.logits import log_softmax, real_options, top_option
 from cauc_ray.numbers.products import products
-from cauc_ray.numbers.types import Bools, Floats, Ints
-from cauc_ray.policies.arrays import SUFFIX, Arrays
+from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.arrays import ArraysPolicy
 from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.features import Scaler, answer_features
-from cauc_ray.policies.policy import Policy, Stage, Step
-
-_PACKED = "arrays"
+from cauc_ray.policies.policy import Stage, Step
 
 
-class MethodPolicy(Policy):
-    """A policy of a method that CAUC is compared with.
-
-    arrays_sha256: digest of the file next to the policy's, named like it but for its ending .safetensors, that holds
-    its arrays; null if it has none.
-    """
+class MethodPolicy(ArraysPolicy):
+    """A policy of a method that CAUC is compared with."""
 
     scored: ClassVar[bool] = True
-    # Its fields, next to every policy's, that enter its id.
-    OWN: ClassVar[tuple[str, ...]] = ("arrays_sha256",)
-    NEEDS_ARRAYS: ClassVar[bool] = False
-
-    arrays_sha256: str | None = None
-    arrays: SkipJsonSchema[InstanceOf[Arrays]] = Field(default_factory=Arrays, exclude=True, repr=False)
 
     def contradictions(self) -> Iterator[str]:
         """Yield the contradictions in the policy."""
         yield from super().contradictions()
         if any(stage.offsets is not None or stage.isotonic is not None for stage in self.stages):
             yield f"method {self.method} supports neither offsets nor isotonic maps"
-        if any((stage.diagnostics is None) != (stage.name == self.encoder) for stage in self.stages):
-            yield "diagnostics are null for an encoder, and for no other stage"
-
-    def decides(self) -> dict[str, Any]:
-        """Return what affects answers."""
-        return super().decides() | self.model_dump(mode="json", include={*self.OWN})
-
-    @property
-    def ends(self) -> Ints:
-        """Return the stages that answer, int (S,)."""
-        return np.arange(len(self.stages) - len(self.answering), len(self.stages))
-
-    @classmethod
-    def parsed(cls, content: Mapping[str, Any], source: str, file: AnyPath | None) -> Self:
-        """Return a policy with its arrays. Raises PolicyError where they are missing or others."""
-        packed = content.get(_PACKED)
-        policy = super().parsed({key: value for key, value in content.items() if key != _PACKED}, source, file)
-        if policy.arrays_sha256 is None:
-            if cls.NEEDS_ARRAYS:
-                raise PolicyError(f"{source}: its arrays_sha256 is null, but method {policy.method} needs arrays")
-            return policy
-        if isinstance(packed, str):
-            held = Arrays.of_file(base64.b64decode(packed), policy.arrays_sha256, f"{source}: {_PACKED}")
-        elif file is None:
-            raise PolicyError(f"{source} has arrays in a file next to it: give it by its path")
-        else:
-            place = _next_to(file)
-            if not place.is_file():
-                raise PolicyError(f"{source} has arrays in {place}, which does not exist: keep the two files together")
-            held = Arrays.of_file(place.read_bytes(), policy.arrays_sha256, str(place))
-        return policy.with_arrays(held)
-
-    def with_arrays(self, arrays: Mapping[str, Floats]) -> Self:
-        """Return the policy with other arrays."""
-        held = Arrays(arrays)
-        return self.model_copy(update={"arrays": held, "arrays_sha256": held.sha256 if held else None})
-
-    def save(self, path: str | AnyPath) -> None:
-        """Write the policy's file and, before it, that of its arrays. Raises ConfigError if that fails."""
-        if self.arrays:
-            write_bytes(_next_to(path_of(path)), self.arrays.content)
-        super().save(path)
-
-    def packed(self) -> dict[str, Any]:
-        """Return the policy as JSON has it, with its arrays."""
-        held = {_PACKED: base64.b64encode(self.arrays.content).decode()} if self.arrays else {}
-        return super().packed() | held
 
     def own_answer(self, stage: int, logits: Floats, **more: Any) -> Step:
         """Return a stage's own answer, which every row takes.   more: other fields of the step."""
@@ -106,16 +42,6 @@ class MethodPolicy(Policy):
         n = len(scores)
         own = {"accepted": np.full(n, True), "state": np.zeros((n, 0)), "worth": np.full(n, np.inf)}
         return Step(predictions, confidences, scores=scores, **{**own, **more})
-
-    def no_answer(self, state: Floats, to: Ints | None = None) -> Step:
-        """Return the step of an encoder.   state: (n, S), that rows carry.   to: where they go."""
-        n = len(state)
-        nothing, none = np.full(n, -np.inf), np.zeros((n, 0))
-        return Step(np.full(n, -1, np.int32), np.full(n, np.nan), np.full(n, False), state, none, to, nothing)
-
-
-def _next_to(path: AnyPath) -> AnyPath:
-    return path.parent / f"{path.stem}{SUFFIX}"
 
 
 class ScoredStage(Stage):
@@ -134,15 +60,6 @@ class ScoredPolicy(MethodPolicy):
     """Models one after the other, each with its own answer. A row's state is its embedding, if there is one."""
 
     stages: tuple[ScoredStage, ...] = Field(min_length=1)
-
-    @property
-    def calls(self) -> Bools:
-        """Return the calls of rows that stop at each stage that answers: its own and all before."""
-        return super().calls[self.ends]
-
-    def every_step(self, logits: Sequence[Floats], ids: Sequence[str] | None) -> list[Step]:
-        """Return the steps of all stages that answer."""
-        return super().every_step(logits, ids)[self.ends[0] :]
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Stop where the stage's score reaches the threshold, and at the last stage."""

@@ -3,9 +3,10 @@
 With l_j = log softmax z_j of a stage's logits, q_j the vote 1[k = argmax z_j] or softmax(z_j), and
 pi_j = softmax(z_j / T_j + o_j), a row's scores after the stage are, up to a constant of the row,
 
-    r_j = a_j r_{j-1} + c_j l_j + v_j q_j + b_j + pi_j A_j.
+    r_j = a_j r_{j-1} + c_j l_j + d_j g_j(e) l_j + v_j q_j + b_j + pi_j A_j,    r_0 = s_0(e),
 
-With a_j and c_j alone it is CAUC-RF (paper, eq. 8): a_j = 1 / (2 alpha_j), c_j = 1 / (2 beta_j T_j).
+where an encoder has given an embedding e; without one there are neither g_j nor s_0. With a_j and c_j alone it is
+CAUC-RF (paper, eq. 8): a_j = 1 / (2 alpha_j), c_j = 1 / (2 beta_j T_j).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from cauc_ray.errors import DataError
 from cauc_ray.numbers.chain import LARGEST
 from cauc_ray.numbers.logits import log_softmax, real_options, softmax, top_option
 from cauc_ray.numbers.types import Floats
+from cauc_ray.policies.arrays import ArraysPolicy
 from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.evidence import FrozenModel
-from cauc_ray.policies.policy import Policy, Stage, Step
+from cauc_ray.policies.experts import Experts
+from cauc_ray.policies.policy import Stage, Step
 
 # What a stage adds of a model's own answer: nothing, 1 for the option that it chose, or its probabilities.
 OwnAnswer: TypeAlias = Literal["none", "vote", "probability"]
@@ -82,9 +85,10 @@ class StackedStage(Stage):
     """A stage of a stacked policy.
 
     state_weight: a, of the scores before it; null for the first.   logit_weight: c, of its log probabilities.
-    answer: what q is.   answer_weight: v.   competence_weight: d, of g l; null without an expert.
-    prior_weight: w, of s_0, for the first stage; null without one.   biases: b, one for each option; null for none.   matrix: A, a row for each
-    option of pi; null for none.   gain: what going on is worth; null where the confidence decides, and for the last.
+    answer: what q is.   answer_weight: v.   competence_weight: d, of g l; null without an expert.   prior_weight: w, of
+    s_0, for the first model; null without one.   biases: b, one for each option; null for none.   matrix: A, a row for
+    each option of pi; null for none.   gain: what going on is worth; null where the confidence decides, and for the
+    last.
     """
 
     DECIDES: ClassVar[frozenset[str]] = Stage.DECIDES | {
@@ -115,10 +119,13 @@ class StackedStage(Stage):
             raise ValueError("the matrix must have as many columns as rows")
         return self
 
-    def scores_after(self, logits: Floats, state: Floats | None, competence: Floats | None = None) -> Floats:
+    def scores_after(
+        self, logits: Floats, state: Floats | None, competence: Floats | None = None, prior: Floats | None = None
+    ) -> Floats:
         """Return r after the stage, float64 (n, K).
 
-        logits: of its model, float (n, K).   state: r before it; for the first stage s_0.   competence: g, (n,).
+        logits: of its model, float (n, K).   state: r before it.   competence: g, float64 (n,).   prior: s_0, float64
+        (n, K), which may have more columns.
         """
         logits = real_options(logits)
         terms = self.competence_weight, self.prior_weight, self.biases, self.matrix
@@ -127,11 +134,13 @@ class StackedStage(Stage):
         if state is not None:
             logs, state = same_width(logs, state, (self.name, "the stages before"))
         scores: Floats = self.logit_weight * logs
-        of_state = self.prior_weight if self.state_weight is None else self.state_weight
-        if state is not None and of_state is not None:
-            scores += of_state * state
+        if state is not None and self.state_weight is not None:
+            scores += self.state_weight * state
         if competence is not None and self.competence_weight is not None:
             scores += self.competence_weight * competent(logs, competence)
+        if prior is not None and self.prior_weight is not None:
+            known = prior[:, : scores.shape[1]]
+            scores[:, : known.shape[1]] += self.prior_weight * np.where(np.isfinite(known), known, 0.0)
         if self.answer != "none":
             own = answer_of(logits, self.answer)
             scores[:, : own.shape[1]] += self.answer_weight * own
@@ -157,11 +166,11 @@ class StackedStage(Stage):
         return np.array(self.biases or ())[: logits.shape[1]]
 
 
-class StackedPolicy(Policy):
-    """A stacked cascade. A row's state is the score vector r over the K options: S = K.
+class StackedPolicy(ArraysPolicy):
+    """A stacked cascade. A row's state is the score vector r over the K options: S = K; with an encoder after g: M + K.
 
     variant: rf, without terms beyond CAUC-RF's; stacked, with them; stacked-gain, where in addition the expected gain
-    per cost decides who goes on, not the confidence.
+    per cost decides who goes on, not the confidence. Arrays with an encoder: those of Experts.
     """
 
     method: Literal["stacked"] = "stacked"
@@ -175,11 +184,25 @@ class StackedPolicy(Policy):
 
     def step(self, stage: int, logits: Floats, state: Floats | None) -> Step:
         """Add the stage's terms to the scores, and stop if that is worth more than the threshold."""
-        r = self.stages[stage].scores_after(logits, state)
+        if stage == 0 and self.encoder is not None:
+            return self.no_answer(self.experts.tell(logits))
+        if self.encoder is None:
+            r = carried = self.stages[stage].scores_after(logits, state)
+        else:
+            assert state is not None
+            told, before = np.split(state, [len(self.answering)], axis=1)
+            rest = (None, before) if stage == 1 else (before, None)
+            r = self.stages[stage].scores_after(logits, rest[0], told[:, stage - 1], rest[1])
+            carried = np.column_stack([told, r])
         predictions, confidences = top_option(r)
         last = stage == len(self.stages) - 1
         accepted = np.full(len(r), True) if last else self.worth(stage, confidences) >= self.threshold
-        return Step(predictions, confidences, accepted, state=r, scores=r)
+        return Step(predictions, confidences, accepted, state=carried, scores=r)
+
+    @property
+    def experts(self) -> Experts:
+        """Return what the embedding tells."""
+        return Experts(**self.arrays)
 
 
 def log_probabilities(logits: Floats, *, floored: bool) -> Floats:

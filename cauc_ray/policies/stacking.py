@@ -19,9 +19,9 @@ from cauc_ray.numbers.sweep import STOP_NONE, Objective, OperatingPoints
 from cauc_ray.numbers.types import Floats, Ints
 from cauc_ray.policies.calibrated import require_calibrator
 from cauc_ray.policies.cauc import RFStage
-from cauc_ray.policies.experts import Told
+from cauc_ray.policies.experts import Experts, Told, fit_experts
 from cauc_ray.policies.fitting import fit_rf
-from cauc_ray.policies.methods import Curve, Fitting, curve_of
+from cauc_ray.policies.methods import Curve, Fitting, Thresholded, cascade_of, curve_of
 from cauc_ray.policies.policy import Policy, Stage
 from cauc_ray.policies.stacked import (
     Gain,
@@ -34,7 +34,7 @@ from cauc_ray.policies.stacked import (
     log_probabilities,
 )
 from cauc_ray.policies.threshold import BY_DEFAULT, ThresholdRule, choose_threshold
-from cauc_ray.policies.trace import Answers, Examples, trace_policy
+from cauc_ray.policies.trace import Answers, Examples
 
 SPLITS = ("calibration", "validation")
 # What a policy of another method says of its splits and models, too.
@@ -307,33 +307,36 @@ def _ridge(x: Floats, targets: Floats, order: Ints) -> tuple[Floats, Floats]:
 
 
 def variants_of(
-    calibration: Chain, validation: Chain | None, names: tuple[str, str] = SPLITS, told: Told | None = None
+    calibration: Chain, validation: Chain | None, names: tuple[str, str] = SPLITS, encoded: Encoded | None = None
 ) -> list[StackedPolicy]:
     """Return the policies among which validation chooses, at a threshold that no row reaches.
 
     First CAUC-RF's own numbers; then, where cross-validation chooses terms beyond them, these; and with the same terms
-    the one in which expected gains decide. Raises ConfigError where logits are not in this process, DataError if
-    labels are missing.
+    the one in which expected gains decide. The first has no encoder, the others begin with the encoded one if given.
+    Raises ConfigError where logits are not in this process, DataError if labels are missing.
     """
     if not isinstance(calibration, ChainLogits):
         raise ConfigError("method stacked needs all logits in one process; leave shards out")
     rf = fit_rf(calibration, validation, ThresholdRule(threshold=STOP_NONE), names=names)
-    common = {name: getattr(rf, name) for name in _KEPT} | {"expected": None}
+    common = {name: getattr(rf, name) for name in _KEPT} | {"expected": None, "offline": None}
     of_models = [{name: getattr(stage, name) for name in Stage.model_fields} for stage in rf.stages]
-    stages = [_of_rf(own, stage) for own, stage in zip(of_models, rf.stages, strict=True)]
-    found = [StackedPolicy(**common, variant="rf", stages=tuple(stages))]
-    stacking = Stacking(calibration.logits, calibration.labels, told)
+    stages = tuple(_of_rf(own, stage) for own, stage in zip(of_models, rf.stages, strict=True))
+    found = [StackedPolicy(**common, variant="rf", stages=stages)]
+    stacking = Stacking(calibration.logits, calibration.labels, None if encoded is None else encoded.told)
     chosen = stacking.chosen()
-    if told is not None or not chosen.terms.none:
-        stages = [
-            _stage(own, chosen.terms, fit) for own, fit in zip(of_models, stacking.whole(chosen.terms), strict=True)
-        ]
-        found.append(StackedPolicy(**common, variant="stacked", stages=tuple(stages)))
+    last = found[0]
+    if encoded is not None or not chosen.terms.none:
+        fits = zip(of_models, stacking.whole(chosen.terms), strict=True)
+        stages = tuple(_stage(own, chosen.terms, fit) for own, fit in fits)
+        first = () if encoded is None else (encoded.stage,)
+        last = StackedPolicy(**common, variant="stacked", stages=(*first, *stages))
+        last = last if encoded is None else last.with_arrays(encoded.experts.arrays)
+        found.append(last)
     gains = gains_of(chosen.held_out, calibration.costs.means)
     if len(stages) > 1 and all(gain is not None for gain in gains[:-1]):
-        pairs = zip(stages, gains, strict=True)
-        deciding = tuple(stage.model_copy(update={"gain": gain}) for stage, gain in pairs)
-        found.append(StackedPolicy(**common, variant="stacked-gain", stages=deciding))
+        deciding = tuple(stage.model_copy(update={"gain": gain}) for stage, gain in zip(stages, gains, strict=True))
+        others = last.stages[: -len(stages)]
+        found.append(last.model_copy(update={"variant": "stacked-gain", "stages": (*others, *deciding)}))
     return found
 
 
@@ -358,6 +361,15 @@ def _stage(of_model: dict[str, Any], terms: Terms, fit: _StageFit) -> StackedSta
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What an encoder adds to a cascade: its stage, the experts on its embeddings, and what these tell of the rows."""
+
+    stage: StackedStage
+    experts: Experts
+    told: Told
+
+
 class Variants:
     """A stacked cascade whose variant and threshold are not chosen: a setting is an index of an operating point.
 
@@ -366,9 +378,12 @@ class Variants:
 
     note = ""
 
-    def __init__(self, policies: Sequence[StackedPolicy], validation: Chain, objective: Objective = "accuracy") -> None:
+    def __init__(
+        self, policies: Sequence[StackedPolicy], validation: Examples, objective: Objective = "accuracy"
+    ) -> None:
         self.policies = policies
-        frontiers = [trace_policy(policy, validation).frontier(validation, objective) for policy in policies]
+        traces = [cascade_of(policy)(validation) for policy in policies]
+        frontiers = [trace.frontier(validation.chain, objective) for trace in traces]
         self._variants = np.repeat(np.arange(len(policies)), [len(one.settings) for one in frontiers])
         self._thresholds, cost, quality = (
             np.concatenate([getattr(one, name) for one in frontiers]) for name in ("settings", "cost", "quality")
@@ -387,7 +402,15 @@ class Variants:
     def answers(self, examples: Examples, setting: float) -> Answers:
         """Answer examples at a setting."""
         index = int(setting)
-        return trace_policy(self.policies[self._variants[index]], examples.chain).answers(self._thresholds[index])
+        return cascade_of(self.policies[self._variants[index]])(examples).answers(self._thresholds[index])
+
+    def published(self, fitting: Fitting, rule: ThresholdRule) -> Policy:
+        """Return the variant and threshold that a rule chooses as a policy. Raises ConfigError and BudgetError."""
+        if chooses(rule):
+            policy = Variants(self.policies, fitting.validation, rule.objective).chosen(rule.budget)
+        else:
+            policy = without_gain(self.policies)
+        return Thresholded.of(policy, fitting).published(fitting, rule)
 
     def curve(self, examples: Examples, settings: Floats) -> Curve:
         """Measure settings on labelled examples."""
@@ -396,14 +419,55 @@ class Variants:
         for variant, policy in enumerate(self.policies):
             own = np.flatnonzero(self._variants[at] == variant)
             thresholds = self._thresholds[at[own]]
-            found = curve_of(trace_policy(policy, examples.chain), examples.chain, thresholds)
+            found = curve_of(cascade_of(policy)(examples), examples.chain, thresholds)
             cost[own], accuracy[own], f1[own], last[own] = found.cost, found.accuracy, found.macro_f1, found.last_share
         return Curve(settings, cost, accuracy, f1, last)
 
 
 def fit_method(fitting: Fitting) -> Variants:
     """Fit a stacked cascade for a comparison."""
-    return Variants(variants_of(fitting.calibration.chain, None), fitting.validation.chain)
+    return Variants(variants_of(fitting.calibration.chain, fitting.validation.chain, fitting.names), fitting.validation)
+
+
+def fit_with_competences(fitting: Fitting) -> Variants:
+    """Fit one that knows from an embedding how competent each model is."""
+    return _fit_encoded(fitting, with_labels=False)
+
+
+def fit_with_experts(fitting: Fitting) -> Variants:
+    """Fit one that also knows from an embedding which labels are likely."""
+    return _fit_encoded(fitting, with_labels=True)
+
+
+def _fit_encoded(fitting: Fitting, *, with_labels: bool) -> Variants:
+    examples = fitting.calibration
+    assert examples.embeddings is not None
+    chain = examples.own_chain(examples.chain.models, encoded=True)
+    n_options = examples.chain.logits[0].shape[1]
+    experts, told = fit_experts(
+        examples.embeddings, examples.correct(), examples.chain.labels, n_options, with_labels=with_labels
+    )
+    stage = StackedStage(
+        name=chain.models[0],
+        cost=float(chain.costs.means[0]),
+        logit_kind="embedding",
+        temperature=1.0,
+        diagnostics=None,
+        logit_weight=1.0,
+    )
+    encoded = Encoded(stage, experts, told)
+    policies = variants_of(examples.chain, fitting.validation.chain, fitting.names, encoded)
+    return Variants(policies, fitting.validation)
+
+
+def chooses(rule: ThresholdRule) -> bool:
+    """Return whether a rule chooses a threshold on validation by its quality."""
+    return (rule.threshold, rule.certify, rule.price) == (None, None, None)
+
+
+def without_gain(policies: Sequence[StackedPolicy]) -> StackedPolicy:
+    """Return the last of the variants in which confidences decide: given thresholds are of these."""
+    return [one for one in policies if one.variant != "stacked-gain"][-1]
 
 
 def fit_stacked(
@@ -424,11 +488,11 @@ def fit_stacked(
     if safe:
         raise ConfigError("method stacked chooses its own terms by cross-validation: leave safe out")
     policies = variants_of(calibration, validation, names)
-    if (rule.threshold, rule.certify, rule.price) == (None, None, None) and validation is not None:
+    policy = without_gain(policies)
+    if chooses(rule) and validation is not None:
         validation.require_labels("choosing a threshold")
-        policy: StackedPolicy = Variants(policies, validation, rule.objective).chosen(rule.budget)
-    else:
-        policy = [one for one in policies if one.variant != "stacked-gain"][-1]
+        assert isinstance(validation, ChainLogits)
+        policy = Variants(policies, Examples(validation), rule.objective).chosen(rule.budget)
     with_budget = policy.model_copy(update={"budget": rule.budget})
     decided: StackedPolicy = choose_threshold(with_budget, calibration, validation, rule)
     return decided

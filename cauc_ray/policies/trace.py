@@ -233,7 +233,8 @@ def trace_policy(policy: Policy, chain: Chain, *, likeliest: bool = False) -> Tr
     found: dict[str, Array | None] = dict(zip(wanted, arrays, strict=True))
     if not policy.scored:
         confidences = arrays[1]
-        worth = np.stack([policy.worth(stage, own) for stage, own in enumerate(confidences.T)], axis=1)
+        steps = zip(policy.ends.tolist(), confidences.T, strict=True)
+        worth = np.stack([policy.worth(stage, own) for stage, own in steps], axis=1)
         found["worth"] = None if np.array_equal(worth, confidences) else worth
     return Trace(calls=policy.calls, ends=None if policy.in_turn else policy.ends, **found)  # type: ignore[arg-type]
 
@@ -422,9 +423,10 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
     None for the last stage, which has no threshold, and where no labelled example comes; for all stages where it is
     not confidences that are compared with the threshold: the propositions say nothing of these.
     """
-    last = len(policy.stages) - 1
+    ends = policy.ends
+    last, n_silent = len(ends) - 1, len(policy.stages) - len(ends)
     if policy.scored:
-        return (None,) * (last + 1)
+        return (None,) * len(policy.stages)
     trace = trace_policy(policy, chain)
     stops = trace.stops(policy.threshold)
     accepted = trace.compared >= policy.threshold
@@ -437,8 +439,8 @@ def measure_guarantees(policy: Policy, chain: Chain) -> tuple[StageGuarantees | 
             found.append(None)
             continue
         onward = accepted[:, stage + 1 :].argmax(axis=1) + stage + 1
-        extra = chain.costs.of_stops(onward) - chain.costs.of_stops(np.full(len(chain), stage))
+        extra = chain.costs.of_stops(ends[onward]) - chain.costs.of_stops(np.full(len(chain), ends[stage]))
         confidences, right = trace.confidences[rows, stage], correct[rows, stage]
         fallback = correct[rows, onward[rows]], extra[rows]
         found.append(stage_guarantees(confidences, right, *fallback, policy.threshold))
-    return (*found, None)
+    return (*(None,) * n_silent, *found, None)

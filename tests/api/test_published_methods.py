@@ -23,7 +23,8 @@ LOOKING = [
     "embedllm",
 ]
 ROUTERS = [name for name in LOOKING if METHODS[name].paradigm == "router"]
-EVERY = [(name, None) for name in (*CONTROLS, *LOOKING)] + [(name, "enc") for name in LOOKING]
+STACKED = ["stacked-competence", "stacked-both"]
+EVERY = [(name, None) for name in (*CONTROLS, *LOOKING)] + [(name, "enc") for name in (*LOOKING, *STACKED)]
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
@@ -90,7 +91,7 @@ def test_a_policy_survives_its_file(home, policies, tmp_path, method, embedding)
     content = json.loads((tmp_path / "policy.json").read_text())
     has_arrays = content["arrays_sha256"] is not None
     assert (tmp_path / "policy.safetensors").exists() == has_arrays
-    assert has_arrays == (method in LOOKING)
+    assert has_arrays == (method in LOOKING + STACKED)
     before, after = (cauc_ray.evaluate(home / "LOGITS", own) for own in (policy, tmp_path / "policy.json"))
     assert before.predictions.to_arrow().equals(after.predictions.to_arrow())
     assert cauc_ray.Policy.of(policy.packed()) == policy
