@@ -195,7 +195,7 @@ class Policy(Shown, FrozenModel):
                 yield f"stage {stage.name!r} has both offsets and an isotonic map; one of them must be null"
             if self.models.count(stage.name) > 1:
                 yield f"two stages are named {stage.name!r}"
-        if len({stage.calibrator.kind for stage in self.stages}) > 1:
+        if len({stage.calibrator.kind for stage in self.answering}) > 1:
             yield "offsets, and isotonic maps, must be given for all stages or for none"
         n_offsets = {len(stage.offsets) for stage in self.stages if stage.offsets is not None}
         if len(n_offsets) > 1:
@@ -310,7 +310,7 @@ class Policy(Shown, FrozenModel):
     @property
     def calibrator_kind(self) -> CalibratorKind:
         """Return the calibrator of its models."""
-        return self.stages[0].calibrator.kind
+        return self.answering[0].calibrator.kind
 
     @property
     def id(self) -> str:
