@@ -185,7 +185,7 @@ class RequestQueue(StageQueue):
 
     def is_late_probe(self, call: Call, now: float) -> bool:
         """Return whether a call is a probe that has not been answered in time."""
-        return call.probe and now - call.sent_at >= self._probe_s
+        return call.probe and now >= call.sent_at + self._probe_s
 
     @property
     def _probe_s(self) -> float:
