@@ -11,141 +11,21 @@ for a timeout, while probes, whose answers nobody waits for, find out when it wo
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Set
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from math import inf
-from statistics import median
-from typing import Literal, TypeAlias
 
-from cauc_ray.cascade.rows import Call, CallResult, Owner, Rows, Trouble
+from cauc_ray.cascade.rows import Call, CallResult, Rows, Trouble
+from cauc_ray.cascade.stage_health import DOWN_AFTER_S, ServiceTime, StageHealth, Suspects
 from cauc_ray.cascade.stage_queue import CALLS_PER_REPLICA, FAILURES_TO_REPLACE, StageLimits, StageQueue
 
-# A stage is paused after this many failed calls in a row. Each of its replicas is then probed every so many seconds,
-# one at a time; a probe is given up after so many, or several times what calls usually take.
-FAILURES_TO_PAUSE = 8
+# Each replica of a paused stage is probed every so many seconds, one at a time; a probe is given up after so many, or
+# several times what calls usually take.
 PAUSE_S = 1.0
 PROBE_S = 2.0
-# Rows wait so long for a replica where there is none; then the stage is down.
-DOWN_AFTER_S = 3.0
-
-
-class StageHealth:
-    """What is known of a stage's replicas and of its last calls. Times are seconds and come from outside.
-
-    down_after_s: how long rows wait where there is no replica.   most_replicas: that it has had at once.
-    """
-
-    def __init__(self, down_after_s: float = DOWN_AFTER_S) -> None:
-        self._down_after_s = down_after_s
-        self.most_replicas = 0
-        self._without_since: float | None = None
-        self._why_without: str | None = None
-        self._n_failures = 0
-        self.why_paused = ""
-        self.succeeded_at = -math.inf
-
-    def replicas(self, n: int, now: float, why: str | None = None) -> None:
-        """Note how many replicas take calls.   why: there are none, where that may last: no row waits for one then."""
-        self._why_without = why
-        if n > 0:
-            self._without_since = None
-        elif self._without_since is None:
-            self._without_since = now
-        self.most_replicas = max(self.most_replicas, n)
-
-    def missing(self, now: float) -> bool:
-        """Return whether there has been no replica for longer than rows wait for one."""
-        since = self._without_since
-        return since is not None and (self._why_without is not None or now - since > self._down_after_s)
-
-    @property
-    def paused(self) -> bool:
-        """Return whether the stage is paused: until a call succeeds, which can only be a probe or an earlier one."""
-        return self._n_failures >= FAILURES_TO_PAUSE
-
-    def why_not(self, now: float) -> str | None:
-        """Return why the stage takes no rows now, None where it does."""
-        if self.missing(now):
-            return self._why_without or "it has no replica"
-        return self.why_paused if self.paused else None
-
-    def succeeded(self, now: float) -> None:
-        """Note a call that was answered."""
-        self._n_failures = 0
-        self.succeeded_at = now
-
-    def failed(self, reason: str, *, for_good: bool = False) -> None:
-        """Note a failed call; for_good: this single failure is enough to pause the stage."""
-        self.why_paused = f"its last calls have failed: {reason}"
-        self._n_failures += FAILURES_TO_PAUSE if for_good else 1
-
-
-# So many calls are remembered; it takes a few to know anything.
-CALLS, FEWEST = 9, 3
-
-
-class ServiceTime:
-    """Remembers the last calls of a stage. All figures are seconds, and 0 before they are known.
-
-    call_s: a call, its wait for those of other routers included.   long_call_s: what one in five takes, or longer.
-    compute_s: what the model computes for a call; row_s: for one row of it.
-    """
-
-    def __init__(self) -> None:
-        self.call_s = self.long_call_s = self.compute_s = self.row_s = 0.0
-        self._calls: deque[tuple[float, float, int]] = deque(maxlen=CALLS)
-
-    def note(self, call_s: float, compute_s: float, n_rows: int) -> None:
-        """Remember how long a call of so many rows has taken, and its model computed for it."""
-        self._calls.append((call_s, compute_s, n_rows))
-        if len(self._calls) < FEWEST:
-            return
-        # Medians: the first call of a model may take a hundred times as long as the next.
-        calls = sorted(call for call, _, _ in self._calls)
-        self.call_s, self.long_call_s = median(calls), calls[len(calls) * 4 // 5]
-        self.compute_s = median(compute for _, compute, _ in self._calls)
-        self.row_s = median(compute / n for _, compute, n in self._calls)
-
-
-# So long an input that has ended replicas is refused at once, and so many are remembered.
-REFUSED_S = 300.0
-MOST_REMEMBERED = 1000
-
-Verdict: TypeAlias = Literal["clear", "suspected", "guilty"]
-
-
-class Suspects:
-    """Remembers inputs by their digests.
-
-    An input is suspected once a replica ended in a call that had it, until it is answered, and guilty once one ended
-    while it computed nothing else.
-    """
-
-    def __init__(self) -> None:
-        self._verdicts: dict[bytes, tuple[Verdict, float]] = {}
-
-    def verdict(self, owner: Owner, now: float) -> Verdict:
-        """Return what is known of an owner's input."""
-        if not self._verdicts:  # no digest is worked out as long as none is needed
-            return "clear"
-        verdict, until = self._verdicts.get(owner.fingerprint() or b"", ("clear", 0.0))
-        return verdict if now < until else "clear"
-
-    def note(self, owner: Owner, verdict: Verdict, now: float) -> None:
-        """Remember what has become known of an owner's input."""
-        if (verdict == "clear" and not self._verdicts) or (digest := owner.fingerprint()) is None:
-            return
-        self._verdicts.pop(digest, None)
-        if verdict != "clear":
-            self._verdicts[digest] = verdict, now + REFUSED_S
-        if len(self._verdicts) > MOST_REMEMBERED:
-            del self._verdicts[next(iter(self._verdicts))]
-
-
 # Rows that are likely to take more than this share of their time are refused: by then many would come too late.
 MOST_WAIT = 0.8
 # A call that takes more than this share of its rows' time, and so many times as long as others, may hang.
@@ -305,7 +185,7 @@ class RequestQueue(StageQueue):
 
     def is_late_probe(self, call: Call, now: float) -> bool:
         """Return whether a call is a probe that has not been answered in time."""
-        return call.probe and now - call.sent_at >= self._probe_s
+        return call.probe and now >= call.sent_at + self._probe_s
 
     @property
     def _probe_s(self) -> float:

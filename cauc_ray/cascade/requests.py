@@ -248,13 +248,14 @@ class RequestScheduler(Scheduler):
         at, reason = self.stages[call.stage], result.error or ""
         at.busy_s += result.compute_s or 0.0
         known, tried = at.known_good is not None, {*call.failed_on, call.replica}
-        if result.fault == "replica" or (call.probe and known):
+        # Another replica would ask the same server in vain.
+        if result.fault == "replica" or (call.probe and known and result.fault != "stage"):
             at.broken(call, reason, now)
             # It may be the stage, and no row need wait for another replica.
             if at.limits.degrades and not at.n_working:
                 self._failed_call(at, reason, now, call.rows, for_good=True)
         if call.probe:
-            if at.health.paused:
+            if at.health.paused or result.fault == "stage":
                 at.postpone_probe(call.replica, now + PAUSE_S)
             return
         others = len(tried) < MOST_ATTEMPTS and at.has_other(tried)

@@ -13,6 +13,8 @@ import numpy as np
 from scripted_models import worker_of
 
 from cauc_ray.cascade.bundles import Bundle, gathered
+from cauc_ray.cascade.rows import CallResult
+from cauc_ray.errors import ExecutionError
 from cauc_ray.models.answers import Answers, as_answers
 from cauc_ray.models.pool import Pool, pool_of
 from cauc_ray.serving.cascade import Cascade
@@ -72,7 +74,10 @@ class Stage:
         started = asyncio.get_running_loop().time()
         if on_begin is not None:
             on_begin()
-        compute_s = None if self.before is None else await self.before(len(self.batches), batch)
+        try:
+            compute_s = None if self.before is None else await self.before(len(self.batches), batch)
+        except ExecutionError as error:
+            return CallResult.broken(started, "", str(error), "stage"), None
         worker = worker_of(self.answers, stage_of(self.column))
         result, goes_on = worker.decide(
             call.parts, bundles, policies=call.policies, carries_columns=False, good_row=call.good_row

@@ -20,6 +20,7 @@ from synthetic import chain
 from virtual_time import run_virtually
 
 import cauc_ray
+from cauc_ray.errors import ExecutionError
 from cauc_ray.policies.fitting import ThresholdRule, fit_rf
 from cauc_ray.policies.trace import replay
 from cauc_ray.serving.request_state import StageError
@@ -35,7 +36,7 @@ WAITS_S = 2.0
 
 
 class Cloud(Stage):
-    """The second stage, some milliseconds away, which refuses, hangs or fails late while `away` says so.
+    """The second stage, some milliseconds away, which refuses, hangs, fails late or has no server while `away` says so.
 
     calls: when it was called.
     """
@@ -49,6 +50,8 @@ class Cloud(Stage):
         if self.away == "hangs":
             await asyncio.sleep(1e6)
         await asyncio.sleep(0.7 * TIMEOUT_S if self.away == "fails late" else 0.02)
+        if self.away == "has no server":
+            raise ExecutionError("large does not answer")
         if self.away is not None:
             raise StageError("failed", "ConnectionRefusedError: [Errno 111] Connection refused")
 
@@ -74,7 +77,7 @@ async def through_an_outage(away, from_s, to_s, n_replicas=1):
 
     n = int((to_s + AFTER_S) * PER_S)
     answers = await asyncio.gather(*(asked(cascade, at / PER_S, at % 240) for at in range(n)), switched())
-    return answers[:-1], cloud.calls
+    return answers[:-1], cloud
 
 
 @pytest.mark.parametrize(
@@ -87,12 +90,15 @@ async def through_an_outage(away, from_s, to_s, n_replicas=1):
         ("hangs", 5.0, 3),
         ("fails late", 0.0, 1),
         ("fails late", 5.0, 2),
+        ("has no server", 0.0, 1),
+        ("has no server", 5.0, 1),
+        ("has no server", 5.0, 3),
     ],
 )
 def test_answers_come_at_once_while_a_stage_is_away_and_it_is_back_by_itself(away, from_s, n_replicas):
     """from_s: 0 where the stage has never answered."""
     to_s = from_s + OUTAGE_S
-    answers, calls = run_virtually(through_an_outage(away, from_s, to_s, n_replicas))
+    answers, cloud = run_virtually(through_an_outage(away, from_s, to_s, n_replicas))
     assert len(answers) == (to_s + AFTER_S) * PER_S
     noticed_s, back_s = from_s + TIMEOUT_S + 0.5, to_s + TIMEOUT_S + 2.0
     for row, at, answer, took_s in answers:
@@ -107,8 +113,9 @@ def test_answers_come_at_once_while_a_stage_is_away_and_it_is_back_by_itself(awa
             assert answer.predictions[0] == EXPECTED.predictions[row]
         if answer.degraded.any():
             assert (answer.stages[0], answer.predictions[0]) == (0, POLICY.start(DATA.logits[0][[row]]).predictions[0])
-    probes = [at for at in calls if noticed_s <= at < to_s]
+    probes = [at for at in cloud.calls if noticed_s <= at < to_s]
     assert 5 < len(probes) < 2 * n_replicas * OUTAGE_S
+    assert cloud.n_started == n_replicas  # another one would find the same
 
 
 def test_a_link_that_resets_a_third_of_all_calls_does_not_take_its_stage_away():

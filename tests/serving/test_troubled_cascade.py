@@ -175,9 +175,9 @@ def require_whole(answer):
     assert (answer.stages == EXPECTED_STAGES[WELL]).all()
 
 
-def story_of(troubles, n_replicas=1, on_failure="fail"):
+def story_of(troubles, n_replicas=1, on_failure="fail", start_s=0.0):
     """Return a story of one request after the other, of which some are in trouble at the first stage."""
-    asks = [Ask(0.2 * row, (row,), None) for row in range(8)]
+    asks = [Ask(start_s + 0.2 * row, (row,), None) for row in range(8)]
     return Story(asks, [[None] * 6 + troubles, [], []], [(0.0, 0, n_replicas)], on_failure, 8192)
 
 
@@ -198,6 +198,13 @@ def test_a_stage_is_whole_again_soon_after_its_trouble(story, on_failure):
     _, left, afterwards, _ = run_virtually(told(story_of(**story, on_failure=on_failure)))
     assert left == [(0, [])] * 3
     require_whole(afterwards)
+
+
+def test_a_probe_is_given_up_in_time_at_any_moment():
+    """Whichever way the sum of two times is rounded."""
+    for start_s in np.random.default_rng(0).uniform(0, 12, 60).tolist():
+        story = story_of(["down", "hangs"], on_failure="degrade", start_s=start_s)
+        require_whole(run_virtually(told(story))[2])
 
 
 def stages_at(replicas, takes_s, hangs=()):
