@@ -10,14 +10,16 @@ from planted import changed, gain_over_mixture, of_rows, problem
 
 from cauc_ray.policies.baselines import graphrouter, model_vectors
 from cauc_ray.policies.baselines.frugalgpt import distances_of
-from cauc_ray.policies.methods import METHODS
-from cauc_ray.policies.trace import EmbeddingCall, trace_policy
+from cauc_ray.policies.methods import METHODS, cascade_of
+from cauc_ray.policies.trace import EmbeddingCall
 
-FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts]
+# The label expert calls no model, and rf-shared has the points of base.
+OTHERS = ("embedding", "rf-shared")
+FROM_OUTPUTS = [name for name, method in METHODS.items() if not method.needs_texts and name not in OTHERS]
 ROUTERS = [name for name in FROM_OUTPUTS if METHODS[name].paradigm == "router"]
 LEARNED = [*ROUTERS, "frugalgpt", "post-hoc-embed"]
 DRAWN = ["routerdc", "routellm-mf", "graphrouter", "embedllm", "post-hoc-embed"]
-FUSING = ["base", "rf", "duo", "shuffled"]
+FUSING = ["base", "rf", "duo", "shuffled", "stacked", "stacked-competence", "stacked-both"]
 every = pytest.mark.parametrize("method", FROM_OUTPUTS)
 learned = pytest.mark.parametrize("method", LEARNED)
 routers = pytest.mark.parametrize("method", ROUTERS)
@@ -50,6 +52,7 @@ def fitted(method, **how):
 
 def small(method, m=3, *, embedded=True):
     """Return the like for few examples of any number of options."""
+    embedded = embedded or METHODS[method].needs_embedding
     return fitted(method, n=80, n_test=60, m=m, embedded=embedded, ragged=True, per_call=m == 3)
 
 
@@ -58,7 +61,7 @@ def numbers(own, test):
     if hasattr(own, "cascade"):
         return own.cascade(test.without_labels()).compared
     if hasattr(own, "policies"):
-        traces = [trace_policy(policy, test.chain) for policy in own.policies]
+        traces = [cascade_of(policy)(test.without_labels()) for policy in own.policies]
         return np.stack([trace.compared for trace in traces])
     return distances_of(own.scorers, test.without_labels())
 
