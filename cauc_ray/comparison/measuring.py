@@ -39,6 +39,7 @@ from cauc_ray.policies.cauc import BasePolicy
 from cauc_ray.policies.fitting import fit_base
 from cauc_ray.policies.methods import METHODS, Curve, Fitted, Fitting, Method, Scheduled
 from cauc_ray.policies.recalibrated import fit_recalibrated
+from cauc_ray.policies.stacking import Variants
 from cauc_ray.policies.trace import Answers, Examples, measure_replay
 
 # Single models and other methods on recalibrated logits: recalibrated:<model>, recalibrated+<method>.
@@ -210,7 +211,10 @@ class Bench:
             "paper_setup_ratio": self._paper_ratio(method.name),
             "note": fitted.note,
         }
-        return row, fitted.curve(self._test, fitted.points.settings), fitted.points
+        curve = fitted.points
+        if isinstance(fitted, Variants):  # of all its variants, what validation would choose of
+            curve = curve.pareto(len(curve.cost))
+        return row, fitted.curve(self._test, curve.settings), curve
 
     def _points(self, fitted: Fitted) -> OperatingPoints:
         """Return the points on validation that the budget is spent among, by the objective."""

@@ -188,7 +188,7 @@ def _overview(by_chain: Sequence[tuple[ComparedChain, Sequence[Row]]]) -> Grid:
             columns.append((heading, form, f"mean {name}"))
     lines = [dict.fromkeys(key for _, _, key in columns) | line for line in _in_order(found.values())]
     marks = {
-        cell: mark for quality, form, _ in columns if form == "points" for cell, mark in _marks(lines, quality).items()
+        cell: mark for _, form, quality in columns if form == "points" for cell, mark in _marks(lines, quality).items()
     }
     note = f"Quality in percent, cost over the last model's. {'; '.join(legend)}."
     return Grid.of("All chains", lines, columns, marks, [note])

@@ -200,6 +200,15 @@ def test_shared_rf_stops_where_base_does(table, models, budget):
         assert shared["cost"] == base["cost"]
 
 
+def test_the_curve_of_variants_is_what_validation_chooses_of(tmp_path):
+    skewed(tmp_path)
+    found = compare(tmp_path, models=["m0", "m1"], costs=[1.0, 3.0], methods=["rf", "stacked"])
+    curve = found.curves.filter(pa.compute.equal(found.curves["method"], "stacked")).to_pydict()
+    for name in ("validation_cost", "validation_accuracy"):
+        assert np.all(np.diff(curve[name]) > 0)
+    assert found.row("stacked")["setting"] in curve["setting"]
+
+
 def test_the_objective_decides_what_is_chosen_within_the_budget(table):
     found = compare(table, models=MODELS, methods=QUICK, objective="macro-f1", budget=6.0)
     for method in ("base", "rf"):

@@ -44,7 +44,10 @@ def content(root):
                 {"name": "far", "set": "far", "models": ["m0", "m2"], "objective": "macro-f1"},
             ],
             "growing-chain": [{"name": "near", "set": "near", "models": ["m0", "m1"], "last": "m2"}],
-            "three-model-language": [{"name": "all", "set": "far", "models": ["m0", "m1", "m2"], "published": "PIQA"}],
+            "three-model-language": [
+                {"name": "all", "set": "far", "models": ["m0", "m1", "m2"], "published": "PIQA"},
+                {"name": "more", "set": "near", "models": ["m0", "m1", "m2"]},
+            ],
             "setup-time": [{"name": "near", **TWO}],
         },
         "figures": {
@@ -164,6 +167,10 @@ def test_headlines_are_means_over_chains(made):
     assert json.loads((made[1] / "paper.json").read_text())["headlines"]["two-model-language"] == list(table.headlines)
     assert "Over all chains" in (made[1] / "tables" / "two-model-language.md").read_text()
     averaged = (made[1] / "tables" / "two-model-language.md").read_text().split("In the paper: ")[-1]
+    three = rows_of(made, "three-model-language")
+    mean = np.mean([row["quality"] for row in three if row["method"] == "rf"])
+    overview = (made[1] / "tables" / "three-model-language.md").read_text().split("All chains**")[1].split("\n\n")[1]
+    assert f"{100 * mean:.2f}" in next(line for line in overview.splitlines() if "| CAUC-RF |" in line)
     assert "70.44" in averaged  # the mean of CAUC-RF over the paper's six data sets
     assert "21.7" in averaged
 
