@@ -76,7 +76,8 @@ class Examples:
         if call is not None:
             paid = call.costs if call.index is None else self.chain.costs.per_call[..., call.index]
         to_come = replace(chain, costs=costs_to_come(self).of_models(indices))
-        return to_come.after_encoder(self.encoder, self.embeddings, paid)
+        name = f"layer of {self.encoder}" if self.encoder in models else self.encoder
+        return to_come.after_encoder(name, self.embeddings, paid)
 
     @property
     def embedding_note(self) -> str:

@@ -158,6 +158,7 @@ _TITLES = {
     "max-probability": "uncalibrated confidence",
     "random": "single models at random",
     "shuffled": "CAUC-RF, confidences shuffled",
+    "single": "a single model",
 }
 _COLUMNS = ("method", "validation_accuracy", "validation_cost", "accuracy", "cost")
 
@@ -185,12 +186,15 @@ def title_of(method: str) -> str:
 
 
 def _examples(measured: Measured, chain: ChainLogits) -> Examples:
-    """Return the examples of a policy's chain, whose embeddings are not a model's answers."""
-    name, first = measured.policy.encoder, measured.policy.stages[0]
-    if name is None:
+    """Return the examples of a policy's chain, cheapest first, whose embeddings are not a model's answers."""
+    policy, indices = measured.policy, range(measured.n_encoders, len(chain.models))
+    if not policy.scored:
         return Examples(chain)
-    models = chain.of_models(range(1, len(chain.models)))
-    return Examples(models, chain.logits[0], None, EmbeddingCall(name, None, first.cost), name)
+    models = chain.of_models(sorted(indices, key=lambda index: policy.stages[index].cost))
+    if policy.encoder is None:
+        return Examples(models)
+    call = EmbeddingCall(policy.encoder, None, policy.stages[0].cost)
+    return Examples(models, chain.logits[0], None, call, policy.encoder)
 
 
 def trace_methods(measured: Measured) -> tuple[MethodCurve, ...]:
@@ -228,7 +232,8 @@ def _curve(
     kept = replace(points, settings=np.arange(len(cost), dtype=np.float64)).pareto(_MOST_POINTS).settings.astype(int)
     at = None
     if points.cost.min() <= most_within(budget):
-        choose = points.index_of_most_expensive if METHODS[name].spends_budget else points.index_of_best
+        spends = name in METHODS and METHODS[name].spends_budget
+        choose = points.index_of_most_expensive if spends else points.index_of_best
         chosen = choose(budget)
         at = float(cost[chosen]), share(round(n * float(accuracy[chosen])), n)
     shares = tuple(share(round(n * value), n) for value in accuracy[kept].tolist())

@@ -150,11 +150,12 @@ def test_embeddings_are_collected_by_the_pools_own_encoder(tmp_path, minilm):
             "name": "enc",
             "model": {"kind": "sentence-encoder", "model": str(minilm), "columns": ["text"], "required": []},
         },
-        {"name": "small", "model": {"kind": "python", "factory": "user_models:sign_of_x"}},
+        {"name": "small", "model": {"kind": "python", "factory": "user_models:by_x"}, "cost": {"usd": 1.0}},
     ]
     content = {"name": "pool", "task": "classification", "stages": stages, "labels": ["no", "yes"]}
     (tmp_path / "pool.yaml").write_text(yaml.safe_dump(content))
-    rows = pa.table({"example_id": ["a", "b"], "text": list(TOPICS[:2]), "x": [-1.0, 1.0], "label": [0, 1]})
+    ids = [f"row-{row}" for row in range(8)]
+    rows = pa.table({"example_id": ids, "text": list(TOPICS) * 2, "x": [-1.0, 1.0] * 4, "label": [0, 1] * 4})
     pq.write_table(rows, tmp_path / "rows.parquet")
     asked = {"split": "all"}
     found = cauc_ray.collect(tmp_path / "pool.yaml", tmp_path / "rows.parquet", tmp_path / "LOGITS", **asked)
