@@ -22,6 +22,9 @@ from cauc_ray.policies.cauc import same_width
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.policy import Stage, Step
 
+# From this logarithm of what a margin lacks to 1 on, its order is by the logarithm, down to that of a masked option.
+_SATURATED, _LEAST, _STEP = -27.0, -5000.0, 1e-6
+
 
 class MethodPolicy(ArraysPolicy):
     """A policy of a method that CAUC is compared with."""
@@ -97,13 +100,19 @@ class RawPolicy(ScoredPolicy):
 
 
 def margins(logits: Floats) -> Floats:
-    """Return p(1) - p(2), the two largest raw probabilities, float64 (N,); 1 where there is one option."""
-    probabilities = np.exp(log_softmax(logits))
-    if probabilities.shape[1] == 1:
+    """Return p(1) - p(2), the two largest raw probabilities, float64 (N,); 1 where there is one option.
+
+    Margins that round to 1 are given as 1 and, where there are several options, a little more, in the order of what
+    they lack to 1 by its logarithm: else a threshold could not tell them apart.
+    """
+    ranked = -np.sort(-log_softmax(logits), axis=1)
+    if ranked.shape[1] == 1:
         return np.ones(len(logits))
-    second, first = np.partition(probabilities, -2, axis=1)[:, -2:].T
-    found: Floats = first - second
-    return found
+    found: Floats = np.exp(ranked[:, 0]) - np.exp(ranked[:, 1])
+    # 1 - (p(1) - p(2)) = 2 p(2) + p(3) + ...
+    lacking = np.logaddexp.reduce(np.column_stack([ranked[:, 1] + np.log(2), ranked[:, 2:]]), axis=1)
+    beyond = 1.0 + _STEP * (_SATURATED - np.maximum(lacking, _LEAST))
+    return np.where(lacking < _SATURATED, beyond, found)
 
 
 class PostHocEmbedPolicy(ScoredPolicy):

@@ -15,6 +15,7 @@ from cauc_ray.policies.baselines.routing import routed
 from cauc_ray.policies.fitting import fit_rf
 from cauc_ray.policies.methods import METHODS, Fitting
 from cauc_ray.policies.routers import random_numbers
+from cauc_ray.policies.scored import margins
 from cauc_ray.policies.threshold import ThresholdRule
 from cauc_ray.policies.trace import Examples, own_answers, trace_policy
 
@@ -133,3 +134,13 @@ def test_shuffled_confidences_keep_the_cascade_s_cost_and_lose_its_gain():
         accuracies.append(np.mean(answers.predictions == test.chain.labels))
     assert costs[1] == pytest.approx(budget, rel=0.15)
     assert accuracies[0] > accuracies[1]
+
+
+def test_margins_that_round_to_one_keep_their_order():
+    gaps = np.array([5.0, 20.0, 45.0, 60.0, 400.0])
+    logits = np.column_stack([gaps, np.zeros(5), np.full(5, -3.0)])
+    found = margins(logits)
+    assert np.all(np.diff(found) > 0)
+    exact = softmax(logits[:2], axis=1)
+    assert found[:2] == pytest.approx(exact[:, 0] - exact[:, 1])
+    assert np.isfinite(margins(np.array([[1.0, -np.inf], [2.0, 1.0]]))).all()
