@@ -43,8 +43,7 @@ def fit_policy(
 
 def fit_method(name: str, fitting: Fitting, rule: ThresholdRule) -> Policy:
     """Fit a policy by one of the methods that ours are compared with. Raises ConfigError where that has none."""
-    _, fit = method_of(name, fitting.calibration.chain.models)
-    fitted = fit(fitting)
+    fitted = method_of(name, fitting.calibration.chain.models)[1](fitting)
     assert isinstance(fitted, Publishable)
     return fitted.published(fitting, rule)
 

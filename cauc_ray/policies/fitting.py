@@ -208,14 +208,14 @@ def entries_of_models(calibration: ChainLogits) -> list[dict[str, Any]]:
 
     Nothing is warned of: a guard does.
     """
-    found: list[dict[str, Any]] = []
-    for index, kind in enumerate(calibration.logit_kinds):
+    found, costs = list[dict[str, Any]](), calibration.costs.means.tolist()
+    for index, (name, kind) in enumerate(zip(calibration.models, calibration.logit_kinds, strict=True)):
         if kind == "embedding":
-            own = {"name": calibration.models[index], "cost": float(calibration.costs.means[index])}
-            found.append({**own, "logit_kind": kind, "temperature": 1.0, "diagnostics": None})
+            own = {"name": name, "cost": costs[index], "logit_kind": kind}
+            found.append({**own, "temperature": 1.0, "diagnostics": None})
             continue
         calibrator, fit = calibrator_of(calibration, index, "temperature")
-        sums = sum_answers(calibration, {index: calibrator})[index]
+        (sums,) = sum_answers(calibration, {index: calibrator}).values()
         found.append(model_entries(calibration, index, calibrator, fit, sums))
     return found
 

@@ -118,9 +118,8 @@ class Fitting:
         """
         every = self.calibration.chain.models
         names = every if models is None else [every[model] for model in models]
-        calibration, validation = (
-            split.own_chain(names, encoded=encoded) for split in (self.calibration, self.validation)
-        )
+        calibration = self.calibration.own_chain(names, encoded=encoded)
+        validation = self.validation.own_chain(names, encoded=encoded)
         own: list[Mapping[str, Any]] = [*[{}] * encoded, *(of_stages or [{}] * len(names))]
         fields["stages"] = [{**entry, **more} for entry, more in zip(entries_of_models(calibration), own, strict=True)]
         return kind(**split_entries(calibration, validation, self.names, BY_DEFAULT), **fields)
@@ -202,7 +201,8 @@ class Thresholded:
         names = [stage.name for stage in self.policy.answering]
         calibration = fitting.calibration.own_chain(names, encoded=encoded)
         validation = fitting.validation.own_chain(names, encoded=encoded)
-        return choose_threshold(self.policy.model_copy(update={"budget": rule.budget}), calibration, validation, rule)
+        policy = self.policy.model_copy(update={"budget": rule.budget})
+        return choose_threshold(policy, calibration, validation, rule)
 
     @cached_property
     def points(self) -> OperatingPoints:

@@ -205,6 +205,5 @@ class DuoPolicy(MethodPolicy):
             own, before = same_width(own, state, (numbers.name, "the stages before"))
             own = own + before
         predictions, confidences = top_option(own)
-        n = len(own)
-        worth = np.full(n, np.inf if last else -np.inf)
-        return Step(predictions, confidences, np.full(n, last), own, own, worth=worth)
+        worth = np.full(len(own), np.inf if last else -np.inf)
+        return Step(predictions, confidences, np.full(len(own), last), own, own, worth=worth)

@@ -71,10 +71,8 @@ class Examples:
         if not encoded:
             return chain
         assert self.embeddings is not None
-        call = self.embedding_call
-        paid: Floats | float = 0.0
-        if call is not None:
-            paid = call.costs if call.index is None else self.chain.costs.per_call[..., call.index]
+        call, paid = self.embedding_call or EmbeddingCall("", None), self.chain.costs.per_call
+        paid = np.asarray(call.costs) if call.index is None else paid[..., call.index]
         to_come = replace(chain, costs=costs_to_come(self).of_models(indices))
         name = f"layer of {self.encoder}" if self.encoder in models else self.encoder
         return to_come.after_encoder(name, self.embeddings, paid)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cauc_ray.numbers.chain import ChainLogits
-from cauc_ray.numbers.types import Bools, Floats, Ints
+from cauc_ray.numbers.types import Floats
 from cauc_ray.policies.features import Scaler, answer_features
 from cauc_ray.policies.methods import Fitted, Fitting, Thresholded
 from cauc_ray.policies.routers import RouterPolicy, choices
@@ -28,7 +28,7 @@ def routed(values: Floats, prices: Floats, chain: ChainLogits) -> Trace:
     values: float (N, M).   prices: float (M,), of a call of each model.
     """
     order = np.argsort(prices, kind="stable")
-    return Trace(own_answers(chain, order), choices(values, prices), chosen_calls(order, len(order)))
+    return Trace(own_answers(chain, order), choices(values, prices), np.eye(len(order), dtype=bool)[order])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,12 @@ class FirstOrLast:
         chain = examples.chain
         ends = np.array([0, len(chain.models) - 1])
         confidences = np.column_stack([1.0 - self.wins(examples), np.ones(len(examples))])
-        return Trace(own_answers(chain, ends), confidences, chosen_calls(ends, len(chain.models)))
+        return Trace(own_answers(chain, ends), confidences, np.eye(len(chain.models), dtype=bool)[ends])
 
 
 def note_on_the_middle(n_models: int) -> str:
     """Return the note for tables on a router that leaves out the models in the middle of a chain."""
     return "first and last model only" if n_models > 2 else ""
-
-
-def chosen_calls(order: Ints, n_models: int) -> Bools:
-    """Return the calls of a router whose steps are models in an order, bool (S, M)."""
-    calls: Bools = order[:, None] == np.arange(n_models)
-    return calls
 
 
 def fit_single(fitting: Fitting, model: int) -> Fitted:
