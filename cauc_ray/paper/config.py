@@ -11,7 +11,6 @@ from pydantic import ConfigDict, Field, model_validator
 
 from cauc_ray.api.options import Location, Seed
 from cauc_ray.comparison.measuring import columns_of
-from cauc_ray.data.logits import LogitTable
 from cauc_ray.errors import unknown_name
 from cauc_ray.files.paths import AnyPath
 from cauc_ray.models.kind import Section
@@ -42,6 +41,8 @@ class Entry(Section):
 
     def surrogates(self, root: AnyPath) -> list[str]:
         """Return its models whose logits are surrogates, whose figures are compared with no published ones."""
+        from cauc_ray.data.logits import LogitTable  # pyarrow, which an edge box does not have
+
         kinds = LogitTable(root / self.set).kinds
         return [model for model in self.wanted or kinds if kinds[model] == "surrogate"]
 

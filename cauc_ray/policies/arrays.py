@@ -82,7 +82,7 @@ class ArraysPolicy(Policy):
         """Return what affects answers."""
         own = self.model_dump(mode="json", include={*self.OWN})
         if self.arrays_sha256 is None:  # as before there were arrays: the ids of earlier files stay
-            del own[_DIGEST]
+            own.pop(_DIGEST, None)
         return super().decides() | own
 
     @classmethod

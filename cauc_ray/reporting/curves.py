@@ -188,7 +188,7 @@ def title_of(method: str) -> str:
 def _examples(measured: Measured, chain: ChainLogits) -> Examples:
     """Return the examples of a policy's chain, cheapest first, whose embeddings are not a model's answers."""
     policy, indices = measured.policy, range(measured.n_encoders, len(chain.models))
-    if not policy.scored:
+    if not (policy.scored or policy.encoder):
         return Examples(chain)
     models = chain.of_models(sorted(indices, key=lambda index: policy.stages[index].cost))
     if policy.encoder is None:

@@ -183,7 +183,7 @@ def test_costs_decide_the_order_where_no_chain_is_given(data):
 
 BAD_OPTIONS = [
     ("fit", {"budget": "much"}, "budget: "),
-    ("fit", {"method": "bass"}, "method: "),
+    ("fit", {"method": "bass"}, "unknown method 'bass'"),
     ("fit", {"seed": -1}, "seed: "),
     ("fit", {"models": "small,large"}, "models: "),
     ("fit", {"models": ["small", 3]}, "models: "),
