@@ -28,6 +28,13 @@ EVERY = [(name, None) for name in (*CONTROLS, *LOOKING)] + [(name, "enc") for na
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
+# A run takes seconds to start; one of each kind of policy is always run.
+QUICK = [("duo", None), ("random", None), ("embedllm", None), ("frugalgpt", "enc"), ("stacked-both", "enc")]
+on_ray = pytest.mark.parametrize(
+    ("method", "embedding"),
+    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in EVERY],
+    ids=lambda value: str(value),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,7 +129,7 @@ def write_pool(home, models):
 
 
 @pytest.mark.usefixtures("ray_session")
-@every
+@on_ray
 def test_a_run_is_the_replay(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     expected = cauc_ray.evaluate(home / "LOGITS", policy)
