@@ -463,11 +463,25 @@ class CompareOptions(MeasureOptions):
 
     budget: float | None = option("mean cost per example to match (default: base's on validation)", allow_inf_nan=False)
     objective: Objective = option("what is maximised within the budget", "accuracy")
+    training_split: str | None = option("what routers and scorers are trained on (default: the calibration split)")
     texts: Location | None = option("Parquet file of the queries' texts, for methods that train on them")
     text_column: str = option("the column of texts", "question")
     checkpoints: Annotated[dict[str, str], Flag("METHOD=MODEL,…", several)] = option(
         "what these methods train: a hub id or a folder each, as routellm-bert=bert-base-uncased", {}
     )
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """Return by name the splits that are read: those of the methods, then what routers are trained on, if any."""
+        return super().cuts | ({} if self.training_split is None else {self.training_split: None})
+
+    @model_validator(mode="after")
+    def _trains_apart(self) -> Self:
+        if self.training_split in (*self.splits, self.split):
+            raise ConfigError(
+                f"split {self.training_split!r} has another use already; give a training split of its own"
+            )
+        return self
 
 
 class EvaluateOptions(ShardOptions):

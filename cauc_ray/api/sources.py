@@ -289,16 +289,19 @@ def positions_of_rows(chain: Chain, example_ids: Any = None) -> Ints:
 
 def read_examples(
     source: Source, purpose: str, embedding: str | None = None, texts: Texts | None = None
-) -> tuple[Examples, Examples, Examples]:
+) -> tuple[Examples, Examples, Examples, *tuple[Examples, ...]]:
     """Read the splits that methods are fitted, chosen and measured on, all of whose examples need a label.
+
+    A further one is what learned methods are trained on.
 
     purpose: of that measuring, for messages.   embedding: an encoder of the table; one that is named like a model of
     the table is that model up to its last layer, whose call is paid by who looks.   texts: of the queries.
     Raises DataError or ConfigError as LogitTable.read_chain and read_embeddings do, and where splits are missing or
     differ.
     """
-    first, second, last = examples_of(source, ("calibration", "choosing thresholds", purpose), embedding, texts)
-    return first, second, last
+    purposes = ("calibration", "choosing thresholds", purpose, "training")
+    first, second, last, *training = examples_of(source, purposes[: len(source.splits)], embedding, texts)
+    return first, second, last, *training
 
 
 def examples_of(
@@ -361,13 +364,16 @@ def _embedding_call(
     return EmbeddingCall(name, None, costs[np.asarray(rows), 0])
 
 
-def fingerprints_of(calibration: Chain, validation: Chain, final: Chain) -> dict[str, Any]:
+def fingerprints_of(
+    calibration: Chain, validation: Chain, final: Chain, training: Chain | None = None
+) -> dict[str, Any]:
     """Return, as JSON has it, what a curve depends on besides its method.
 
     By what a split is for: digests of its examples with their labels, and of each model's logits, and the mean cost of
     each model's calls; and the unit of costs.
     """
     splits = {"calibration": calibration, "validation": validation, "final": final}
+    splits |= {} if training is None else {"training": training}
     return {"cost_unit": final.costs.unit, **{purpose: _of_split(chain) for purpose, chain in splits.items()}}
 
 

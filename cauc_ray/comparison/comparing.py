@@ -165,6 +165,7 @@ def compare(
     test: Cut = None,
     budget: float | None = None,
     objective: Objective = "accuracy",
+    training_split: str | None = None,
     seed: int = 0,
     logit_kind: LogitKinds = None,
     on_method: Callable[[str, int, int], None] = lambda name, place, of: None,
@@ -197,6 +198,8 @@ def compare(
         test: in place of that split, like validation.
         budget: mean cost per example to match; without one what Base costs on validation at its own threshold.
         objective: what is maximised within the budget.
+        training_split: a split of the table on which routers and scorers are trained, in place of the calibration
+            split, on which CAUC's own numbers and temperatures are fitted.
         seed: of all random draws.
         logit_kind: of the models.
         on_method: called with each method's name, its index and their number before its fit.
@@ -222,8 +225,8 @@ def compare(
             takers = [method.name for method in METHODS.values() if method.needs_texts]
             raise ConfigError(f"method {name!r} takes no checkpoint; those that do: {', '.join(takers)}")
     queries = None if texts is None else Texts(texts, text_column)
-    calibrating, choosing, final = read_examples(source, "a comparison", embedding, queries)
-    fitting = Fitting(calibrating, choosing, seed)
+    calibrating, choosing, final, *training = read_examples(source, "a comparison", embedding, queries)
+    fitting = Fitting(calibrating, choosing, seed, training=training[0] if training else None)
     bench = Bench(fitting, final, budget, checkpoints, objective)
     measured = []
     for place, name in enumerate(chosen):
@@ -234,9 +237,14 @@ def compare(
     about = {
         "source": str(source.path),
         "models": list(source.models),
-        "splits": {"calibration": calibration_split, "validation": validation_split, "final": split},
+        "splits": {
+            "calibration": calibration_split,
+            "validation": validation_split,
+            "final": split,
+            "training": training_split,
+        },
         "n": len(final),
-        "n_fitted": len(calibrating) + len(choosing),
+        "n_fitted": sum(map(len, (calibrating, choosing, *training))),
         "cost_unit": final.chain.costs.unit,
         "budget": bench.budget,
         "budget_rule": "given" if budget is not None else f"what base costs on {validation_split} at its own threshold",
@@ -244,7 +252,7 @@ def compare(
         "logit_kinds": dict(zip(final.chain.models, final.chain.logit_kinds, strict=True)),
         "embedding": embedding,
         "seed": seed,
-        "fingerprints": fingerprints_of(calibrating.chain, choosing.chain, final.chain),
+        "fingerprints": fingerprints_of(*(each.chain for each in (calibrating, choosing, final, *training))),
         "calibration": calibration_of(fitting, final),
         "conventions": dict(CONVENTIONS),
     }

@@ -132,7 +132,8 @@ def choose_methods(
 def method_of(name: str, models: Sequence[str]) -> tuple[Method, Callable[[Fitting], Fitted]]:
     """Return a method by its name, those on recalibrated logits among them, and what fits it."""
     plain = name.replace(f"{RECALIBRATED}:", f"{SINGLE}:").removeprefix(f"{RECALIBRATED}+")
-    method, fit = by_method.method_of(plain, models)
+    method, of_splits = by_method.method_of(plain, models)
+    fit = (lambda fitting: of_splits(fitting.for_learning())) if method.learns else of_splits
     if plain == name:
         return method, fit
     return replace(method, name=name, paradigm="recalibrated"), partial(fit_recalibrated, fit)

@@ -93,6 +93,7 @@ class Fitting:
     calibration: to fit its numbers.   validation: to choose thresholds, epochs and sizes.
     seed: of all random numbers.   checkpoint: the model that some methods train on texts, a hub id or a folder.
     shared: what fits on the same splits need and only the first makes, by name.   names: of the two splits.
+    training: what methods that learn are fitted on in place of calibration; None without a split for that.
     """
 
     calibration: Examples
@@ -101,6 +102,11 @@ class Fitting:
     checkpoint: str | None = None
     shared: dict[str, Any] = field(default_factory=dict)
     names: tuple[str, str] = ("calibration", "validation")
+    training: Examples | None = None
+
+    def for_learning(self) -> Fitting:
+        """Return what a method that learns is fitted from."""
+        return self if self.training is None else replace(self, calibration=self.training, training=None)
 
     def policy(
         self,
@@ -147,6 +153,11 @@ class Method:
     spends_budget: bool = False
     sees_labels: bool = False
     unpublished: str = ""
+
+    @property
+    def learns(self) -> bool:
+        """Return whether it trains more than temperatures and thresholds."""
+        return self.paradigm == "router" or bool(self.packages)
 
     @property
     def absent(self) -> list[str]:

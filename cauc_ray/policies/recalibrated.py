@@ -52,7 +52,9 @@ def fit_recalibrated(fit: Callable[[Fitting], Fitted], fitting: Fitting) -> Fitt
         fitting.shared["recalibration"] = _recalibration(fitting)
     recalibrate: Recalibration = fitting.shared["recalibration"]
     calibration, validation = recalibrate(fitting.calibration), recalibrate(fitting.validation)
-    return Recalibrated(fit(replace(fitting, calibration=calibration, validation=validation, shared={})), recalibrate)
+    training = None if fitting.training is None else recalibrate(fitting.training)
+    own = replace(fitting, calibration=calibration, validation=validation, training=training, shared={})
+    return Recalibrated(fit(own), recalibrate)
 
 
 def _recalibration(fitting: Fitting) -> Recalibration:

@@ -28,9 +28,9 @@ EVERY = [(name, None) for name in (*CONTROLS, *LOOKING)] + [(name, "enc") for na
 MODELS = ("m0", "m1", "m2")
 BUDGET = 12.0
 every = pytest.mark.parametrize(("method", "embedding"), EVERY, ids=lambda value: str(value))
-# A run takes seconds to start; one of each kind of policy is always run.
+# Runs and reports take seconds; those of one policy of each kind are always made.
 QUICK = [("duo", None), ("random", None), ("embedllm", None), ("frugalgpt", "enc"), ("stacked-both", "enc")]
-on_ray = pytest.mark.parametrize(
+some_slow = pytest.mark.parametrize(
     ("method", "embedding"),
     [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in EVERY],
     ids=lambda value: str(value),
@@ -129,7 +129,7 @@ def write_pool(home, models):
 
 
 @pytest.mark.usefixtures("ray_session")
-@on_ray
+@some_slow
 def test_a_run_is_the_replay(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     expected = cauc_ray.evaluate(home / "LOGITS", policy)
@@ -325,7 +325,7 @@ def test_a_plan_is_for_policies_that_call_models_in_turn(home, policies, method)
         cauc_ray.plan(write_pool(home, MODELS), policies(method), rate=10.0)
 
 
-@every
+@some_slow
 def test_reports_take_every_policy(home, policies, tmp_path, method, embedding):
     policy = policies(method, embedding)
     policy.save(tmp_path / "policy.json")

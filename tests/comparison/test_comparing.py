@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from synthetic import SPLITS, write_table
+from synthetic import chain as synthetic_chain
 
 import cauc_ray
 from cauc_ray.api import tables
@@ -185,6 +186,33 @@ def test_methods_on_recalibrated_logits_are_those_on_a_table_of_them(tmp_path):
     swept = cauc_ray.sweep(tmp_path / "L", methods=["rf", "recalibrated"], budgets=[budget], **asked).to_pylist()
     assert [row["method"] for row in swept] == ["recalibrated:m0", "recalibrated:m1", "rf", "recalibrated+rf"]
     assert swept[-1]["accuracy"] == found.row("recalibrated+rf")["accuracy"]
+
+
+def test_learned_methods_are_trained_on_a_split_of_their_own(tmp_path):
+    for split, seed in (("calibration", 1), ("validation", 2), ("test", 3), ("routers", 4)):
+        own = synthetic_chain(seed, n=300)
+        for model, logits in zip(own.models, own.logits, strict=True):
+            ids = [f"{split}-{example}" for example in own.example_ids]
+            write_logits(tmp_path / "L", model, split, example_ids=ids, labels=own.labels, logits=logits)
+    asked = {
+        "models": MODELS,
+        "methods": ["rf", "margin", "routellm-sw", "frugalgpt"],
+        "costs": [1, 4, 16],
+        "budget": 9.0,
+    }
+    before = compare(tmp_path / "L", **asked)
+    apart = compare(tmp_path / "L", training_split="routers", **asked)
+    there = compare(tmp_path / "L", calibration_split="routers", **asked)
+    for method in asked["methods"]:
+        like, other = (there, before) if method in ("routellm-sw", "frugalgpt") else (before, there)
+        figures = {name: apart.row(method)[name] for name in ("accuracy", "cost", "setting")}
+        assert figures == {name: like.row(method)[name] for name in figures}
+        assert method == "margin" or figures != {name: other.row(method)[name] for name in figures}
+    assert apart.about["n_fitted"] == 900
+    with pytest.raises(ConfigError, match="split 'validation' has another use already"):
+        compare(tmp_path / "L", training_split="validation", **asked)
+    with pytest.raises(DataError, match="unknown split 'absent'"):
+        compare(tmp_path / "L", training_split="absent", **asked)
 
 
 @pytest.mark.parametrize("models", [["m0", "m2"], MODELS])
