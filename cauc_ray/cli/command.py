@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)  # as rich does, which writes the tables
     except KeyboardInterrupt:
         _say("stopped", "interrupted")
-        sys.exit(130)
+        _end(130, is_process=arguments is None)
     except SystemExit as end:
         if end.code == signal.SIGTERM:
             _say("stopped", "terminated")
-            sys.exit(128 + signal.SIGTERM)
+            _end(128 + signal.SIGTERM, is_process=arguments is None)
         raise
     except Exception as error:
         if options.debug:
@@ -129,6 +129,16 @@ def _verb(name: str) -> Verb:
     from cauc_ray.cli import verbs
 
     return verbs.VERBS[name]
+
+
+def _end(code: int, *, is_process: bool) -> NoReturn:
+    """Exit after a signal: at once, since Ray's threads may abort an interpreter that ends while they run."""
+    if is_process:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager
