@@ -318,7 +318,11 @@ class FitOptions(ChainOptions, ShardOptions):
             raise ConfigError(unknown_name("method", self.method, ("auto", *METHODS)))
         if self.method in METHODS and (why := METHODS[self.method].unpublished):
             raise ConfigError(f"method {self.method} {why}; `cauc compare` runs it")
+        if self.method in METHODS and METHODS[self.method].needs_embedding and self.embedding is None:
+            raise ConfigError(f"method {self.method} reads the queries' embeddings: give their encoder")
         plain = {"search": False, "safe": False, "calibrator": "temperature", "shards": None}
+        # A price is one of confidences, which other methods do not compare with their threshold.
+        plain |= {} if self.method.startswith("stacked") else {"price": None}
         given = next((name for name, default in plain.items() if getattr(self, name) != default), None)
         if given is not None:
             raise ConfigError(f"{given} is for methods base, rf and stacked, not for {self.method}; leave it out")

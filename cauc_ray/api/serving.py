@@ -9,7 +9,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -122,7 +122,7 @@ def serve(
         at = f"[{host}]" if ":" in host else host
         grpc = None if grpc_port is None else f"{at}:{grpc_port}"
         if os.environ.get("CAUC_TOKEN", "").strip() and not local:
-            _require_closed(f"http://{at}:{port}/v2/models/{quote(model)}/policy")
+            _require_closed(f"http://{at}:{port}/v2/models/{quote(model)}/infer")
         return Service(f"http://{at}:{port}", grpc, model, policy.id, require_alive, stack.pop_all())
 
 
@@ -232,12 +232,18 @@ def _http(method: str, url: str, content: Any = None) -> dict[str, Any]:
 
 
 def _require_closed(url: str) -> None:
-    """Raise ConfigError where a service answers without a token."""
-    with suppress(OSError), urllib.request.urlopen(url, timeout=HTTP_DEADLINE_S):  # 401 is an OSError, too
-        raise ConfigError(
-            "CAUC_TOKEN is set here, but not on the nodes, where routers would answer anybody: set it before Ray "
-            "starts there, or unset it here"
-        )
+    """Raise ConfigError where a service takes requests for inference without a token, ExecutionError if it is gone."""
+    try:
+        urllib.request.urlopen(url, b"{}", timeout=HTTP_DEADLINE_S).close()
+    except urllib.error.HTTPError as error:
+        if error.code == 401:
+            return
+    except OSError as error:
+        raise ExecutionError(f"{url} cannot be reached: {printable(str(error))}") from error
+    raise ConfigError(
+        "CAUC_TOKEN is set here, but not on the nodes, where routers would answer anybody: set it before Ray starts "
+        "there, or unset it here"
+    )
 
 
 def _authorization() -> dict[str, bytes]:

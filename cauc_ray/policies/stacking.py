@@ -376,12 +376,11 @@ class Variants:
     points: of all variants on validation, at every threshold.
     """
 
-    note = ""
-
     def __init__(
-        self, policies: Sequence[StackedPolicy], validation: Examples, objective: Objective = "accuracy"
+        self, policies: Sequence[StackedPolicy], validation: Examples, objective: Objective = "accuracy", note: str = ""
     ) -> None:
-        self.policies = policies
+        """Measure all variants.   note: for tables."""
+        self.policies, self.note = policies, note
         traces = [cascade_of(policy)(validation) for policy in policies]
         frontiers = [trace.frontier(validation.chain, objective) for trace in traces]
         self._variants = np.repeat(np.arange(len(policies)), [len(one.settings) for one in frontiers])
@@ -457,7 +456,7 @@ def _fit_encoded(fitting: Fitting, *, with_labels: bool) -> Variants:
     )
     encoded = Encoded(stage, experts, told)
     policies = variants_of(examples.chain, fitting.validation.chain, fitting.names, encoded)
-    return Variants(policies, fitting.validation)
+    return Variants(policies, fitting.validation, note=examples.embedding_note)
 
 
 def chooses(rule: ThresholdRule) -> bool:

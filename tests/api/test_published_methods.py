@@ -223,8 +223,8 @@ def test_arrays_that_are_missing_or_others_are_refused_in_one_line(policies, tmp
 def test_the_id_covers_arrays_and_what_a_router_weighs(policies):
     policy = policies("embedllm", "enc")
     moved = {name: array + 0.5 for name, array in policy.arrays.items()}
-    dearer = tuple(stage.model_copy(update={"cost": 2 * stage.cost}) for stage in policy.stages)
-    others = [policy.with_arrays(moved), policy.model_copy(update={"stages": dearer}), policy.with_threshold(-0.5)]
+    costlier = tuple(stage.model_copy(update={"cost": 2 * stage.cost}) for stage in policy.stages)
+    others = [policy.with_arrays(moved), policy.model_copy(update={"stages": costlier}), policy.with_threshold(-0.5)]
     assert len({policy.id, *(other.id for other in others)}) == 4
 
 
@@ -281,6 +281,9 @@ def test_arrays_in_memory_have_embeddings_by_the_name_of_the_encoder(home, polic
         ({"method": "margin", "calibrator": "offsets"}, "calibrator is for methods"),
         ({"method": "margin", "shards": 2}, "shards is for methods"),
         ({"method": "margin", "threshold": -0.1}, "at least 0"),
+        ({"method": "margin", "price": 0.01}, "price is for methods"),
+        ({"method": "frugalgpt", "price": 0.01}, "price is for methods"),
+        ({"method": "stacked-both"}, "give their encoder"),
         ({"method": "embedllm", "certify": "risk<=0.1@0.9"}, "no threshold whose early answers"),
         ({"method": "frugalgpt", "certify": "risk<=0.1@0.9"}, "and nothing else"),
         ({"method": "frugalgpt", "budget": 0.5}, "below the cheapest"),
