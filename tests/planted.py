@@ -94,6 +94,17 @@ def values_of(fitted, test):
     return fitted.policy.values(vectors_of(fitted, test))
 
 
+def train_quickly(patch):
+    """Train the networks of baselines at a higher rate for fewer steps."""
+    from cauc_ray.policies.baselines import graphrouter, model_vectors  # torch, which not all who plant need
+
+    patch.setattr(model_vectors, "EMBED_RATE", 1e-3)
+    patch.setattr(model_vectors, "EMBED_STEPS", 300)
+    patch.setattr(graphrouter, "LEARNING_RATE", 3e-3)
+    patch.setattr(graphrouter, "EPOCHS", 150)
+    patch.setattr(model_vectors, "DC_SCHEDULE", replace(model_vectors.DC_SCHEDULE, n_steps=100))
+
+
 def write_table(folder, splits):
     """Write examples by split as a logit table, with their embeddings by an encoder `enc`."""
     for split, own in splits.items():

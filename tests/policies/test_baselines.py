@@ -6,9 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from planted import changed, gain_over_mixture, of_rows, problem
+from planted import changed, gain_over_mixture, of_rows, problem, train_quickly
 
-from cauc_ray.policies.baselines import graphrouter, model_vectors
 from cauc_ray.policies.baselines.frugalgpt import distances_of
 from cauc_ray.policies.methods import METHODS, cascade_of
 from cauc_ray.policies.trace import EmbeddingCall
@@ -31,11 +30,7 @@ def _training(request):
     fitted.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "quick":
-            patch.setattr(model_vectors, "EMBED_RATE", 1e-3)
-            patch.setattr(model_vectors, "EMBED_STEPS", 300)
-            patch.setattr(graphrouter, "LEARNING_RATE", 3e-3)
-            patch.setattr(graphrouter, "EPOCHS", 150)
-            patch.setattr(model_vectors, "DC_SCHEDULE", replace(model_vectors.DC_SCHEDULE, n_steps=100))
+            train_quickly(patch)
         yield
 
 
