@@ -28,6 +28,14 @@ def chain(tmp_path_factory):
     return Chain(tmp_path_factory.mktemp("service"))
 
 
+@pytest.mark.slow
+def test_a_token_that_routers_do_not_have_is_refused(chain, ray_session, monkeypatch):
+    # The first of this file: Serve must not run yet.
+    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
+    with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
+        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="open")
+
+
 @pytest.fixture(scope="module")
 def service(chain, ray_session):
     with cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="six") as running:
@@ -134,13 +142,6 @@ def test_a_replica_that_cannot_be_asked_delays_a_change_and_answers_by_no_other_
         assert set(answers) == {chain.policies["base"].id}
     finally:
         cauc_ray.set_policy(chain.policies["rf"], url=service.url)
-
-
-@pytest.mark.slow
-def test_a_token_that_routers_do_not_have_is_refused(chain, ray_session, monkeypatch):
-    monkeypatch.setenv("CAUC_TOKEN", "s3cret")
-    with pytest.raises(ConfigError, match="CAUC_TOKEN is set here, but not on the nodes"):
-        cauc_ray.serve(chain.pool, chain.policies["rf"], port=0, name="open")
 
 
 def test_a_stage_replica_that_is_killed_costs_no_answer(chain, service):
